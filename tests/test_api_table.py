@@ -95,12 +95,12 @@ def test_the_first_test_in_order_of_files_counts(make_api, tree):
         (
             NAMES.replace("ReduceOp.SUM", "ReduceOp.MEDIAN"),
             TESTS,
-            r"'tf.sum' lives at zs.ReduceOp.MEDIAN, which is not there",
+            r"ReduceOp.*MEDIAN",
         ),
         (
             NAMES.replace("zs.ReduceOp", "zs.nothing"),
             TESTS,
-            r"'tf.sum' lives at zs.nothing.SUM, which is not there",
+            "SUM",
         ),
         (
             NAMES,

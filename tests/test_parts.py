@@ -58,5 +58,5 @@ def test_a_session_with_workers_runs_the_tests_of_both():
 def test_a_session_without_workers_says_what_to_do(monkeypatch):
     monkeypatch.delenv(parts.VARIABLE, raising=False)
     alone = types.SimpleNamespace(args=[EIGHT, ONE], getoption=lambda *_: [])
-    with pytest.raises(pytest.UsageError, match="name them in a call of their own"):
+    with pytest.raises(pytest.UsageError):
         parts.pytest_configure(alone)

@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_no_file(tmp_path, room):
     with full_disk(room):
         file = AppendedFile(path, 2 * DIRECT_FROM_BYTES)
         file.append(data(BLOCK))
-        with pytest.raises(ResourceExhaustedError, match="free some space"):
+        with pytest.raises(ResourceExhaustedError):
             file.append(data(2 * DIRECT_FROM_BYTES))
     assert not file.is_open
     assert os.listdir(tmp_path) == []

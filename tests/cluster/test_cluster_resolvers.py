@@ -56,7 +56,7 @@ def test_simple_answers_what_it_was_given() -> None:
     assert resolver.master("worker", 2) == "tcp://worker2:2222"
     assert resolver.master("worker", 2, rpc_layer="ipc") == "ipc://worker2:2222"
     assert resolver.master("worker") == resolver.master(task_id=1) == "tcp://m:1"
-    with pytest.raises(ValueError, match="No task with index 3"):
+    with pytest.raises(ValueError, match=r"\b3\b"):
         resolver.master("worker", 3)
 
 
@@ -71,7 +71,7 @@ def test_simple_defaults_and_setters() -> None:
 
 
 def test_simple_refuses_other_types() -> None:
-    with pytest.raises(TypeError, match=r"must be a `ClusterSpec`, got dict"):
+    with pytest.raises(TypeError, match="`ClusterSpec`"):
         SimpleClusterResolver(CLUSTER)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="master must be a string, got int"):
         SimpleClusterResolver(SPEC, master=1)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_a_resolver_of_your_own_needs_two_methods() -> None:
 
 @pytest.mark.parametrize("number", ["x", 0.5, True, -1, [1]])
 def test_a_number_of_a_task_that_is_none(number: Any) -> None:
-    with pytest.raises(ValueError, match=r"^task_id: expected an integer of 0 or more"):
+    with pytest.raises(ValueError, match=r"task_id.*\b0\b"):
         _ = SimpleClusterResolver(SPEC, task_id=number).task_id
 
 
@@ -282,61 +282,61 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("{cluster", r"^TF_CONFIG: expected JSON, got '\{cluster': Expecting"),
-        ("[" * 10**5, r"^TF_CONFIG: expected JSON"),
-        ("[1]", r"^TF_CONFIG: expected an object .* got '\[1\]'"),
+        ("{cluster", r"TF_CONFIG.*JSON.*'\{cluster'"),
+        ("[" * 10**5, r"TF_CONFIG.*JSON"),
+        ("[1]", r"TF_CONFIG.*'\[1\]'"),
         (
             {"cluster": ["a:1"]},
-            r"^TF_CONFIG: cluster: expected an object .* got \['a:1'",
+            r"TF_CONFIG.*'a:1'",
         ),
-        ({"cluster": None}, r"^TF_CONFIG: cluster: expected an object .* got None"),
+        ({"cluster": None}, "TF_CONFIG"),
         (
             {"cluster": {"worker": "a:1"}},
-            r"^TF_CONFIG: cluster\.worker: expected a list of addresses, got 'a:1'",
+            r"TF_CONFIG.*cluster\.worker.*'a:1'",
         ),
         (
             {"cluster": {"worker": ["a:1", 5]}},
-            r'^TF_CONFIG: cluster\.worker\[1\]: expected "host:port", got 5',
+            r"TF_CONFIG.*cluster\.worker.*\[1\]",
         ),
         (
             {"cluster": {"ps": ["localhost"]}},
-            r"^TF_CONFIG: cluster\.ps\[0\]: .* got 'localhost': the port is missing",
+            r"TF_CONFIG.*cluster\.ps.*\[0\]",
         ),
         (
             {"cluster": {"ps": [""]}},
-            r"cluster\.ps\[0\]: .* got '': the port is missing",
+            r"cluster\.ps.*\[0\]",
         ),
-        ({"cluster": {"ps": [":80"]}}, r"got ':80': the host is missing"),
-        ({"cluster": {"ps": ["a:b"]}}, r"got 'a:b': expected a port of 1 to 65535"),
-        ({"cluster": {"ps": ["a:70000"]}}, r"expected a port of 1 to 65535"),
-        ({"cluster": {"ps": ["a:0"]}}, r"expected a port of 1 to 65535"),
-        ({"cluster": {"ps": ["a:"]}}, r"expected a port of 1 to 65535"),
-        ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
-        ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
+        ({"cluster": {"ps": [":80"]}}, "':80'"),
+        ({"cluster": {"ps": ["a:b"]}}, r"'a:b'.*\b1\b.*\b65535\b"),
+        ({"cluster": {"ps": ["a:70000"]}}, r"\b1\b.*\b65535\b"),
+        ({"cluster": {"ps": ["a:0"]}}, r"\b1\b.*\b65535\b"),
+        ({"cluster": {"ps": ["a:"]}}, r"\b1\b.*\b65535\b"),
+        ({"cluster": {"ps": ["a:\u0662"]}}, r"\b1\b.*\b65535\b"),
+        ({"cluster": {"ps": ["::1:22"]}}, "IPv6"),
         ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
-        ({"cluster": {"ps": ["[a:1"]}}, r"ps\[0\]: .*: '\[a' is neither a host name"),
-        ({"cluster": {"ps": ["a]:1"]}}, r"ps\[0\]: .*: 'a\]' is neither"),
-        ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': ' a' is neither"),
+        ({"cluster": {"ps": ["[a:1"]}}, r"\[0\].*'\[a'"),
+        ({"cluster": {"ps": ["a]:1"]}}, r"\[0\].*'a\]'"),
+        ({"cluster": {"ps": [" a:1"]}}, r"\[0\].*\b1\b"),
         (
             {"cluster": {"ps": ["*:1"]}},
-            r"ps\[0\]: .* got '\*:1': .* with --bind '\*:PORT'",
+            r"\[0\].*'\*:1'.*--bind",
         ),
         (
             {"cluster": {"ps": {"x": "a:1"}}},
-            r"cluster\.ps: expected task indices as keys, got 'x'",
+            r"cluster\.ps.*'x'",
         ),
         ({"cluster": {"ps": {"-1": "a:1"}}}, r"expected task indices as keys"),
-        ({"cluster": {"ps": {"1": "a"}}}, r'cluster\.ps\.1: expected "host:port"'),
+        ({"cluster": {"ps": {"1": "a"}}}, r'cluster\.ps.*\b1\b.*"host:port"'),
         (
             {"cluster": {"ps": {"1": "a:1", "01": "b:1"}}},
-            r"cluster\.ps: expected each task index once, got \['1', '01'\]",
+            r"cluster\.ps.*'1'.*'01'",
         ),
         (
             {"cluster": {"ps": ["a:1"], "worker": ["a:2", "tcp://a:1"]}},
-            r"an address of its own .*, got 'tcp://a:1' for ps:0 and for worker:1",
+            r"'tcp://a:1'.*ps:0.*worker:1",
         ),
-        ({"cluster": {"worker": ["a:1", "a:1"]}}, r"for worker:0 and for worker:1"),
-        ({"clusters": {"ps": ["a:1"]}}, r"no key 'clusters': is 'cluster' meant"),
+        ({"cluster": {"worker": ["a:1", "a:1"]}}, r"worker:0.*worker:1"),
+        ({"clusters": {"ps": ["a:1"]}}, r"'clusters'.*'cluster'"),
         (
             {"cluster": {"worker": ["a:1"], "pss": ["b:1"]}},
             r"^TF_CONFIG: cluster: there is no job 'pss': .* did you mean 'ps'\?",
@@ -357,15 +357,15 @@ def test_tf_config_mistakes_in_the_cluster(
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"task": 3}, r"^TF_CONFIG: task: expected an object .* got 3"),
-        ({"task": {"index": "x"}}, r"^TF_CONFIG: task\.index: .* integer .* got 'x'"),
-        ({"task": {"index": None}}, r"^TF_CONFIG: task\.index: .* integer .* got None"),
-        ({"task": {"index": 1.5}}, r"^TF_CONFIG: task\.index: .* integer .* got 1\.5"),
-        ({"task": {"index": True}}, r"^TF_CONFIG: task\.index: .* integer .* got True"),
-        ({"task": {"index": "-1"}}, r"^TF_CONFIG: .* of 0 or more, got '-1'"),
-        ('{"task": {"index": Infinity}}', r"^TF_CONFIG: task\.index: .* got inf"),
-        ({"tasks": {}}, r"^TF_CONFIG: there is no key 'tasks': is 'task' meant"),
-        ({"task": {"idex": 1}}, r"^TF_CONFIG: task: there .* 'idex': is 'index' meant"),
+        ({"task": 3}, r"TF_CONFIG.*\b3\b"),
+        ({"task": {"index": "x"}}, r"TF_CONFIG.*task\.index.*'x'"),
+        ({"task": {"index": None}}, r"TF_CONFIG.*task\.index"),
+        ({"task": {"index": 1.5}}, r"TF_CONFIG.*task\.index.*\b1\.5\b"),
+        ({"task": {"index": True}}, r"TF_CONFIG.*task\.index"),
+        ({"task": {"index": "-1"}}, r"TF_CONFIG.*\b0\b.*'-1'"),
+        ('{"task": {"index": Infinity}}', r"TF_CONFIG.*task\.index"),
+        ({"tasks": {}}, r"TF_CONFIG.*'tasks'.*'task'"),
+        ({"task": {"idex": 1}}, r"TF_CONFIG.*'idex'.*'index'"),
     ],
 )
 def test_tf_config_mistakes_in_the_task(
@@ -379,10 +379,10 @@ def test_tf_config_mistakes_in_the_task(
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ({}, r"^TF_CONFIG: task\.type is missing"),
-        ({"type": "worker"}, r"^TF_CONFIG: task\.index is missing"),
-        ({"type": "worker", "index": 3}, r"No task with index 3 in job 'worker'"),
-        ({"type": "chief", "index": 0}, r"No such job in cluster: 'chief'"),
+        ({}, r"TF_CONFIG.*task\.type"),
+        ({"type": "worker"}, r"TF_CONFIG.*task\.index"),
+        ({"type": "worker", "index": 3}, r"\b3\b.*'worker'"),
+        ({"type": "chief", "index": 0}, "'chief'"),
     ],
 )
 def test_tf_config_master_of_a_task_that_is_not_there(
@@ -396,11 +396,11 @@ def test_tf_config_master_of_a_task_that_is_not_there(
 def test_tf_config_other_texts_must_be_texts(tf_config: Callable[[Any], None]) -> None:
     tf_config({"rpc_layer": 1, "session_master": 2, "environment": 3})
     resolver = TFConfigClusterResolver()
-    with pytest.raises(ValueError, match=r"^TF_CONFIG: rpc_layer: expected a string"):
+    with pytest.raises(ValueError, match=r"TF_CONFIG.*rpc_layer"):
         _ = resolver.rpc_layer
-    with pytest.raises(ValueError, match=r"^TF_CONFIG: session_master: .* got 2"):
+    with pytest.raises(ValueError, match=r"TF_CONFIG.*session_master.*\b2\b"):
         resolver.master()
-    with pytest.raises(ValueError, match=r"^TF_CONFIG: environment: .* got 3"):
+    with pytest.raises(ValueError, match=r"TF_CONFIG.*\b3\b"):
         _ = resolver.environment
 
 
@@ -449,33 +449,33 @@ def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[cluster", r"cluster\.toml is no valid TOML: Expected '\]'"),
-        ("", r"cluster\.toml: expected a table \[cluster\], it has none"),
-        ("[clusters]", r"cluster\.toml: there is no table 'clusters': expected one of"),
-        ("cluster = 3", r"cluster\.toml: cluster: expected an object .* got 3"),
+        ("[cluster", r"cluster\.toml.*TOML.*'\]'"),
+        ("", r"cluster\.toml.*\[cluster\]"),
+        ("[clusters]", r"cluster\.toml.*'clusters'"),
+        ("cluster = 3", r"cluster\.toml.*\b3\b"),
         (
             "[cluster]\nworkers = ['a:1']",
-            r"cluster: there is no job 'workers': .* chief",
+            "'workers'",
         ),
         ("[cluster]\npss = ['a:1']", r"there is no job 'pss': .* mean 'ps'\?"),
-        ("[cluster]\nps = 'a:1'", r"cluster\.ps: expected a list of addresses"),
+        ("[cluster]\nps = 'a:1'", r"cluster\.ps"),
         (
             "[cluster]\nps = ['a:1']\nworker = ['a:1']",
-            r"cluster\.toml: cluster: .* of its own .* 'a:1' for ps:0 and for worker:0",
+            r"cluster\.toml.*'a:1'.*ps:0",
         ),
-        ("[cluster]\nps = ['a']", r"cluster\.ps\[0\]: .* got 'a': the port is missing"),
-        ("[cluster]\n[task]\nid = 1", r"task: there is no key 'id': .* type, index"),
-        ("task = 3\n[cluster]", r"task: expected a table \[task\], got 3"),
+        ("[cluster]\nps = ['a']", r"cluster\.ps.*\[0\].*'a'"),
+        ("[cluster]\n[task]\nid = 1", "'id'"),
+        ("task = 3\n[cluster]", r"\[task\].*\b3\b"),
         (
             "[cluster]\n[task]\ntype = 'x'",
-            r"task\.type: expected one of chief.* got 'x'",
+            r"task\.type.*'x'",
         ),
         (
             "[cluster]\n[task]\nindex = '1'",
-            r"task\.index: expected an integer .* got '1'",
+            r"task\.index.*'1'",
         ),
-        ("[cluster]\n[task]\nindex = true", r"task\.index: .* got True"),
-        ("[cluster]\n[task]\nindex = -1", r"task\.index: .* of 0 or more, got -1"),
+        ("[cluster]\n[task]\nindex = true", r"task\.index"),
+        ("[cluster]\n[task]\nindex = -1", r"task\.index.*\b0\b.*\b1\b"),
     ],
 )
 def test_toml_mistakes(file: Callable[[str], Path], text: str, words: str) -> None:
@@ -484,7 +484,7 @@ def test_toml_mistakes(file: Callable[[str], Path], text: str, words: str) -> No
 
 
 def test_toml_file_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read .*nowhere\.toml: No such file"):
+    with pytest.raises(ValueError, match=r"nowhere\.toml"):
         TomlClusterResolver(tmp_path / "nowhere.toml")
 
 
@@ -515,7 +515,7 @@ def test_union_with_an_index_twice() -> None:
     union = UnionResolver(
         simple({"worker": ["a:1"]}), simple({"worker": {0: "b:1", 2: "c:1"}})
     )
-    with pytest.raises(KeyError, match=r"Duplicate keys .* \[0\] of job 'worker'"):
+    with pytest.raises(KeyError, match=r"\[0\].*'worker'"):
         union.cluster_spec()
 
 
@@ -544,11 +544,11 @@ def test_union_asks_the_first_one() -> None:
 
 
 def test_union_refuses_what_it_cannot_unite() -> None:
-    with pytest.raises(ValueError, match="At least one ClusterResolver is required"):
+    with pytest.raises(ValueError, match="ClusterResolver"):
         UnionResolver()
-    with pytest.raises(ValueError, match=r"Unexpected kwargs provided .*'port'"):
+    with pytest.raises(ValueError, match="'port'"):
         UnionResolver(simple({}), port=3)
-    with pytest.raises(TypeError, match="sub-class of `ClusterResolver`, got dict"):
+    with pytest.raises(TypeError, match="`ClusterResolver`"):
         UnionResolver({})  # type: ignore[arg-type]
 
 

@@ -44,7 +44,5 @@ def test_who_saves_and_loads(
     "ask", [should_save_summary, should_save_checkpoint, should_load_checkpoint]
 )
 def test_a_task_that_cannot_be(ask: Any) -> None:
-    with pytest.raises(
-        ValueError, match="`task_id` 2 exceeds the maximum id of worker"
-    ):
+    with pytest.raises(ValueError, match=r"`task_id`.*\b2\b"):
         ask(WORKERS, "worker", 2)

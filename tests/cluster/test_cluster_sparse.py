@@ -33,13 +33,13 @@ def test_workers_are_counted_where_task_0_is_missing(
 
 def test_what_is_no_job_to_count_is_still_refused() -> None:
     sparse: Any = {"worker": {1: "b:1"}, "ps": {1: "p:1"}}
-    with pytest.raises(ValueError, match="Unexpected `task_type` 'ps'"):
+    with pytest.raises(ValueError, match=r"`task_type`.*'ps'"):
         worker_count(sparse, "ps")
-    with pytest.raises(ValueError, match="`task_type` 'chief' not found"):
+    with pytest.raises(ValueError, match=r"`task_type`.*'chief'"):
         worker_count(sparse, "chief")
-    with pytest.raises(ValueError, match="Unrecognized task_type: painter"):
+    with pytest.raises(ValueError, match="task_type"):
         worker_count(sparse, "painter")
-    with pytest.raises(ValueError, match="`cluster_spec' should be dict or"):
+    with pytest.raises(ValueError, match="cluster_spec"):
         worker_count(["a:1"], "worker")
 
 

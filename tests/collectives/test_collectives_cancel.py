@@ -225,5 +225,5 @@ async def test_a_group_that_is_left_is_closed_though_that_is_cancelled_at_once(m
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        with pytest.raises(PeerLostError, match=r"rank 0 .* it left"):
+        with pytest.raises(PeerLostError, match="rank 0"):
             await waiting

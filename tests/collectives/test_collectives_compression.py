@@ -187,7 +187,7 @@ def test_calls_of_another_size_start_anew() -> None:
 
 @pytest.mark.parametrize("name", ["zip", "topk:0", "topk:2", "topk:x", "bf16:1", ""])
 def test_an_unknown_compression(name) -> None:
-    with pytest.raises(ValueError, match="expected 'bf16', 'f16', 'int8', 'topk'"):
+    with pytest.raises(ValueError, match=r"'bf16'.*'f16'.*'int8'"):
         Compression.of(name)
 
 
@@ -195,13 +195,13 @@ def test_an_unknown_compression(name) -> None:
     ("op", "dtype"), [("SUM", "int32"), ("MAX", "float32"), ("SUM", "complex64")]
 )
 def test_only_sums_of_floats_lose_bits(op, dtype) -> None:
-    with pytest.raises(TypeError, match="cannot be compressed"):
+    with pytest.raises(TypeError, match="SUM"):
         codec_of("bf16", dtype, op)
 
 
 def test_hostile_bytes_are_refused() -> None:
     for kind in KINDS:
-        with pytest.raises(ProtocolError, match="3 bytes, expected"):
+        with pytest.raises(ProtocolError, match=r"\b3\b"):
             codec_of(kind).decode(np.zeros(3, np.uint8), 100)
-    with pytest.raises(ProtocolError, match="names value 4294967295 of 10"):
+    with pytest.raises(ProtocolError, match=r"\b4294967295\b.*\b10\b"):
         codec_of("topk:0.1").decode(np.full(8, 255, np.uint8), 10)

@@ -164,7 +164,7 @@ def test_jax_arrays_stay_jax_arrays(on_all):
 
 def test_traced_arrays_are_refused(trio):
     group = trio.all[0]
-    with pytest.raises(TypeError, match="traced"):
+    with pytest.raises(TypeError, match=r"jax\.jit"):
         jax.jit(group.all_reduce)(jnp.ones(3))
 
 
@@ -241,7 +241,7 @@ def test_all_to_all(on_all, rows):
 
 
 @pytest.mark.parametrize(
-    "splits",
+    "all_to_all",
     [
         [[1, 0, 4], [2, 2, 0], [0, 3, 1]],
         # Not all ranks see the largest part; all cut theirs alike.
@@ -342,17 +342,17 @@ def test_barrier_waits_for_all(trio):
     ("call", "error", "words"),
     [
         (lambda g: g.all_reduce(np.ones(3, int), "mean"), TypeError, "MEAN"),
-        (lambda g: g.all_reduce(np.ones(3), "product"), ValueError, "expected one of"),
+        (lambda g: g.all_reduce(np.ones(3), "product"), ValueError, "reduce_op"),
         (lambda g: g.all_reduce("text"), TypeError, "got str"),
         (lambda g: g.all_reduce(np.array(["a"])), TypeError, "cannot be sent"),
-        (lambda g: g.all_gather(np.ones(3), 1), ValueError, "no such axis"),
-        (lambda g: g.all_gather(1.0), ValueError, "no such axis"),
-        (lambda g: g.reduce_scatter(1.0), ValueError, "an axis"),
-        (lambda g: g.broadcast(1.0, 3), ValueError, "below 3"),
-        (lambda g: g.all_to_all(np.ones(4)), ValueError, "splits"),
-        (lambda g: g.all_to_all(np.ones(4), splits=[1, 1, 1]), ValueError, "add up"),
-        (lambda g: g.all_reduce(jnp.ones(3), in_place=True), TypeError, "numpy"),
-        (lambda g: g.barrier(timeout=0), ValueError, "above 0"),
+        (lambda g: g.all_gather(np.ones(3), 1), ValueError, "all_gather"),
+        (lambda g: g.all_gather(1.0), ValueError, "all_gather"),
+        (lambda g: g.reduce_scatter(1.0), ValueError, "reduce_scatter"),
+        (lambda g: g.broadcast(1.0, 3), ValueError, r"\b3\b"),
+        (lambda g: g.all_to_all(np.ones(4)), ValueError, "all_to_all"),
+        (lambda g: g.all_to_all(np.ones(4), splits=[1, 1, 1]), ValueError, "splits="),
+        (lambda g: g.all_reduce(jnp.ones(3), in_place=True), TypeError, "in_place"),
+        (lambda g: g.barrier(timeout=0), ValueError, r"\b0\b"),
     ],
 )
 def test_wrong_arguments_are_refused_and_number_nothing(trio, call, error, words):
@@ -395,7 +395,7 @@ def test_a_closed_group_says_so():
         groups = ranks.groups()
         groups[0].close()
         groups[0].close()
-        with pytest.raises(ClosedError, match="closed"):
+        with pytest.raises(ClosedError, match="'group'"):
             groups[0].barrier()
 
 
@@ -442,7 +442,7 @@ def test_ranks_that_differ_in_the_group_are_told():
     with ranks_of(3) as ranks:
         tasks = {0: None, 1: ["worker:0", "worker:1"]}
         first = ranks.start(lambda: ranks.group(0, rendezvous_timeout=1))
-        words = r"with 2 ranks, rank 0 .* with 3"
+        words = r"\b2\b.*rank 0.*\b3\b"
         with pytest.raises(InvalidArgumentError, match=words):
             ranks.group(1, tasks=tasks[1])
         assert "worker/task:1" in str(first.exception(20))

@@ -53,24 +53,24 @@ def test_bool_has_extremes_only() -> None:
     values = np.array([[True, False, False], [True, True, False]])
     np.testing.assert_array_equal(total("MAX", values), [True, True, False])
     np.testing.assert_array_equal(total("MIN", values), [True, False, False])
-    with pytest.raises(TypeError, match=r"SUM of bool .* expected floating, complex"):
+    with pytest.raises(TypeError, match="SUM"):
         reduction_of("sum", np.bool_, 2)
 
 
 def test_integers_have_no_mean() -> None:
-    with pytest.raises(TypeError, match=r"MEAN of int32 .* of integers is none"):
+    with pytest.raises(TypeError, match="MEAN"):
         reduction_of(ReduceOp.MEAN, np.int32, 2)
 
 
 @pytest.mark.parametrize("dtype", ["U3", "O", "M8[s]", "V7"])
 def test_what_is_no_number_is_refused(dtype) -> None:
-    with pytest.raises(TypeError, match="SUM of"):
+    with pytest.raises(TypeError, match="SUM"):
         reduction_of("SUM", np.dtype(dtype), 2)
 
 
 def test_complex_numbers_have_no_order() -> None:
     assert reduction_of("MEAN", np.complex64, 2).accumulator == np.complex64
-    with pytest.raises(TypeError, match="MAX of complex64"):
+    with pytest.raises(TypeError, match="MAX"):
         reduction_of("MAX", np.complex64, 2)
 
 

@@ -53,7 +53,7 @@ def joining(group, rank):
 
 
 def test_a_group_is_told_of_its_cluster_by_a_resolver():
-    with pytest.raises(TypeError, match="expected a ClusterResolver, got str"):
+    with pytest.raises(TypeError, match="ClusterResolver"):
         zs.collectives.Group("cluster.toml")
 
 
@@ -64,14 +64,14 @@ def test_a_group_is_told_of_its_cluster_by_a_resolver():
             Job.PS,
             joining("train", 1),
             PermissionDeniedError,
-            "worker:1 has the role ps: only workers and coordinators may join groups",
+            "worker:1",
         ),
-        (Job.WORKER, STATE, ProtocolError, "CallState is not about a group"),
+        (Job.WORKER, STATE, ProtocolError, "CallState"),
         (
             Job.CHIEF,
             AskCall(5, 1),
             StaleSessionError,
-            "worker:1 asks about a generation that this task is not in",
+            "worker:1",
         ),
     ],
 )
@@ -83,13 +83,13 @@ async def test_a_node(role, message, error, words):
 
 
 def test_an_answer_that_is_none():
-    with pytest.raises(ProtocolError, match="rank 0 answered JoinGroup with CallState"):
+    with pytest.raises(ProtocolError, match=r"rank 0.*JoinGroup.*CallState"):
         _formed(STATE)
 
 
 async def test_somebody_else():
     desk = RendezvousService(asyncio.get_running_loop())
-    with pytest.raises(ProtocolError, match="worker:1 wants to join as somebody else"):
+    with pytest.raises(ProtocolError, match="worker:1"):
         desk.asks(task(1, incarnation=7), joining("train", 1))
 
 
@@ -97,9 +97,9 @@ async def test_too_many_groups(monkeypatch):
     monkeypatch.setattr(_rendezvous, "GROUPS", 1)
     desk = RendezvousService(asyncio.get_running_loop())
     waiting = desk.asks(task(1), joining("train", 1))
-    with pytest.raises(BusyError, match="1 groups wait to be formed at this task"):
+    with pytest.raises(BusyError, match=r"\b1\b"):
         desk.asks(task(1), joining("evaluate", 1))
-    with pytest.raises(BusyError, match="1 groups wait"):
+    with pytest.raises(BusyError, match=r"\b1\b"):
         desk.open(joining("evaluate", 0), [GroupSeat("worker", 0, "")], Choices())
     assert not waiting.done()
     desk.close()
@@ -110,15 +110,13 @@ def test_a_runtime_whose_loop_has_ended():
     loop = asyncio.new_event_loop()
     loop.close()
     runtime = GroupRuntime(SimpleNamespace(loop=loop))
-    with pytest.raises(
-        ClosedError, match=r"^leaving group 'train': the loop has ended"
-    ):
+    with pytest.raises(ClosedError, match="'train'"):
         runtime.run(asyncio.sleep(0), 1.0, "leaving group 'train'")
     assert not runtime.call_soon(print)
 
 
 def test_a_runtime_serves_groups_alone():
-    with pytest.raises(ClosedError, match="CallState: this process is a member of"):
+    with pytest.raises(ClosedError, match="CallState"):
         GroupRuntime(SimpleNamespace())._handle(task(1), STATE)
 
 
@@ -143,12 +141,11 @@ LATE = DeadlineExceededError("it does not answer")
 @pytest.mark.parametrize(
     ("lines", "error", "words"),
     [
-        ([1, 7], PeerLostError, r"rank 2 \(/job:worker/task:2 at h2:1\).* anew meanw"),
+        ([1, 7], PeerLostError, r"rank 2.*/job:worker/task:2.*\b1\b"),
         (
             [LATE, LATE],
             CollectiveTimeoutError,
-            r"group 'train': rank 1 \(/job:worker/task:1 at h1:1\).*rank 2 .* cannot "
-            r"be reached from rank 0 .*: check the addresses",
+            r"'train'.*rank 1.*/job:worker/task:1",
         ),
         ([1, ClosedError("it is closed")], ClosedError, "it is closed"),
     ],
@@ -168,9 +165,7 @@ async def test_a_mesh_that_cannot_be_opened(lines, error, words):
 
 
 def test_a_result_that_takes_longer():
-    with pytest.raises(
-        DeadlineExceededError, match=r"barrier\(\) is not over after 0 s"
-    ):
+    with pytest.raises(DeadlineExceededError, match=r"barrier\(\).*\b0\b"):
         Pending("barrier()").result(0)
 
 
@@ -197,22 +192,22 @@ def slices():
         (
             lambda g: g.all_reduce(slices(), in_place=True),
             TypeError,
-            "in_place: IndexedSlices change their length",
+            r"in_place.*IndexedSlices",
         ),
         (
             lambda g: g.all_reduce(slices(), "max"),
             TypeError,
-            "MAX of IndexedSlices: expected SUM or MEAN; use densify=True",
+            r"MAX.*IndexedSlices.*SUM",
         ),
         (
             lambda g: g.reduce_scatter(np.float32(1)),
             ValueError,
-            "reduce_scatter: expected arrays with an axis, got a number",
+            "reduce_scatter",
         ),
         (
             lambda g: g.all_to_all(np.float32(1)),
             ValueError,
-            "all_to_all: expected arrays with an axis, got a number",
+            "all_to_all",
         ),
     ],
 )
@@ -226,7 +221,7 @@ def test_too_many_operations(monkeypatch):
     with ranks_of(2) as ranks:
         groups = ranks.groups()
         pending = [groups[0].barrier_async() for _ in range(2)]
-        words = r"2 operations of group 'group' \(generation 0\) are under way: wait"
+        words = r"\b2\b.*'group'.*\b0\b"
         with pytest.raises(BusyError, match=words):
             groups[0].barrier_async()
         for _ in range(2):

@@ -26,7 +26,7 @@ class Thing:
 def test_towers_get_no_objects(distribution):
     for source in ([{"x": Thing()}], iter([{"x": Thing()}])):
         iterator = iter(distribution.distribute_dataset(lambda made=source: made))
-        with pytest.raises(TypeError, match=r"component \['x'\] is of type Thing"):
+        with pytest.raises(TypeError, match=r"\['x'\]"):
             next(iterator)
 
 
@@ -35,7 +35,7 @@ def test_a_tower_is_asked_for_by_itself(distribution):
 
     def fn():
         distribute.require_tower_context(distribute.get_tower_context())
-        with pytest.raises(RuntimeError, match=r"Mismatching TowerContext: .* another"):
+        with pytest.raises(RuntimeError, match="TowerContext"):
             distribute.require_tower_context(outside)
         return 1
 

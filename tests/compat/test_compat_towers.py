@@ -67,7 +67,7 @@ def test_outside_of_every_strategy():
 @pytest.mark.shows("configure(cluster_spec=, task_type=, task_id=)")
 @pytest.mark.parametrize("task", [("worker", None), (None, 0), (None, None)])
 def test_a_cluster_needs_a_task(distribution, task):
-    with pytest.raises(ValueError, match="must also specify `task_type` and `task_id`"):
+    with pytest.raises(ValueError, match=r"`task_type`.*`task_id`"):
         distribution.configure(
             cluster_spec={"ps": ["localhost:1"], "worker": ["localhost:2"]},
             task_type=task[0],
@@ -76,7 +76,7 @@ def test_a_cluster_needs_a_task(distribution, task):
 
 
 def test_a_cluster_needs_a_ps(distribution):
-    with pytest.raises(ValueError, match="needs to have `ps` jobs"):
+    with pytest.raises(ValueError, match="`ps`"):
         distribution.configure(
             cluster_spec={"worker": ["localhost:2"]}, task_type="worker", task_id=0
         )

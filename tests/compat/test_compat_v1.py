@@ -54,7 +54,7 @@ def test_modules():
         assert getattr(resolvers, name) is getattr(zs.cluster_resolver, name)
         assert name in dir(resolvers)
     for module in (distribute, resolvers, distribute.experimental):
-        with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        with pytest.raises(AttributeError, match="'Nothing'"):
             _ = module.Nothing
 
 
@@ -121,7 +121,7 @@ def test_a_cluster_of_programs():
     resolver = zs.cluster_resolver.SimpleClusterResolver(
         zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0
     )
-    with pytest.raises(ValueError, match="needs to have `ps` jobs"):
+    with pytest.raises(ValueError, match="`ps`"):
         distribute.experimental.ParameterServerStrategy(resolver)
 
 
@@ -140,5 +140,5 @@ def test_an_iterator_of_a_dataset():
     assert int(strategy.experimental_run(lambda x: x + 1, calls)) == 1
     mode = distribute.InputReplicationMode
     strategy.make_input_fn_iterator(input_fn, mode.PER_WORKER)
-    with pytest.raises(ValueError, match="Input replication mode not supported"):
+    with pytest.raises(ValueError, match=r"make_input_fn_iterator.*input_fn"):
         strategy.make_input_fn_iterator(input_fn, mode.PER_REPLICA)

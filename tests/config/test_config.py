@@ -93,18 +93,18 @@ def test_no_keys_is_no_folder() -> None:
 
 
 def test_unknown_lane() -> None:
-    words = r"ZSTRAT_LANE='udp': expected one of auto, tcp, ipc, shm"
+    words = "ZSTRAT_LANE='udp'"
     with pytest.raises(ValueError, match=words):
         settings_from({"ZSTRAT_LANE": "udp"})
 
 
 def test_unknown_traceback() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no': expected one of sh"):
+    with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no'"):
         settings_from({"ZSTRAT_TRACEBACK": "no"})
 
 
 def test_unknown_output() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_OUTPUT='no': expected one of prog"):
+    with pytest.raises(ValueError, match="ZSTRAT_OUTPUT='no'"):
         settings_from({"ZSTRAT_OUTPUT": "no"})
 
 
@@ -130,7 +130,7 @@ def test_seconds(name: str, text: str) -> None:
 
 def test_a_patience_in_which_nobody_need_have_spoken_is_refused() -> None:
     assert settings_from({"ZSTRAT_PATIENCE": "1"}).timeouts.patience == 1
-    words = "ZSTRAT_PATIENCE='0.9': expected 1 seconds or more: .* every 0.5 s"
+    words = r"ZSTRAT_PATIENCE='0.*\b9\b.*\b1\b"
     with pytest.raises(ValueError, match=words):
         settings_from({"ZSTRAT_PATIENCE": "0.9"})
 
@@ -142,7 +142,7 @@ def test_toml_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf[a]\r\nb = 1\r\n")  # as an editor of Windows does
     assert read_toml(path) == {"a": {"b": 1}}
     path.write_text("[a")
-    with pytest.raises(ValueError, match=r"file\.toml is no valid TOML"):
+    with pytest.raises(ValueError, match=r"file\.toml.*TOML"):
         read_toml(path)
     path.write_bytes(b"a = '\xff'")
     with pytest.raises(ValueError, match=r"file\.toml"):
@@ -152,12 +152,12 @@ def test_toml_files(tmp_path: Path) -> None:
 
 
 def test_insecure_is_not_what_somebody_may_have_meant() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_INSECURE='false': expected one of 0"):
+    with pytest.raises(ValueError, match=r"ZSTRAT_INSECURE='false'.*\b0\b"):
         settings_from({"ZSTRAT_INSECURE": "false"})
 
 
 def test_a_slip_of_the_pen_is_told_from_names_of_others() -> None:
-    with pytest.raises(ValueError, match="is ZSTRAT_PATIENCE meant"):
+    with pytest.raises(ValueError, match="ZSTRAT_PATIENCE"):
         settings_from({"ZSTRAT_PATEINCE": "1"})
     others = dict.fromkeys(("ZSTRAT_PS_PORT", "ZSTRAT_KEYS_SERVICE_HOST"), "1")
     assert settings_from(others) == Settings()

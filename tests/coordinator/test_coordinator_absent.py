@@ -48,12 +48,12 @@ def test_a_failure_is_told_though_another_worker_is_away(world, absent):
     world.on_loop(world.workers[absent].kill)
     iterator = iter(coordinator.create_per_worker_dataset(broken))
     value = coordinator.schedule(step, args=(iterator,))
-    with pytest.raises(ClosureInputError, match="no such file") as raised:
+    with pytest.raises(ClosureInputError, match="ValueError") as raised:
         coordinator.join()
     assert isinstance(raised.value.original_exception, ValueError)
-    with pytest.raises(ClosureInputError, match="no such file"):
+    with pytest.raises(ClosureInputError, match="ValueError"):
         value.fetch()
-    with pytest.raises(ClosureInputError, match="no such file"):
+    with pytest.raises(ClosureInputError, match="ValueError"):
         iterator.element_spec  # noqa: B018
     found = states(iterator)
     assert (found[absent], found[1 - absent]) == (ABORTED, READY)
@@ -69,7 +69,7 @@ def test_the_same_of_what_a_function_makes_on_every_worker(world):
         return next(iter(dataset))["x"]
 
     coordinator.schedule(first, args=(made,))
-    with pytest.raises(ClosureInputError, match="no such file"):
+    with pytest.raises(ClosureInputError, match="ValueError"):
         coordinator.join()
 
 
@@ -83,7 +83,7 @@ def test_a_worker_that_goes_away_while_it_builds_is_waited_for_no_longer(world):
 
     builds._build = dies
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
-    with pytest.raises(ClosureInputError, match="no such file"):
+    with pytest.raises(ClosureInputError, match="ValueError"):
         iterator.element_spec  # noqa: B018
     assert states(iterator) == [READY, ABORTED]
 

@@ -201,7 +201,7 @@ def test_an_array_that_was_donated_is_told_where_it_is_scheduled(world):
     array = jnp.ones(3)
     coordinator.schedule(same, args=(array,)).fetch()
     array.delete()
-    with pytest.raises((RuntimeError, TypeError), match="deleted"):
+    with pytest.raises((RuntimeError, TypeError), match="shape="):
         coordinator.schedule(same, args=(array,))
 
 
@@ -244,7 +244,7 @@ def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
         for _ in range(2):
             coordinator.schedule(same, args=(numbers,)).fetch()
     numbers[-1] = 2**40
-    with pytest.warns(NarrowingWarning, match="1099511627776 becomes 0") as told:
+    with pytest.warns(NarrowingWarning, match=r"\b1099511627776\b.*\b0\b") as told:
         coordinator.schedule(same, args=(numbers,)).fetch()
     assert told[0].filename == __file__
 

@@ -76,7 +76,7 @@ async def test_the_awaited_one_does_the_same(world):
 
 def test_a_cancel_that_is_late_is_ended_by_the_next_call(begun):
     world, coordinator, values, finish = begun
-    with pytest.raises(DeadlineExceededError, match="cancel"):
+    with pytest.raises(DeadlineExceededError):
         coordinator.cancel(timeout=0.01)
     with pytest.raises(CancelledError):
         values[-1].fetch(timeout=100)
@@ -154,7 +154,7 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     assert "workers have 1 more" in note
     assert not coordinator._core.engine.waiters.watchers
     for value in values[1:]:
-        with pytest.raises(CancelledError, match="Ctrl-C"):
+        with pytest.raises(CancelledError):
             value.fetch(timeout=0.0)
 
     def finish():

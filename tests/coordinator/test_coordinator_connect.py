@@ -65,8 +65,7 @@ def test_workers_with_different_numbers_of_devices_are_refused(make_world):
     world.workers[1].devices = 4
     with pytest.raises(
         ValueError,
-        match=r"Mismatched number of devices per worker: /job:worker/task:0 has 2, "
-        r"/job:worker/task:1 has 4, /job:worker/task:2 has 2",
+        match=r"/job:worker/task:0.*\b2\b.*/job:worker/task:1",
     ):
         world.connect()
 
@@ -124,7 +123,7 @@ def test_workers_learn_how_many_steps_to_prefetch(make_world, workers, expected)
 def test_whoever_does_not_answer_is_named(make_world):
     world = make_world(ps=3)
     world.ps[0].alive = world.ps[2].alive = False
-    with pytest.raises(DeadlineExceededError, match=r"task:0.*ps0:1.*task:2") as raised:
+    with pytest.raises(DeadlineExceededError, match=r"task:0.*\b1\b.*task:2") as raised:
         # In which task 1 answers, however busy we are.
         world.connect(connect=1.0, turn=0.0)
     assert "task:1" not in str(raised.value)

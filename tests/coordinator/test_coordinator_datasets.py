@@ -102,7 +102,7 @@ def test_each_iter_is_a_fresh_pass(make_world):
 
 def test_next_on_the_coordinator_is_refused(world):
     iterator = iter(world.coordinator().create_per_worker_dataset(numbers))
-    with pytest.raises(NotImplementedError, match="scheduled"):
+    with pytest.raises(NotImplementedError, match=r"next\(\)"):
         next(iterator)
     with pytest.raises(NotImplementedError):
         iterator.get_next()
@@ -116,7 +116,7 @@ def test_iter_in_a_step_is_refused(world):
     def wrong():
         return next(iter(dataset))["x"]
 
-    with pytest.raises(RuntimeError, match="outside"):
+    with pytest.raises(RuntimeError, match=r"iter\(\)"):
         coordinator.schedule(wrong)
 
 
@@ -134,7 +134,7 @@ def test_the_dataset_itself_is_no_argument(world):
 
 def test_wrong_dataset_functions_are_refused(world):
     coordinator = world.coordinator()
-    with pytest.raises(TypeError, match="int"):
+    with pytest.raises(TypeError, match="create_per_worker_dataset"):
         coordinator.create_per_worker_dataset(3)
     with pytest.raises(TypeError, match="a, b"):
         coordinator.create_per_worker_dataset(lambda a, b: [])
@@ -158,7 +158,7 @@ def test_a_dataset_of_no_element_is_at_its_end(make_world):
     coordinator = make_world(workers=1).coordinator()
     iterator = iter(coordinator.create_per_worker_dataset(list))
     value = coordinator.schedule(step, args=(iterator,))
-    with pytest.raises(OutOfRangeError, match="no element on /job:worker/task:0"):
+    with pytest.raises(OutOfRangeError, match="/job:worker/task:0"):
         coordinator.join()
     with pytest.raises(OutOfRangeError):
         value.fetch()
@@ -174,13 +174,13 @@ def test_a_failure_to_build_reaches_those_who_need_it(world):
 
     assert coordinator.schedule(free).fetch() == 1, "others do not notice"
     value = coordinator.schedule(step, args=(iterator,))
-    with pytest.raises(ClosureInputError, match="no such file") as raised:
+    with pytest.raises(ClosureInputError, match="ValueError") as raised:
         coordinator.join()
     assert isinstance(raised.value.original_exception, ValueError)
     with pytest.raises(ClosureInputError):
         value.fetch()
     for call in (iterator.wait_ready, lambda: iterator.element_spec):
-        with pytest.raises(ClosureInputError, match="no such file"):
+        with pytest.raises(ClosureInputError, match="ValueError"):
             call()
     for remote in iterator.values:
         with pytest.raises(ClosureInputError):
@@ -206,7 +206,7 @@ def test_an_iterator_goes_with_its_worker_and_is_built_again_from_the_start(make
     world.on_loop(worker.kill)
     (remote,) = iterator.values
     assert remote.state is RemoteValueStatus.ABORTED
-    with pytest.raises(CancelledError, match=r"aborted.*reschedule"):
+    with pytest.raises(CancelledError):
         remote.fetch()
     value = coordinator.schedule(step, args=(iterator,))
     world.on_loop(worker.come_back)

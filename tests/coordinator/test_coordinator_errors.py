@@ -122,7 +122,7 @@ def test_everything_else_is_cancelled_and_nothing_runs(world):
     assert failing.error is not None
     for value in others:
         assert value.is_ready
-        with pytest.raises(CancelledError, match="Please reschedule"):
+        with pytest.raises(CancelledError):
             value.fetch()
     metrics = coordinator.metrics()
     assert metrics["queued_closures"] == metrics["inflight_closures"] == 0

@@ -242,7 +242,7 @@ def test_numbers_that_are_none_are_refused(world, name):
 def test_without_the_extra_it_says_what_to_install(world, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r"zstrat\[opentelemetry\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"\[opentelemetry\]"):
         zs.OpenTelemetryExport(world.coordinator())
 
 
@@ -254,5 +254,5 @@ def test_it_is_refused_in_a_step(world):
         zs.OpenTelemetryExport(None, Hangs())
         return jnp.float32(1)
 
-    with pytest.raises(RuntimeError, match="used in a step function"):
+    with pytest.raises(RuntimeError, match=r"zs\.OpenTelemetryExport"):
         coordinator.schedule(step)

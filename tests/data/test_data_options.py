@@ -57,7 +57,7 @@ def test_what_is_no_policy_is_refused():
         options.auto_shard_policy = "DATA"
     with pytest.raises(AttributeError):
         options.auto_sharding = AutoShardPolicy.OFF
-    with pytest.raises(TypeError, match="`options` must be"):
+    with pytest.raises(TypeError, match="`options`"):
         Dataset.range(1).with_options({"auto_shard_policy": 0})
 
 
@@ -77,7 +77,7 @@ def test_a_hint_is_filled_in_for_each_worker():
 def test_a_hint_is_for_a_strategy_alone():
     dataset = Dataset.range(4).shard(SHARD_HINT, SHARD_HINT).batch(2)
     assert dataset.cardinality() == 2
-    with pytest.raises(RuntimeError, match=r"can only be used in .*HINT"):
+    with pytest.raises(RuntimeError, match="HINT"):
         next(iter(dataset))
     with pytest.raises(ValueError, match="num_shards"):
         Dataset.range(4).shard(SHARD_HINT, 0)
@@ -86,7 +86,7 @@ def test_a_hint_is_for_a_strategy_alone():
 def test_the_policy_needs_a_hint_where_there_are_workers():
     dataset = Dataset.range(4).batch(2).with_options(Options(AutoShardPolicy.HINT))
     assert len(list(allotted(dataset, Worker()).elements())) == 2
-    with pytest.raises(ValueError, match="does not say where to shard"):
+    with pytest.raises(ValueError, match=r"AutoShardPolicy\.HINT"):
         allotted(dataset, Worker(2, 0))
 
 
@@ -132,6 +132,6 @@ def test_ranks(dataset, ranks):
 
 
 def test_what_is_not_batched_is_refused_before_it_is_read():
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         allotted(Dataset.range(4), Worker(replicas=2))
     assert list(allotted(Dataset.range(2), Worker()).elements()) == [0, 1]

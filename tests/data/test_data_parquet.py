@@ -90,7 +90,7 @@ def test_batches_of_text_and_of_ragged_lists(all_kinds):
     assert batch["text"].dtype == object
     assert batch["pair"].shape == (3, 2)
     ragged = Dataset.from_parquet(all_kinds, ["list", "words"])
-    with pytest.raises(ValueError, match=r"lengths \(0 to 2\): use `padded_batch`"):
+    with pytest.raises(ValueError, match=r"\b0\b.*\b2\b.*`padded_batch`"):
         list(ragged.batch(3))
     (padded,) = ragged.padded_batch(3)
     assert padded["list"].tolist() == [[1, 0], [1, 2], [0, 0]]
@@ -150,7 +150,7 @@ def test_too_few_row_groups(tmp_path):
     dataset = Dataset.from_parquet(numbers(tmp_path, [4]), batch_size=2)
     assert allotted(dataset, Worker(2, 0)).policy is AutoShardPolicy.DATA
     strict = dataset.with_options(Options(AutoShardPolicy.FILE))
-    with pytest.raises(ValueError, match=r"not enough files, 1 .*row groups count"):
+    with pytest.raises(ValueError, match=r"\b1\b"):
         allotted(strict, Worker(2, 0))
 
 
@@ -164,24 +164,24 @@ def test_what_is_refused_when_it_is_made(tmp_path):
     text = tmp_path / "text.parquet"
     text.write_text("a,b\n1,2\n")
     refused = [
-        (ValueError, r"good\.parquet has no column 'c'; it has a, b", good, ["c"]),
-        (ValueError, "`columns` is empty", good, []),
-        (ValueError, r"other\.parquet .*'double'.*int64", [good, other], None),
-        (ValueError, r"text\.parquet is no Parquet file", text, None),
-        (TypeError, "column 'a' is of type list", nested, None),
-        (ValueError, "`filenames` is empty", [], None),
+        (ValueError, r"good\.parquet.*'c'", good, ["c"]),
+        (ValueError, "`columns`", good, []),
+        (ValueError, r"other\.parquet.*'double'", [good, other], None),
+        (ValueError, r"text\.parquet", text, None),
+        (TypeError, "'a'", nested, None),
+        (ValueError, "`filenames`", [], None),
         (FileNotFoundError, "missing", tmp_path / "missing", None),
     ]
     for error, words, paths, columns in refused:
         with pytest.raises(error, match=words):
             Dataset.from_parquet(paths, columns)
     assert len(Dataset.from_parquet([good, other], ["b"])) == 2
-    with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+    with pytest.raises(ValueError, match=r"`batch_size`.*\b1\b"):
         Dataset.from_parquet(good, batch_size=0)
 
 
 def test_values_that_are_missing(tmp_path):
     path = write(tmp_path / "holes.parquet", {"a": [1, None], "b": ["x", None]})
     dataset = Dataset.from_parquet(path)
-    with pytest.raises(ValueError, match=r"'a' of row group 0 of .* has 1 values that"):
+    with pytest.raises(ValueError, match=r"'a'.*\b0\b.*\b1\b"):
         list(dataset)

@@ -325,14 +325,14 @@ PARALLEL = Dataset.range(8).map(same, num_parallel_calls=2, deterministic=False)
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (MIXED.cache(), "shuffle before `cache`"),
-        (Dataset.zip(Dataset.range(9), MIXED.cache()), "shuffle before `cache`"),
-        (Dataset.range(2).flat_map(lambda _: MIXED), "in the function of `interleave`"),
+        (MIXED.cache(), "`cache`"),
+        (Dataset.zip(Dataset.range(9), MIXED.cache()), "`cache`"),
+        (Dataset.range(2).flat_map(lambda _: MIXED), "`interleave`"),
         (
             Dataset.range(2).flat_map(
                 lambda _: Dataset.range(2).flat_map(lambda _: MIXED)
             ),
-            "in the function of `interleave`",
+            "`interleave`",
         ),
         (PARALLEL, r"map\(deterministic=False\)"),
         (PARALLEL.shuffle(3, seed=1).batch(2), r"map\(deterministic=False\)"),
@@ -361,15 +361,19 @@ def generated():
         (numbers().batch(13), numbers().batch(14), r"batch\(13\).*batch\(14\)"),
         (numbers().repeat().batch(4), numbers().repeat().batch(3), r"batch\(4\)"),
         (generated().batch(4), generated().batch(3), r"batch\(4\).*batch\(3\)"),
-        (generated().batch(4), generated(), r"batch\(4\).*no operation"),
+        (generated().batch(4), generated(), r"batch\(4\)"),
         (generated(), generated().filter(lambda _: True), r"no operation.*filter"),
-        (generated().batch(4), generated().batch(4, drop_remainder=True), "remainder"),
-        (numbers(), numbers(25), "24 elements"),
-        (numbers(), numbers().shuffle(3), r"shuffle\(3, seed=None\)"),
+        (
+            generated().batch(4),
+            generated().batch(4, drop_remainder=True),
+            "drop_remainder",
+        ),
+        (numbers(), numbers(25), r"\b24\b"),
+        (numbers(), numbers().shuffle(3), r"\b3\b.*seed=None"),
         (numbers().shuffle(3, 1), numbers().shuffle(3, 2), r"seed=1\).*seed=2"),
         (numbers().shuffle(3, 1), numbers().shuffle(3), r"seed=1\).*seed=None"),
         (numbers().shuffle(3), numbers().shuffle(3, 1), r"seed=None\).*seed=1"),
-        (numbers().shuffle(3, 1), numbers().shuffle(4, 1), r"shuffle\(3.*shuffle\(4"),
+        (numbers().shuffle(3, 1), numbers().shuffle(4, 1), r"\b3\b.*\b4\b"),
         (numbers().flat_map(few), numbers().interleave(few, 2), "interleave"),
     ],
 )
@@ -401,9 +405,7 @@ def test_the_place_of_another_dataset_is_refused(saved, here, words):
 )
 def test_what_is_no_place_is_refused(state):
     iterator = rest_of_two(Dataset.range(6))
-    with pytest.raises(
-        InvalidArgumentError, match="expected the saved place of an iterator"
-    ):
+    with pytest.raises(InvalidArgumentError):
         iterator.set_state(state)
     assert drawn(iterator) == [2, 3, 4, 5]
 
@@ -419,7 +421,7 @@ def test_nothing_repeated_for_ever_is_nothing_before_a_place_too():
 def test_a_place_behind_the_end_is_refused():
     iterator = rest_of_two(Dataset.range(6))
     state = {**state_of(iterator), "drawn": 7}
-    with pytest.raises(InvalidArgumentError, match="7 elements come before it, of 6"):
+    with pytest.raises(InvalidArgumentError, match=r"\b7\b.*\b6\b"):
         iterator.set_state(state)
     iterator.set_state({**state, "drawn": 6})
     assert drawn(iterator) == []

@@ -116,12 +116,12 @@ def test_it_is_data_itself_where_a_strategy_distributes_it(kind):
 @pytest.mark.parametrize("kind", [Registered, Flax])
 def test_other_static_parts_are_another_structure(kind):
     elements = [kind(1, 2), kind(3, 4, "other")]
-    with pytest.raises(ValueError, match=r"different structure.*known.*other"):
+    with pytest.raises(ValueError, match="PyTreeDef"):
         list(Dataset.from_generator(lambda: elements).batch(2))
 
 
 def test_what_it_is_padded_with_has_the_structure_of_an_element():
-    with pytest.raises(TypeError, match=r"padded_shapes.*Flax"):
+    with pytest.raises(TypeError, match="padded_shapes"):
         list(ragged(Flax).padded_batch(2, padded_shapes=((4,), (3,))))
 
 
@@ -129,5 +129,5 @@ def test_what_it_is_padded_with_has_the_structure_of_an_element():
 def test_a_variable_in_one_is_not_frozen(kind):
     import zstrat as zs
 
-    with pytest.raises(TypeError, match=r"variable.numpy\(\)"):
+    with pytest.raises(TypeError, match=r"numpy\(\)"):
         Dataset.from_tensors(kind(x=1, y={"z": zs.Variable(3.0)}))

@@ -102,7 +102,7 @@ def test_zipped_files_are_not_dealt_out(tmp_path):
     lines = lines_of(write(tmp_path, "ab"))
     pairs = Dataset.zip(lines, lines).map(lambda a, b: a).batch(4)
     assert allotted(pairs, Worker(2, 0)).policy is AutoShardPolicy.DATA
-    with pytest.raises(ValueError, match="several are zipped"):
+    with pytest.raises(ValueError, match=r"AutoShardPolicy\.FILE.*DATA"):
         drawn(pairs, policy=AutoShardPolicy.FILE)
 
 
@@ -112,7 +112,7 @@ def test_a_hint_behind_a_zip_is_found_and_one_in_it_is_not():
     rows = drawn(hinted, policy=AutoShardPolicy.HINT)[1]
     assert rows == [[0, 4, 8], [2, 6, 10]]
     inner = Dataset.range(6).shard(SHARD_HINT, SHARD_HINT)
-    with pytest.raises(ValueError, match="behind `zip` and `concatenate`"):
+    with pytest.raises(ValueError, match=r"`zip`.*`concatenate`"):
         drawn(Dataset.zip(inner, inner).batch(2), policy=AutoShardPolicy.HINT)
 
 
@@ -138,10 +138,10 @@ def test_each_worker_caches_its_own_files(tmp_path):
 def test_unseeded_shuffles_in_all_sources_are_told():
     plain, mixed = Dataset.range(6), Dataset.range(6).shuffle(6)
     for dataset in (Dataset.zip(plain, mixed), plain.concatenate(mixed), mixed.cache()):
-        with pytest.warns(UserWarning, match="shuffle"):
+        with pytest.warns(UserWarning, match=r"`shuffle`.*seed="):
             allotted(dataset.batch(2), Worker(2, 0))
     in_any_order = plain.map(abs, num_parallel_calls=2, deterministic=False)
-    with pytest.warns(UserWarning, match="deterministic"):
+    with pytest.warns(UserWarning, match="`deterministic`"):
         allotted(in_any_order.batch(2), Worker(2, 0))
     seeded = Dataset.zip(plain, plain.shuffle(6, seed=1)).batch(2)
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def test_scalars_of_the_new_ones_are_refused_before_they_are_read():
         numbers.batch(2).unbatch(),
         numbers.cache(),
     ):
-        with pytest.raises(ValueError, match="`batch` method"):
+        with pytest.raises(ValueError, match="`batch`"):
             allotted(dataset, Worker(replicas=2))
 
 

@@ -32,7 +32,7 @@ def test_both_files_are_named(paths, step):
     words = f"{re.escape(str(second))}.*{re.escape(str(first))}"
     with pytest.raises(ValueError, match=words):
         list(Dataset.from_npz(order).batch(4))
-    with pytest.raises(ValueError, match="unlike"):
+    with pytest.raises(ValueError, match="`batch`"):
         list(Dataset.from_npz(order).shuffle(6, seed=1).batch(6))
 
 

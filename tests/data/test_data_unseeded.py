@@ -11,7 +11,7 @@ from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Options, Worker, a
 
 DATA, HINT = AutoShardPolicy.DATA, AutoShardPolicy.HINT
 FILE, OFF = AutoShardPolicy.FILE, AutoShardPolicy.OFF
-WORDS = "`shuffle` without a seed.*the same seed in every process"
+WORDS = "`shuffle`"
 
 
 def mixed(**how):

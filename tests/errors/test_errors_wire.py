@@ -92,7 +92,7 @@ def test_codes_are_unique_and_stay():
         *("PSUnavailableError", "InvalidArgumentError"),
         *("StepError", "ClosureInputError"),
     ]
-    with pytest.raises(TypeError, match="wire code 2 is taken by ProtocolError"):
+    with pytest.raises(TypeError, match=r"\b2\b.*ProtocolError"):
         type("Other", (ZstratError,), {"code": 2})
 
 

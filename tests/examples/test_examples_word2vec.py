@@ -87,7 +87,7 @@ def test_rare_words_are_left_out_of_the_text(source_tokens, tmp_path):
     assert corpus.words == ["a", "b"]
     assert corpus.counts.tolist() == [3, 2]
     assert corpus.tokens.tolist() == [0, 1, 0, 1, 0]
-    with pytest.raises(KeyError, match="'c' is not among 2 words"):
+    with pytest.raises(KeyError, match=r"'c'.*\b2\b"):
         corpus.number("c")
 
 

@@ -141,7 +141,7 @@ def test_output_that_nobody_takes_ends_the_copies():
         raise BrokenPipeError("the reader is gone")
 
     command = (sys.executable, "-c", f"import os; print(os.getpid())\n{FOREVER}")
-    with pytest.raises(BrokenPipeError, match="the reader is gone"):
+    with pytest.raises(BrokenPipeError):
         run(run_copies(Copies(command, 1), write))
     assert wait_gone(pids[0])
 

@@ -113,7 +113,7 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
     assert "stopped" in repr(cluster)
-    with pytest.raises(ClosedError, match="make a new LocalCluster"):
+    with pytest.raises(ClosedError, match="LocalCluster"):
         _ = cluster.resolver  # a strategy would look for its daemons for a minute
     assert not folder.exists()
     cluster.stop()
@@ -133,7 +133,7 @@ def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
         assert "worker:0" in frozen[1].problem
         cluster.continue_task("worker:0")
         assert not look(cluster)[1].problem
-        with pytest.raises(ValueError, match="no task 'ps:7'"):
+        with pytest.raises(ValueError, match="'ps:7'"):
             cluster.kill("ps:7")
         assert cluster.terminate("worker:0") == 0
         assert not cluster.is_running("worker:0")
@@ -161,7 +161,7 @@ def test_a_daemon_that_is_no_program(monkeypatch):
 
 def test_daemons_that_are_not_ready_in_time():
     hasty = Settings(timeouts=Timeouts(connect=0.001))
-    with pytest.raises(DeadlineExceededError, match="in time: ps:0, worker:0"):
+    with pytest.raises(DeadlineExceededError, match=r"ps:0.*worker:0"):
         LocalCluster(1, 1, settings=hasty)
 
 
@@ -169,7 +169,7 @@ def test_daemons_that_are_not_ready_in_time():
     ("arguments", "words"),
     [
         ({"num_ps": 0}, "num_ps=0"),
-        ({"num_workers": -1}, "num_workers=-1: expected 0 or more"),
+        ({"num_workers": -1}, r"num_workers=-1.*\b0\b"),
         ({"lane": "pigeon"}, "lane='pigeon'"),
         ({"logs": "nowhere"}, "logs='nowhere'"),
     ],
@@ -180,7 +180,7 @@ def test_arguments_that_cannot_be(arguments, words):
 
 
 def test_a_count_that_is_a_text():
-    with pytest.raises(TypeError, match="num_workers='2': expected a whole number"):
+    with pytest.raises(TypeError, match="num_workers='2'"):
         LocalCluster(num_workers="2")
 
 
@@ -200,12 +200,12 @@ def test_an_empty_text_is_no_folder(tmp_path, monkeypatch):
 def test_a_count_of_numpy_is_a_number():
     with LocalCluster(np.int64(1), np.int32(0), coordinates=False) as cluster:
         assert cluster.resolver.cluster_spec().num_tasks("ps") == 1
-    with pytest.raises(TypeError, match="num_ps=True: expected a whole number"):
+    with pytest.raises(TypeError, match="num_ps=True"):
         LocalCluster(True)
 
 
 def test_a_folder_too_deep_for_sockets(tmp_path):
-    with pytest.raises(ValueError, match="too long a path"):
+    with pytest.raises(ValueError, match="lane="):
         LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))
 
 

@@ -84,7 +84,7 @@ def test_signals_drain_it(number, then, code, words):
 def test_starts_later():
     server = Server(ONE, start=False)
     assert server.target == "tcp://127.0.0.1:0"
-    with pytest.raises(RuntimeError, match="call start"):
+    with pytest.raises(RuntimeError, match=r"start\(\)"):
         server.join()
     server.stop()
     server.start()
@@ -151,11 +151,11 @@ def test_which_task():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((TWO,), "explicit `job_name`"),
-        ((TWO, "ps"), "explicit `task_index`"),
-        ((TWO, "ps", 7), "index 7"),
+        ((TWO,), "`job_name`"),
+        ((TWO, "ps"), "`task_index`"),
+        ((TWO, "ps", 7), r"\b7\b"),
         ((TWO, "chief", 0), "chief"),
-        ((TWO, "ps", 0, "carrier pigeon"), "protocol"),
+        ((TWO, "ps", 0, "carrier pigeon"), "protocol="),
     ],
 )
 def test_unclear_which_task(args, words):
@@ -169,7 +169,7 @@ def test_no_cluster():
 
 
 def test_chief_is_no_server():
-    with pytest.raises(ValueError, match="programs of your own"):
+    with pytest.raises(ValueError, match="'chief'"):
         Server({"chief": ["127.0.0.1:0"]})
 
 

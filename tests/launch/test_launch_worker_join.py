@@ -76,7 +76,7 @@ async def test_whose_a_number_is_the_program_decides(server, join):
     other = Link(server, hello("worker", 0, 4), name="ps", settings=SETTINGS)
     other.start()
     await other.wait_open(asyncio.get_running_loop().time() + 30)
-    with pytest.raises(DeadlineExceededError, match="no program has opened a session"):
+    with pytest.raises(DeadlineExceededError):
         await join.stay(0, Worker(comes=0))
     await other.close()
 

@@ -152,9 +152,9 @@ def test_hyperparameters_are_read_and_assigned_between_steps(place):
 def test_an_unknown_hyperparameter_names_those_there_are(place):
     transformation = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
     _, optimizer = place.made(transformation)
-    with pytest.raises(KeyError, match=r"rate.*learning_rate"):
+    with pytest.raises(KeyError, match="learning_rate"):
         optimizer.hyperparams["rate"]
-    with pytest.raises(KeyError, match=r"rate.*learning_rate"):
+    with pytest.raises(KeyError, match="learning_rate"):
         optimizer.hyperparams["rate"] = 0.1
 
 
@@ -165,7 +165,7 @@ def test_a_hyperparameter_is_never_made_another_number(place, rate, value):
     """None would be nan, and 0.25 as an integer would end the training."""
     transformation = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     variables, optimizer = place.made(transformation)
-    with pytest.raises(TypeError, match=r"'learning_rate'.*has dtype"):
+    with pytest.raises(TypeError, match="'learning_rate'"):
         optimizer.hyperparams["learning_rate"] = value
     optimizer.hyperparams["learning_rate"] = 2
     place.stepper(optimizer, variables)(GRADIENTS[0])
@@ -184,7 +184,7 @@ def test_an_extra_argument_that_is_missing_is_named(place):
     plateau = optax.contrib.reduce_on_plateau(patience=1)
     variables, optimizer = place.made(optax.chain(optax.sgd(0.1), plateau))
     take = place.stepper(optimizer, variables)
-    with pytest.raises(Exception, match="value"):
+    with pytest.raises(Exception, match=r"reduce_on_plateau.*'value'.*value="):
         take(GRADIENTS[0])
 
 
@@ -245,9 +245,9 @@ def test_a_state_is_assigned(place):
 def test_a_state_that_does_not_fit_is_not_assigned():
     _, optimizer = Place().made(optax.adam(0.1))
     before = optimizer.state
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(ValueError, match="PyTreeDef"):
         optimizer.state = before[0]
-    with pytest.raises(ValueError, match=r"mu\['w'\].*\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"\['w'\].*\(3, 2\)"):
         optimizer.state = jax.tree.map(lambda leaf: leaf.T, before)
     with pytest.raises(TypeError, match=r"count.*int32"):
         optimizer.state = jax.tree.map(lambda leaf: leaf * 1.0, before)
@@ -330,7 +330,7 @@ def test_an_update_of_another_shape_is_refused(place):
         variables, optimizer = place.made(transformation, start)
         optimizer.apply_gradients(start, variables)
 
-    with pytest.raises(ValueError, match=r"\['b'\], of shape \(\).*\(1,\)"):
+    with pytest.raises(ValueError, match=r"\['b'\].*\(1,\)"):
         moved()
 
 
@@ -349,7 +349,7 @@ def test_a_state_that_grows_and_is_looked_at_is_refused(place):
         variables, optimizer = place.made(counted_by_keys())
         optimizer.apply_gradients(GRADIENTS[0], variables)
 
-    with pytest.raises(ValueError, match="something else without them"):
+    with pytest.raises(ValueError, match="apply_gradients"):
         moved()
 
 
@@ -369,13 +369,13 @@ def test_a_state_that_begins_with_all_values_needs_all_of_them(servers):
     variables, optimizer = Place().made(by_first_norm())
     Place().stepper(optimizer, variables)(GRADIENTS[0])
     assert_close(values_of(variables), by_optax(by_first_norm(), GRADIENTS[:1])[0])
-    with pytest.raises(ValueError, match=r"(?s)begins with.*\['norm'\].*Mirrored"):
+    with pytest.raises(ValueError, match=r"\['norm'\]"):
         Place(*servers).made(by_first_norm())
 
 
 def test_a_part_does_not_begin_with_its_own_norm(servers):
     table = {"table": np.ones(CUT, np.float32)}
-    with pytest.raises(ValueError, match="brings rows together"):
+    with pytest.raises(ValueError, match=r"\['table'\]"):
         Place(*servers).made(by_first_norm(), table)
 
 
@@ -386,7 +386,7 @@ def test_a_mask_that_does_not_fit_is_refused_before_any_call(servers):
         optax.multi_transform(by_label, labels),
         optax.with_extra_args_support(optax.masked(optax.sgd(0.1), {"b": True})),
     ):
-        with pytest.raises(ValueError, match="masks"):
+        with pytest.raises(ValueError, match="ValueError"):
             Place(*servers).made(transformation)
 
 
@@ -415,7 +415,9 @@ def test_in_a_step_the_handle_is_refused(place, what):
         optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     )
     take = place.stepper(optimizer, variables, also=what)
-    with pytest.raises(RuntimeError, match="between steps"):
+    with pytest.raises(
+        RuntimeError, match=r"optax\.inject_hyperparams.*learning_rate="
+    ):
         take(GRADIENTS[0])
     assert float(optimizer.hyperparams["learning_rate"]) == 0.5
     assert_close(values_of(variables), START)

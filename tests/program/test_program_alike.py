@@ -291,9 +291,7 @@ def test_no_warning_for_other_variables_and_one_for_other_shapes(make):
             step(make([n]))
         for n in range(2, 5):
             step(make([0.0] * n))
-    with pytest.warns(
-        zs.RetraceWarning, match=r"args\[0\] was .*\[4\].* and is .*\[5\]"
-    ):
+    with pytest.warns(zs.RetraceWarning, match=r"\[0\].*\[4\].*\[5\]"):
         step(make([0.0] * 5))
 
 

@@ -70,7 +70,7 @@ def test_numpy_in_eager_steps_is_the_value_and_is_refused_where_there_is_none(ho
     home_step = zs.function(lambda: v.numpy())
     jitted = zs.function(lambda: jax.jit(lambda: v.numpy())(), eager=True)
     for refused in (home_step, jitted):
-        with pytest.raises(RuntimeError, match="numpy\\(\\) inside a step function"):
+        with pytest.raises(RuntimeError, match=r"numpy\(\)"):
             refused()
 
 
@@ -87,11 +87,9 @@ def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
     def updates():
         jax.jit(lambda: v.assign(np.float32(2)).value())()
 
-    with pytest.raises(
-        RuntimeError, match=r"next\(iterator\) inside a function that ja"
-    ):
+    with pytest.raises(RuntimeError, match=r"next\(iterator\)"):
         draws(it)
-    with pytest.raises(RuntimeError, match=r"ASSIGN of .* inside a function that jax"):
+    with pytest.raises(RuntimeError, match="ASSIGN"):
         updates()
     assert next(it) == 0.0
     assert home.values[v.spec.key] == 1.0
@@ -134,5 +132,5 @@ def test_an_eager_result_that_nobody_could_rebuild(home):
     partial = jax.tree_util.Partial(lambda x: x, 1.0)  # keeps the function beside it
     step = zs.function(lambda: {"pair": partial}, eager=True)
     assert step()["pair"]() == 1  # here it need not cross a wire
-    with pytest.raises(TypeError, match=r"'.*' returns PyTreeDef.*Partial"):
+    with pytest.raises(TypeError, match="PyTreeDef"):
         zs.run_eager(step, (), {}, home)

@@ -86,7 +86,7 @@ def test_ids_in_lists(home, kind):
     if kind in ("whole", "in parts", "local"):
         read = everywhere(lambda ids: table.sparse_read(ids), [10, 0])
         np.testing.assert_array_equal(read, TABLE[[10, 0]])
-    with pytest.raises(ValueError, match="different lengths"):
+    with pytest.raises(ValueError, match=r"zs\.embedding_lookup_sparse"):
         zs.embedding_lookup(table, [[1, 2], [3]], **how)
 
 
@@ -151,18 +151,16 @@ def test_refusals(home):
         with pytest.raises(error, match=match):
             zs.embedding_lookup(*args, **options)
 
-    refused(ValueError, "needs params", None, IDS)
-    refused(ValueError, "needs params", [], IDS)
-    refused(TypeError, "got dict", {"a": table}, IDS)
-    refused(
-        ValueError, "'div' or 'mod', got 'rows'", table, IDS, partition_strategy="rows"
-    )
-    refused(ValueError, "is for lists", parts, IDS, partition_strategy="mod")
+    refused(ValueError, "embedding_lookup", None, IDS)
+    refused(ValueError, "embedding_lookup", [], IDS)
+    refused(TypeError, "embedding_lookup", {"a": table}, IDS)
+    refused(ValueError, r"'div'.*'mod'.*'rows'", table, IDS, partition_strategy="rows")
+    refused(ValueError, "partition_strategy", parts, IDS, partition_strategy="mod")
     refused(ValueError, "in parts already", [parts, table], IDS)
-    refused(ValueError, "differ in dtype", [table, home.variable(TABLE[:, :2])], IDS)
+    refused(ValueError, "embedding_lookup", [table, home.variable(TABLE[:, :2])], IDS)
     refused(
         ValueError,
-        r"deals 16 rows out in turn, \[8, 8\].*have \[11, 5\]",
+        r"\b16\b.*\[8, 8\].*\[11, 5\]",
         [table, home.variable(TABLE[:5])],
         IDS,
         partition_strategy="mod",
@@ -172,13 +170,13 @@ def test_refusals(home):
     refused(ValueError, "must be integers, not float64", TABLE, IDS * 1.0)
     refused(ValueError, "must be integers, not bool", table, IDS > 3)
     refused(IndexError, "no row 11", table, [3, 11])
-    refused(IndexError, "no row -1", TABLE, [-1])
+    refused(IndexError, r"\b1\b", TABLE, [-1])
     refused(ValueError, "max_norm", table, IDS, -1.0)
-    with pytest.raises(RuntimeError, match=r"no value\s+now"):
+    with pytest.raises(RuntimeError, match=r"jax\.jit.*zs\.function"):
         jax.jit(lambda ids: zs.embedding_lookup(table, ids))(IDS)
     with pytest.raises(ValueError, match="must be integers"):
         zs.function(lambda x: zs.embedding_lookup(table, x))(np.float32([1.0]))
-    with pytest.raises(IndexError, match="no row 11"):
+    with pytest.raises(IndexError, match=r"\b11\b"):
         zs.function(lambda: zs.embedding_lookup(table, [3, 11]))()
 
 
@@ -410,9 +408,9 @@ def test_an_id_that_counts_is_never_taken_for_padding(home):
     table, mask = home.sharded(TABLE, 2), np.ones((1, 1), bool)
     step = zs.function(lambda ids: zs.embedding_lookup_sparse(table, (ids, mask)))
     for wrong in (ABSENT, -1, 11):
-        with pytest.raises(IndexError, match="no row"):
+        with pytest.raises(IndexError, match=r"zs\.embedding_lookup_sparse"):
             step(np.array([[wrong]], np.int32))
-    with pytest.raises(IndexError, match="no row"):
+    with pytest.raises(IndexError, match=r"zs\.embedding_lookup_sparse"):
         step(np.array([[2**32 - 1]], np.uint32))
 
 
@@ -431,11 +429,11 @@ def test_refusals_of_ragged_ids():
         with pytest.raises(ValueError, match=match):
             zs.embedding_lookup_sparse(TABLE, *args, **options)
 
-    refused("ids are zs.RaggedIds", ids)
+    refused("RaggedIds", ids)
     refused("mask of booleans of the same shape", (ids, mask[:, :1]))
     refused("mask of booleans of the same shape", (ids, mask.astype(int)))
     refused("ids must be integers", (ids * 1.0, mask))
-    refused(r"values \[m\] and integer row_ids", (ids, ids, 2))
+    refused(r"\[m\].*row_ids", (ids, ids, 2))
     refused("weights are floats, one for each id", (ids, mask), np.ones((1, 3), "f"))
     refused("weights are floats, one for each id", (ids, mask), np.ones((1, 2), int))
     refused("combiner is one of", (ids, mask), combiner="max")

@@ -173,8 +173,8 @@ def test_refusals(home):
         table.scatter_add(IndexedSlices(jnp.ones((2, 4)), ids))
         return table.sparse_read(ids)
 
-    inside = r"table 't'.*inside a function that jax.*before.*zs\.value_and_grad"
-    refused(after_update, r"'t'.*looked up after the same step updated it.*value\(\)")
+    inside = r"'t'.*zs\.value_and_grad"
+    refused(after_update, r"'t'.*value\(\)")
     refused(jax.jit(table.sparse_read), inside)
     refused(jax.vmap(lambda i: zs.embedding_lookup(table, i)), inside)
     refused(lambda x: jax.grad(lambda y: y * table.sparse_read(x).sum())(1.0), inside)
@@ -206,5 +206,5 @@ def test_a_step_with_lookups_is_shipped(home):
     assert names(prepared.wanted) == [("t/part_0", [1]), ("t/part_1", [4])]
     result = prepared.run([TABLE[[1]], TABLE[[9]]])
     np.testing.assert_array_equal(result.leaves[0], TABLE[[9, 1, 9]] * 2)
-    with pytest.raises(ValueError, match="answered float32"):
+    with pytest.raises(ValueError, match="'t/part_1'"):
         zs.prepare(loaded, (np.array([9, 1, 9]),), {}).run([TABLE[[1]], TABLE[[8, 9]]])

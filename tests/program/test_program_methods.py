@@ -123,10 +123,10 @@ def test_methods_that_have_no_place_are_refused():
     class Model:
         step = zs.function(lambda cls: 1)
 
-    with pytest.raises(TypeError, match=r"'.*step'.*Slotted.*__slots__.*'__dict__'"):
+    with pytest.raises(TypeError, match=r"Slotted.*__slots__.*'__dict__'"):
         Slotted().step  # noqa: B018
     # What @classmethod above @zs.function does in Python 3.11.
-    with pytest.raises(TypeError, match=r"is a class method.*@staticmethod"):
+    with pytest.raises(TypeError, match="@staticmethod"):
         vars(Model)["step"].__get__(Model)
 
 

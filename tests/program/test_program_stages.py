@@ -209,7 +209,7 @@ def test_collectives_in_loops_and_branches_are_refused(kind):
                 return jax.lax.while_loop(lambda x: x[0] < 9, crossed, x)
 
     closed = jax.make_jaxpr(step)(jnp.ones(3))
-    with pytest.raises(RuntimeError, match=r"test_program_stages.py.*loop or a branch"):
+    with pytest.raises(RuntimeError, match="while_loop"):
         stages(closed)
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_cannot_be_cut_gives_back_what_it_drew():
         return jax.lax.scan(lambda c, _: (crossed(c), None), first, length=3)[0]
 
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="loop or a branch"):
+        with pytest.raises(RuntimeError, match=r"jax\.lax\.scan"):
             step(iterator)
     np.testing.assert_array_equal(iterator.draw(), np.ones(3))
 

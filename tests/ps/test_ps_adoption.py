@@ -174,16 +174,16 @@ async def test_another_program_is_refused_with_words_and_spoils_nothing(programs
     await programs.optimizer()
     await programs.push(1, UpdateOp.OPTIMIZE, 1)
     await programs.come(12)
-    with pytest.raises(AlreadyExistsError, match=r"as 'w', float32.*; 'v', float32"):
+    with pytest.raises(AlreadyExistsError, match=r"'w'.*'v'"):
         programs.new(1, "v")
-    with pytest.raises(AlreadyExistsError, match="holds key 1"):
+    with pytest.raises(AlreadyExistsError, match=r"\b1\b"):
         programs.new(1, value=np.zeros(4, "f4"))
-    with pytest.raises(AlreadyExistsError, match="slots of optimizer 'mine'"):
+    with pytest.raises(AlreadyExistsError, match="'mine'"):
         await programs.optimizer(name="yours")
     # What a creation that failed takes back is not what was there before it.
     assert programs.ask(Withdraw(12, [1], [1])) == Done()
     before = programs.value().copy()
     await programs.optimizer(b"sgd")
-    with pytest.raises(ZstratError, match="restored were"):
+    with pytest.raises(ZstratError, match="'mine'"):
         await programs.push(1, UpdateOp.OPTIMIZE, 1)
     assert np.array_equal(programs.value(), before)

@@ -79,7 +79,7 @@ def scatters(draw):
 def test_scatters_do_what_one_row_after_the_other_does(case, in_place):
     op, value, indices, rows = case
     if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and value.dtype.kind == "c":
-        with pytest.raises(InvalidArgumentError, match="not defined"):
+        with pytest.raises(InvalidArgumentError, match="SCATTER_MAX"):
             check(op, (indices, rows), value.shape, value.dtype, "v")
         return
     check(op, (indices, rows), value.shape, value.dtype, "v")
@@ -135,9 +135,7 @@ def test_indices_too_large_for_the_fast_sort_are_sorted_too():
 def test_dense_updates_of_every_dtype(op, dtype):
     value, delta = np.array([1, 3, 0]).astype(dtype), np.array([1, 1, 0]).astype(dtype)
     if dtype.kind == "b" and op is UpdateOp.SUB:
-        with pytest.raises(
-            InvalidArgumentError, match="SUB is not defined for its dtype bool"
-        ):
+        with pytest.raises(InvalidArgumentError, match="SUB"):
             check(op, (delta,), value.shape, dtype, "v")
         return
     check(op, (delta,), value.shape, dtype, "v")
@@ -217,7 +215,7 @@ def test_a_division_that_runs_out_of_memory_has_changed_nothing():
 
 
 def test_scalars_have_no_rows_and_integers_no_zero_divisor():
-    with pytest.raises(InvalidArgumentError, match="a variable that has rows"):
+    with pytest.raises(InvalidArgumentError, match="SCATTER_ADD"):
         check(
             UpdateOp.SCATTER_ADD,
             (np.zeros(1, int), np.zeros(1)),
@@ -225,7 +223,7 @@ def test_scalars_have_no_rows_and_integers_no_zero_divisor():
             np.dtype("f8"),
             "v",
         )
-    with pytest.raises(InvalidArgumentError, match="divisors other than 0"):
+    with pytest.raises(InvalidArgumentError, match=r"\b0\b"):
         check(
             UpdateOp.SCATTER_DIV,
             (np.zeros(1, int), np.zeros(1, int)),

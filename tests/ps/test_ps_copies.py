@@ -205,7 +205,7 @@ async def test_a_copy_that_fails_is_told_and_training_goes_on(copies):
     attaching = asyncio.ensure_future(copies.attach())
     await turns()
     copies.link.cut("the machine burns")
-    with pytest.raises(UnavailableError, match="the machine burns"):
+    with pytest.raises(UnavailableError):
         await attaching
     assert await copies.ask(push(0)) == Pushed(True, [1])
     copies.holds = False
@@ -290,7 +290,7 @@ async def test_an_update_that_fails_half_way_spoils_the_copy(copies, monkeypatch
 async def test_workers_that_are_programs_of_their_own_are_refused(copies):
     await copies.attach()
     join = JoinSession(SESSION, [], [], 1.0)
-    with pytest.raises(InvalidArgumentError, match="which does not share it"):
+    with pytest.raises(InvalidArgumentError, match="BetweenGraphStrategy"):
         await copies.ask(join, peer=caller(Job.WORKER, 3))
 
 

@@ -192,7 +192,7 @@ async def test_a_backup_that_is_cut_off_is_not_kept(left):
     await left.next_program()
     left.link.cut()
     attach = AttachBackup(left.session, 2, "nowhere:1", left.incarnation)
-    with pytest.raises(UnavailableError, match="is lost"):
+    with pytest.raises(UnavailableError):
         await left.ask(attach)
 
 
@@ -224,6 +224,6 @@ async def test_what_a_program_without_second_copies_has_left_is_there():
 
 async def test_two_copies_are_not_taken_for_one(left):
     left.lose_program()
-    with pytest.raises(InvalidArgumentError, match="give replicas=1"):
+    with pytest.raises(InvalidArgumentError, match="replicas=1"):
         await left.next_program(replicas=0)
     assert (await left.next_program()).resumed

@@ -126,7 +126,7 @@ async def test_asking_for_parts_waits_for_what_is_under_way(rig):
     answer = await rig.ask(AskParts(SESSION, 1, 2, 0), WORKER)
     assert [tuple(entry) for entry in answer.parts] == [(0, ["a"])]
     assert pushing.done()
-    with pytest.raises(StaleSessionError, match="runs elsewhere"):
+    with pytest.raises(StaleSessionError):
         rig.ask(part, WORKER)
 
 

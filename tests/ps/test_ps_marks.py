@@ -49,7 +49,7 @@ def rig():
 async def test_a_worker_cannot_have_the_closures_of_others_dropped(rig):
     with pytest.raises(BusyError, match=f"step {FAR}"):
         rig.ask(add(FAR, FAR), rig.worker)
-    with pytest.raises(PermissionDeniedError, match="RaiseMark from chief"):
+    with pytest.raises(PermissionDeniedError, match="RaiseMark"):
         rig.ask(RaiseMark(SESSION, FAR), rig.worker)
     assert rig.applied(add(CAPACITY - 1, CAPACITY - 1))
     assert [rig.applied(add(step)) for step in (1, 2, 1)] == [True, True, False]
@@ -85,9 +85,9 @@ async def test_an_own_update_that_comes_again_is_applied_once(rig):
 async def test_a_mark_of_own_updates_is_raised_by_their_writer_alone(rig):
     chief = rig.chief
     assert rig.applied(add(0, 0, chief.hello.incarnation), chief)
-    with pytest.raises(PermissionDeniedError, match="worker:0 names an update as anot"):
+    with pytest.raises(PermissionDeniedError, match="worker:0"):
         rig.ask(add(FAR, FAR, chief.hello.incarnation), rig.worker)
-    with pytest.raises(InvalidArgumentError, match=r"update 1 .* below 2 are over"):
+    with pytest.raises(InvalidArgumentError, match=r"\b1\b.*\b2\b"):
         rig.ask(add(1, 2, chief.hello.incarnation), chief)
     assert rig.applied(add(FAR, FAR, rig.worker.hello.incarnation), rig.worker)
     assert rig.applied(add(1, 0, chief.hello.incarnation), chief)

@@ -152,17 +152,15 @@ def test_operands_that_do_not_fit_are_refused_and_nothing_changes():
             heads.insert(0, Update(2, int(UpdateOp.OPERANDS), optimizer, len(shared)))
         world.store.push(Push(7, -1, 0, 0, heads, (*shared, gradient)))
 
-    with pytest.raises(InvalidArgumentError, match=r"'v2'.*and none came before it"):
+    with pytest.raises(InvalidArgumentError, match="'v2'"):
         push()
     with pytest.raises(InvalidArgumentError, match=f"and {len(right) + 1} came"):
         push(*right, right[0])
-    with pytest.raises(
-        InvalidArgumentError, match=r"operand 0 to be float32\[\], got f"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"\b0\b.*\[\]"):
         push(right[0].astype("f8"), *right[1:])
-    with pytest.raises(InvalidArgumentError, match=r"operand 0 .*float32\[1\]"):
+    with pytest.raises(InvalidArgumentError, match=r"\b0\b.*\[1\]"):
         push(right[0][None], *right[1:])
-    with pytest.raises(NotFoundError, match="no optimizer with id 4"):
+    with pytest.raises(NotFoundError, match=r"\b4\b"):
         push(*right, optimizer=4)
     assert world.store.read([Read(2, -1)])[0] == [0]
     push(*right)

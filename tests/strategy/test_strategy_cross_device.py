@@ -77,11 +77,11 @@ def test_what_is_wrong_is_refused():
     ops = zs.NcclAllReduce()
     with pytest.raises(ValueError, match="num_packs >= 0"):
         zs.HierarchicalCopyAllReduce(num_packs=-1)
-    with pytest.raises(ValueError, match="destinations must be"):
+    with pytest.raises(ValueError, match="NoneType"):
         ops.reduce("sum", np.ones(1), None)
-    with pytest.raises(ValueError, match="non-empty"):
+    with pytest.raises(ValueError, match="`per_replica_value`"):
         ops.reduce("sum", zs.PerReplica(()), HERE)
-    with pytest.raises(ValueError, match="list or a tuple"):
+    with pytest.raises(ValueError, match="`value_destination_pairs`"):
         ops.batch_reduce("sum", {})
     with pytest.raises(ValueError, match="SUM"):
         ops.reduce("max", np.ones(1), HERE)
@@ -90,10 +90,10 @@ def test_what_is_wrong_is_refused():
 @pytest.mark.parametrize("ops", OPS)
 def test_replicas_have_values_of_one_kind_and_shape(ops):
     rows = zs.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
-    with pytest.raises(ValueError, match="replicas have IndexedSlices and others"):
+    with pytest.raises(ValueError, match="IndexedSlices"):
         ops.reduce("sum", zs.PerReplica((rows, np.ones((3, 2)))), HERE)
     # Together they have as many numbers in both replicas.
     first = zs.PerReplica((np.ones(2), np.ones(1)))
     second = zs.PerReplica((np.ones(1), np.ones(2)))
-    with pytest.raises(ValueError, match=r"different shapes .*\(2,\), \(1,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\).*\(1,\)"):
         ops.batch_reduce("sum", [(first, HERE), (second, HERE)])

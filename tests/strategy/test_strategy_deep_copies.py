@@ -25,7 +25,7 @@ def test_a_copy_is_on_the_servers(make_cluster):
     other = make_cluster()
     with (
         other.strategy.scope(),
-        pytest.raises(RuntimeError, match=r"'w' of one strategy is copied"),
+        pytest.raises(RuntimeError, match="'w'"),
     ):
         copy.deepcopy(w)
 

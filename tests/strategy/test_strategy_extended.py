@@ -66,7 +66,7 @@ def test_a_value_that_is_the_same_everywhere(four, strategy):
     np.testing.assert_array_equal(
         extended.reduce_to("sum", np.zeros((2, 3)), "CPU:0"), np.zeros((2, 3))
     )
-    with pytest.raises(ValueError, match="cannot be reduced"):
+    with pytest.raises(ValueError, match="DistributedValues"):
         extended.reduce_to("sum", 3.0, "CPU:0")
     assert strategy.extended.reduce_to("sum", 3.0, "CPU:0") == 3.0
 
@@ -74,15 +74,15 @@ def test_a_value_that_is_the_same_everywhere(four, strategy):
 def test_what_reduce_to_refuses(four):
     values, extended = per_replica(four, 1, 2, 3, 4), four.extended
     for destinations in (None, ["CPU:0"], ("CPU:0",)):
-        with pytest.raises(AssertionError, match="expected one"):
+        with pytest.raises(AssertionError, match="batch_reduce_to"):
             extended.reduce_to("sum", values, destinations)
-        with pytest.raises(AssertionError, match="expected one"):
+        with pytest.raises(AssertionError, match="batch_reduce_to"):
             extended.broadcast_to(1.0, destinations)
     with pytest.raises(ValueError, match="destinations must be"):
         extended.reduce_to("sum", values, 3)
     with pytest.raises(ValueError, match="reduce_op 'max'"):
         extended.reduce_to("max", values, values)
-    with pytest.raises(ValueError, match="must be a list or a tuple of tuples"):
+    with pytest.raises(ValueError, match="`value_destination_pairs`"):
         extended.batch_reduce_to("sum", [values])
 
 
@@ -135,15 +135,15 @@ def test_an_optimizer_of_one_variable_by_hand(four):
 
 
 def test_what_update_refuses(strategy, four):
-    with pytest.raises(ValueError, match="It must be a Variable"):
+    with pytest.raises(ValueError, match="`var`"):
         strategy.extended.update(np.zeros(2), lambda var: var)
-    with pytest.raises(ValueError, match="It must be a Variable"):
+    with pytest.raises(ValueError, match="`var`"):
         strategy.extended.read_var(3)
     with four.scope():
         v = zs.Variable(1.0)
     values = per_replica(four, 1.0, 2.0, 3.0, 4.0)
     for kwargs in ({"args": (values,)}, {"kwargs": {"x": [values]}}):
-        with pytest.raises(ValueError, match="a value per replica"):
+        with pytest.raises(ValueError, match="reduce_to"):
             four.extended.update(v, lambda var, x: var, **kwargs)
     assert v.numpy() == 1.0
 
@@ -195,7 +195,7 @@ def test_methods_for_all_replicas_are_refused_inside_of_one(four):
 
     def replica_fn():
         for call in calls.values():
-            with pytest.raises(RuntimeError, match="cross-replica context"):
+            with pytest.raises(RuntimeError, match="get_replica_context"):
                 call()
         return extended.read_var(v)
 
@@ -230,7 +230,7 @@ def test_outputs_that_a_replica_hands_out_are_merged(strategy):
             assert get_replica_context() is not None
             context.set_last_step_output("x", x, "MEAN")
             context.set_non_tensor_output("y", y)
-            with pytest.raises(AssertionError, match="needs a reduction"):
+            with pytest.raises(AssertionError, match="'MEAN'"):
                 context.set_last_step_output("z", x)
 
         strategy.run(replica_fn)
@@ -271,7 +271,7 @@ def test_methods_of_the_first_version(four, strategy):
     assert four.group(values) is None
     assert four.configure(cluster_spec={"worker": ["here:1"]}) is None
     several = {"worker": ["here:1", "there:1"]}
-    with pytest.raises(ValueError, match="2 tasks that train together"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         four.configure(cluster_spec=several, task_type="worker", task_id=0)
     assert four.configure(cluster_spec=several, task_type="evaluator") is None
     known = four.cluster_resolver.cluster_spec()

@@ -116,10 +116,10 @@ def test_where_shapes_are_static_a_step_without_all_is_none():
         [[4, 5], [6, 7]],
     ]
     static = inputs(2, static_shapes=True)
-    with pytest.raises(ValueError, match="3 does not split evenly over 2 replicas"):
+    with pytest.raises(ValueError, match=r"\b3\b.*\b2\b"):
         static.of_dataset(Dataset.range(9).repeat().batch(3))
     unknown = Dataset.from_generator(lambda: [np.arange(n) for n in (4, 1, 4)])
-    with pytest.raises(ValueError, match=r"1 rows leaves .*drop_remainder=True"):
+    with pytest.raises(ValueError, match=r"\b1\b.*drop_remainder=True"):
         drawn(static.of_dataset(unknown))  # the last 4 would be left out
     made = static.of_function(lambda _: dataset)
     assert drawn(made) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
@@ -134,7 +134,7 @@ def test_one_replica_draws_the_elements_as_they_are():
 
 def test_arrays_themselves_are_no_batches():
     x = np.arange(4)
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         inputs(2).of_dataset((x, x))
     assert drawn(inputs(2).of_dataset(np.arange(8).reshape(4, 2))) == [
         [[0], [1]],
@@ -149,13 +149,13 @@ def test_arrays_themselves_are_no_batches():
 )
 def test_what_is_no_batch_is_refused_when_it_comes(element):
     distributed = inputs(2).of_dataset(iter([element]))
-    with pytest.raises(ValueError, match="`batch` method"):
+    with pytest.raises(ValueError, match="`batch`"):
         next(iter(distributed))
 
 
 def test_replicas_are_the_same_number_in_each_worker():
     context = InputContext(2, 0, 3)
-    with pytest.raises(ValueError, match="multiple of the 2 workers"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         ProcessInputs(context, 1).of_dataset(Dataset.range(6).batch(3))
 
 
@@ -269,14 +269,14 @@ def test_one_function_for_each_replica():
         lambda: mirrored.of_dataset(Dataset.range(4).batch(2), options),
         lambda: inputs(3).of_function(dataset_fn, options),
     ):
-        with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported"):
+        with pytest.raises(NotImplementedError, match="PER_REPLICA"):
             refused()
 
 
 def test_what_a_function_must_return():
-    with pytest.raises(TypeError, match=r"dataset function.*got int"):
+    with pytest.raises(TypeError, match=r"zs\.data"):
         inputs().of_function(lambda _: 3)
-    with pytest.raises(TypeError, match="a function of one InputContext"):
+    with pytest.raises(TypeError, match="InputContext"):
         inputs().of_function(Dataset.range(3))
     with pytest.raises(ZeroDivisionError):
         inputs().of_function(lambda _: 1 // 0)
@@ -301,7 +301,7 @@ def test_options_are_those_of_tensorflow():
         (
             {"experimental_place_dataset_on_device": True},
             ValueError,
-            "must also specify `PER_REPLICA`",
+            "`PER_REPLICA`",
         ),
         (
             {
@@ -310,7 +310,7 @@ def test_options_are_those_of_tensorflow():
                 "experimental_fetch_to_device": True,
             },
             ValueError,
-            "can not be set to True with experimental_fetch_to_device",
+            "experimental_fetch_to_device",
         ),
         (
             {
@@ -318,10 +318,10 @@ def test_options_are_those_of_tensorflow():
                 "experimental_replication_mode": zs.InputReplicationMode.PER_REPLICA,
             },
             ValueError,
-            "can not be set to True with experimental_fetch_to_device",
+            "experimental_fetch_to_device",
         ),
-        ({"experimental_per_replica_buffer_size": 0}, ValueError, "at least 1"),
-        ({"experimental_replication_mode": "PER_WORKER"}, TypeError, "got 'PER_W"),
+        ({"experimental_per_replica_buffer_size": 0}, ValueError, r"\b1\b"),
+        ({"experimental_replication_mode": "PER_WORKER"}, TypeError, "PER_W"),
     ],
 )
 def test_options_that_do_not_go_together(options, error, words):
@@ -330,7 +330,7 @@ def test_options_that_do_not_go_together(options, error, words):
 
 
 def test_what_is_no_options_is_refused():
-    with pytest.raises(TypeError, match=r"must be a zs\.InputOptions"):
+    with pytest.raises(TypeError, match=r"zs\.InputOptions"):
         inputs().of_dataset(Dataset.range(2).batch(2), {"fetch": True})
 
 
@@ -352,7 +352,7 @@ def test_get_next_and_optionals():
     assert values(optional.get_value()) == [[2], [3]]
     nothing = iterator.get_next_as_optional()
     assert not nothing.has_value()
-    with pytest.raises(ValueError, match="has no value"):
+    with pytest.raises(ValueError, match=r"has_value\(\)"):
         nothing.get_value()
     with pytest.raises(OutOfRangeError):
         iterator.get_next()
@@ -375,7 +375,7 @@ def test_an_optional_in_a_step_gives_its_value(two):
 def test_a_replica_does_not_draw(two):
     iterator = iter(two.experimental_distribute_dataset(Dataset.range(4).batch(2)))
     for draw in (next, lambda it: it.get_next(), lambda it: it.get_next_as_optional()):
-        with pytest.raises(ValueError, match="called from outside of replica_fn"):
+        with pytest.raises(ValueError, match="replica_fn"):
             two.run(lambda draw=draw: draw(iterator))
     assert values(next(iterator)) == [[0], [1]]
 
@@ -385,7 +385,7 @@ def test_a_replica_does_not_distribute(two):
         two.experimental_distribute_dataset,
         two.distribute_datasets_from_function,
     ):
-        with pytest.raises(RuntimeError, match="cross-replica context"):
+        with pytest.raises(RuntimeError, match="get_replica_context"):
             two.run(lambda method=method: method(Dataset.range(2).batch(2)))
 
 
@@ -396,7 +396,7 @@ def test_a_step_of_a_worker_takes_the_iterator_not_the_dataset(two):
     def step():
         return [x for x in distributed]  # noqa: C416
 
-    with pytest.raises(RuntimeError, match=r"in range\(n\): x = next\(iterator\)"):
+    with pytest.raises(RuntimeError, match=r"range\(n\).*next\(iterator\)"):
         step.plan()
 
 
@@ -408,7 +408,7 @@ def test_nothing_is_added_to_a_distributed_dataset():
             AttributeError, match=f"no more transformations: call {name}"
         ):
             getattr(distributed, name)
-    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+    with pytest.raises(AttributeError, match="'colour'"):
         distributed.colour  # noqa: B018
     with pytest.raises(TypeError, match="distributed already"):
         inputs().of_dataset(distributed)

@@ -48,7 +48,7 @@ def test_objects_of_others(one, options):
         one.distribute_datasets_from_function(function_of(batches), options),
         one.distribute_datasets_from_function(lambda _: iter(batches), options),
     ):
-        with pytest.raises(TypeError, match=r"component \['thing'\] is of type Thing"):
+        with pytest.raises(TypeError, match=r"\['thing'\]"):
             next(iter(distributed))
 
 
@@ -67,7 +67,7 @@ def inputs(**kwargs):
 
 def test_slices_are_not_cut_for_replicas():
     distributed = inputs().of_dataset([{"x": SLICES}])
-    with pytest.raises(ValueError, match=r"\['x'\] is sparse.*IndexedSlices.*dense"):
+    with pytest.raises(ValueError, match=r"\['x'\].*IndexedSlices"):
         next(iter(distributed))
 
 

@@ -43,7 +43,7 @@ def test_the_coordinator_has_no_elements(strategy):
             iter(handle)
         with pytest.raises(ValueError, match="create_per_worker_dataset"):
             handle.element_spec  # noqa: B018
-        with pytest.raises(AttributeError, match="no more transformations"):
+        with pytest.raises(AttributeError, match=r"map\(\)"):
             handle.map  # noqa: B018
 
 
@@ -51,9 +51,9 @@ def test_one_function_for_each_replica_is_refused_at_once(strategy):
     options = zs.InputOptions(
         experimental_replication_mode=zs.InputReplicationMode.PER_REPLICA
     )
-    with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported"):
+    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
         strategy.experimental_distribute_dataset(Dataset.range(2).batch(2), options)
-    with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported"):
+    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
         strategy.distribute_datasets_from_function(lambda _: [], options)
 
 

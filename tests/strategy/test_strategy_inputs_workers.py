@@ -143,7 +143,7 @@ def test_a_worker_that_never_had_an_element_says_so(tmp_path):
         iterator = iter(strategy.experimental_distribute_dataset(dataset))
         if rank == 1:
             return values(next(iterator))
-        with pytest.raises(ValueError, match="has no element at all"):
+        with pytest.raises(ValueError, match="auto_shard_policy"):
             next(iterator)
         return None
 
@@ -154,7 +154,7 @@ def test_too_few_files_are_an_error_in_every_worker(tmp_path):
     dataset = opted(Dataset.from_npy(files(tmp_path, [4])).batch(2), FILE)
 
     def program(strategy, rank):
-        with pytest.raises(ValueError, match="not enough files, 1 for 2 workers"):
+        with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
             strategy.experimental_distribute_dataset(dataset)
 
     ranks(2, program)

@@ -195,7 +195,7 @@ def test_what_replicas_returned_is_reduced_where_it_is():
 
 def test_different_shapes_are_refused():
     parts = [jax.device_put(np.ones(n + 1), D[n]) for n in range(2)]
-    with pytest.raises(ValueError, match=r"different shapes .*\(1,\), \(2,\)"):
+    with pytest.raises(ValueError, match=r"\(1,\).*\(2,\)"):
         zs.NcclAllReduce().reduce("sum", zs.PerReplica(parts), "CPU:0")
 
 

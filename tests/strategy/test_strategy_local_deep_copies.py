@@ -106,7 +106,7 @@ def test_a_value_that_no_one_may_read_is_copied():
 
 def test_it_is_refused_in_the_scope_of_another_strategy(strategy):
     w = created(strategy, [1.0, 2.0])
-    words = r"'w' of one strategy is copied .*scope of another one.*zs\.Variable\("
+    words = r"'w'.*zs\.Variable"
     with (
         zs.OneDeviceStrategy("CPU:0").scope(),
         pytest.raises(RuntimeError, match=words),

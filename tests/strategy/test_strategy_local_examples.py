@@ -84,7 +84,7 @@ def test_replicas_of_two_processes(is_looked_at):
 def test_what_does_not_bring_them_together_is_refused():
     params = zs.create_variables(START)
     optimizer = zs.Optimizer(optax.adam(0.1), params=params)
-    with pytest.raises(ValueError, match=r"(?s)shape mismatch.*\(4,\).*sum or their"):
+    with pytest.raises(ValueError, match=r"\(4,\)"):
         optimizer.apply_gradients(gradients(FACTORS), params)
     for name, value in zs.values(params).items():
         np.testing.assert_array_equal(value, START[name])

@@ -131,17 +131,17 @@ def test_an_update_in_a_replica_function_is_made_once(mirrored):
     found = step(np.float32(1))
     assert plain(mirrored.experimental_local_results(found))[0] == 10.0
     assert v.numpy() == 10.0
-    with pytest.raises(ValueError, match="given no variables"):
+    with pytest.raises(ValueError, match=r"non_slot_devices\(\)"):
         mirrored.extended.non_slot_devices([])
     values = made(mirrored)
-    with pytest.raises(ValueError, match="a value per replica"):
+    with pytest.raises(ValueError, match="reduce_to"):
         mirrored.extended.update(v, lambda var, x: var.assign(x), args=(values,))
 
     def wrong(x):
         number = zs.get_replica_context().replica_id_in_sync_group
         mirrored.extended.update(v, lambda var, x: var.assign(x), args=(x * number,))
 
-    with pytest.raises(ValueError, match="replicas give different values"):
+    with pytest.raises(ValueError, match=r"get_replica_context\(\).*all_reduce"):
         mirrored.run(wrong, args=(jnp.float32(1),))
 
 
@@ -198,9 +198,11 @@ def test_variables_are_colocated_with_those_of_the_scope(mirrored):
         assert mirrored.extended.variable_created_in_scope(beside)
         assert mirrored.extended.non_slot_devices([v]) == v.device
         assert mirrored.extended.read_var(v) == 1.0
-        with pytest.raises(ValueError, match="must only be passed a variable created"):
+        with pytest.raises(
+            ValueError, match=r"`colocate_vars_with`.*'Variable'.*device="
+        ):
             mirrored.extended.colocate_vars_with(outside)
-    with pytest.raises(RuntimeError, match="Need to be inside"):
+    with pytest.raises(RuntimeError, match=r"colocate_vars_with\(\)"):
         mirrored.extended.colocate_vars_with(v)
 
 
@@ -230,6 +232,6 @@ def test_updates_of_what_central_storage_keeps_are_brought_together():
         assert found.devices() == {jax.devices()[0]}
         strategy.run(lambda x: read.assign_add(x), (zs.PerReplica((1.0, 2.0)),))
         assert read.numpy() == 3.0
-        with pytest.raises(ValueError, match="You must specify an aggregation"):
+        with pytest.raises(ValueError, match=r"'Variable'.*zs\.Variable.*aggregation="):
             strategy.run(lambda: kept.assign_add(1.0))
         assert kept.numpy() == 0.0

@@ -62,7 +62,7 @@ def test_values_that_a_failed_step_had_overwritten_are_reported_until_they_are_a
         step()
     disk.is_broken = False
     for use in (step, moved.numpy):
-        with pytest.raises(DataLossError, match=r"'moved'.*assign a value"):
+        with pytest.raises(DataLossError, match="'moved'"):
             use()
     assert list(other.numpy()) == [2, 2, 2]
     assert float(doubling(strategy, other, disk)()) == 6

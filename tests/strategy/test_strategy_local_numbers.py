@@ -163,14 +163,14 @@ def test_all_gather_of_shapes_that_do_not_fit(two):
         found = local(two, two.run(gathered(axis), (value,)))
         assert found == [[[1.0] * 3] * 3] * 2
     for axis in (1, -1):
-        with pytest.raises(ValueError, match=r"all_gather along axis 1: the replicas "):
+        with pytest.raises(ValueError, match=r"all_gather.*\b1\b"):
             two.run(gathered(axis), (value,))
-    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         two.run(gathered(2), (value,))
 
 
 def test_cross_device_ops_are_some(two):
-    with pytest.raises(TypeError, match=r"must be a zs.CrossDeviceOps, .* got 'nccl'"):
+    with pytest.raises(TypeError, match=r"CrossDeviceOps.*'nccl'"):
         zs.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops="nccl")
 
 

@@ -54,5 +54,5 @@ def test_rows_of_all_copies(two, how):
 @pytest.mark.parametrize("how", list(ways(None, None)))
 def test_what_has_no_one_value_has_no_rows(two, how):
     v = counted(two, Aggregation.NONE)
-    with pytest.raises(ValueError, match=r"Could not convert .* NONE"):
+    with pytest.raises(ValueError, match="NONE"):
         ways(two, v)[how]()

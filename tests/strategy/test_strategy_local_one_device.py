@@ -79,7 +79,7 @@ def test_a_transformation_that_changes_what_it_keeps_is_refused():
     def step():
         optimizer.apply_gradients([(jnp.ones(3), w)])
 
-    with pytest.raises(ValueError, match=r"its update returns .* of the structure"):
+    with pytest.raises(ValueError, match=r"'Optimizer'.*zs\.Optimizer.*params="):
         step()
     np.testing.assert_array_equal(w.numpy(), W)
 
@@ -94,9 +94,9 @@ def test_the_faces():
         "/job:localhost/replica:0/task:0/device:CPU:0",
     )
     assert zs.CentralStorageStrategy().num_replicas_in_sync == 1
-    with pytest.raises(ValueError, match="duplicates"):
+    with pytest.raises(ValueError, match="'CPU:1'"):
         zs.CentralStorageStrategy(["CPU:1", "CPU:1"])
-    with pytest.raises(ValueError, match="no device 'TPU:0'"):
+    with pytest.raises(ValueError, match="'TPU:0'"):
         zs.OneDeviceStrategy("TPU:0")
 
 
@@ -126,7 +126,9 @@ def test_one_device_has_contexts_and_plain_values():
     )
     assert one.experimental_local_results(numbers) == (1,)
     assert one.run(lambda x: x + 1, (numbers,)) == 2
-    with pytest.raises(RuntimeError, match="replica"):
+    with pytest.raises(
+        RuntimeError, match=r"run\(\).*get_replica_context\(\).*merge_call\(\)"
+    ):
         one.run(lambda: one.run(lambda: 1))
 
 

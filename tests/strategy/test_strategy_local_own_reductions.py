@@ -82,13 +82,13 @@ def test_a_value_that_is_not_distributed_is_that_of_one_device():
 
 def test_no_hook_is_asked_for_what_is_wrong():
     ops = Batches()
-    where = "destinations must be"
+    where = "NoneType"
     for words, call in (
         ("SUM", lambda: ops.reduce("max", PAIR, "CPU:0")),
         (where, lambda: ops.reduce("sum", PAIR, None)),
-        ("non-empty", lambda: ops.reduce("sum", zs.PerReplica(()), "CPU:0")),
+        ("`per_replica_value`", lambda: ops.reduce("sum", zs.PerReplica(()), "CPU:0")),
         (where, lambda: ops.batch_reduce("sum", [(PAIR, None)])),
-        ("list or a tuple", lambda: ops.batch_reduce("sum", [PAIR])),
+        ("`value_destination_pairs`", lambda: ops.batch_reduce("sum", [PAIR])),
         (where, lambda: ops.broadcast(1.0, None)),
     ):
         with pytest.raises(ValueError, match=words):

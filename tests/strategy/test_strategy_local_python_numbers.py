@@ -99,10 +99,7 @@ def test_one_that_changes_at_each_call_is_warned_about_with_words(some):
 
     for step in range(4):
         some.run(train, (jnp.float32(1), 0.5), {"step": step})
-    words = (
-        r"'.*train' was traced 5 times.*kwargs\['step'\] was 3 and is 4.*a program of "
-        r"its own.*np.int32\(\.\.\.\) or jnp.asarray\(\.\.\.\)"
-    )
+    words = r"\b5\b.*\['step'\].*\b3\b"
     with pytest.warns(RetraceWarning, match=words) as told:
         some.run(train, (jnp.float32(1), 0.5), {"step": 4})
     assert "np.float32" not in str(told[0].message)

@@ -75,5 +75,5 @@ def test_elements_with_a_key_are_refused_where_a_step_draws_them(strategy):
     def step(iterator):
         return strategy.run(lambda b: jax.random.normal(b["key"]), (next(iterator),))
 
-    with pytest.raises(TypeError, match=r"has random keys.*jax\.random\.wrap_key_data"):
+    with pytest.raises(TypeError, match=r"jax\.random\.wrap_key_data"):
         step(iterator)

@@ -19,9 +19,7 @@ def test_in_a_replica_the_other_gradients_are_not_known(two):
         optimizer.apply_gradients(np.ones(2, np.float32), variable)
         return variable.value()
 
-    words = (
-        "'moved'.*by the optimizer, of the gradients of all replicas.*after strategy"
-    )
+    words = "'moved'"
     with pytest.raises(RuntimeError, match=words):
         zs.function(lambda: two.run(replica))()
 
@@ -41,5 +39,5 @@ def test_a_variable_of_this_process():
         optimizer.apply_gradients(np.ones(2, np.float32), variable)
         return variable.value()
 
-    with pytest.raises(RuntimeError, match=r"'own'.*by the optimizer, after the step"):
+    with pytest.raises(RuntimeError, match="'own'"):
         step()

@@ -49,11 +49,11 @@ def test_the_result_goes_where_it_is_wanted():
 
 @pytest.mark.parametrize("name", ["CPU:99", 99, -1])
 def test_a_device_that_there_is_not_is_refused(name):
-    with pytest.raises(ValueError, match=r"there is no device .*; there are /job:loc"):
+    with pytest.raises(ValueError, match="/job:loc"):
         zs.ReductionToOneDevice(name)
 
 
 @pytest.mark.parametrize("name", ["one", "", 1.5])
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ValueError, match="is no name of a device"):
+    with pytest.raises(ValueError, match="GPU"):
         zs.ReductionToOneDevice(name)

@@ -201,20 +201,20 @@ def test_outside_of_a_replica_an_annotation_is_checked_and_no_more():
     assert devices.split(X, [2, 1, 2]) is X
     assert devices.replicated(X) is X
     assert devices.assigned(X, 1) is X
-    with pytest.raises(ValueError, match="Length of `partition_dimensions`"):
+    with pytest.raises(ValueError, match="`partition_dimensions`"):
         devices.split(X, [2, 2])
     for number in (4, -1):
         words = rf"Received logical device id {number} but there are only total of 4"
         with pytest.raises(ValueError, match=words):
             devices.assigned(X, number)
 
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="'float'"):
         devices.assigned(X, 1.0)
 
 
 def test_in_spmd_mode_nothing_is_assigned():
     """And that is what is said first."""
     devices = logical(2, 4, is_spmd=True)
-    with pytest.raises(ValueError, match="Cannot assign a tensor to a logical device"):
+    with pytest.raises(ValueError, match="SPMD"):
         devices.assigned(X, 77)
     assert devices.split(X, [2, 1, 2]) is X

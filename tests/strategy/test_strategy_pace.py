@@ -154,7 +154,7 @@ def test_files_without_rows_repeated_are_no_silent_end(tmp_path):
     def program(strategy, rank):
         iterator = iter(strategy.experimental_distribute_dataset(dataset))
         if rank == 1:
-            with pytest.raises(ValueError, match="has no element at all"):
+            with pytest.raises(ValueError, match="auto_shard_policy"):
                 next(iterator)
             return None
         return next(iterator).tolist()
@@ -182,7 +182,7 @@ def test_what_was_to_be_repeated_and_cannot_be_says_so():
         )
         iterator = iter(made)
         assert [float(next(iterator)[0]) for _ in range(2)] == [0.0, 1.0]
-        with pytest.raises(ValueError, match="were to be repeated for ever"):
+        with pytest.raises(ValueError, match=r"repeat\(\)"):
             next(iterator)
 
     ranks(2, program)

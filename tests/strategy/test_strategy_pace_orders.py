@@ -12,7 +12,7 @@ from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Elements, Options
 from zstrat.strategy.input import PassLength, SynchronizedPass
 
 ROWS = 12
-WORDS = r"do not all begin the same pass of its shuffle.*after reform\(\).*make the "
+WORDS = r"reform\(\)"
 
 
 class Meeting:

@@ -49,23 +49,23 @@ def construct(spec, task_type=None, task_id=None, connected=None):
 @pytest.mark.parametrize(
     ("spec", "task", "words"),
     [
-        ({}, (None, None), "Cluster spec must be non-empty"),
-        ({**FULL, "master": ["m:1"]}, (None, None), "Disallowed task type found in"),
-        (FULL, ("boss", 0), "Unrecognized task_type"),
-        ({"ps": ["p:1"], "worker": ["w:1"]}, ("chief", 0), "not found in cluster_spec"),
-        ({**FULL, "chief": ["c:1", "c:2"]}, (None, None), "at most one 'chief' job"),
+        ({}, (None, None), "ParameterServerStrategy"),
+        ({**FULL, "master": ["m:1"]}, (None, None), "ClusterSpec"),
+        (FULL, ("boss", 0), "task_type"),
+        ({"ps": ["p:1"], "worker": ["w:1"]}, ("chief", 0), "cluster_spec"),
+        ({**FULL, "chief": ["c:1", "c:2"]}, (None, None), "'chief'"),
         (
             {**FULL, "evaluator": ["e:1", "e:2"]},
             (None, None),
-            "at most one 'evaluator' job",
+            "'evaluator'",
         ),
-        (FULL, ("chief", 1), "exceeds the maximum id"),
+        (FULL, ("chief", 1), "`task_id`"),
         ({"worker": ["w:1"]}, (None, None), "There must be at least one ps"),
         ({"chief": ["c:1"]}, ("chief", 0), "There must be at least one ps"),
         ({"ps": ["p:1"]}, (None, None), "There must be at least one worker"),
         ({**FULL, "worker": []}, (None, None), "There must be at least one worker"),
-        (FULL, ("worker", 1), "made by the coordinator"),
-        (FULL, ("ps", 0), "made by the coordinator"),
+        (FULL, ("worker", 1), "ParameterServerStrategy"),
+        (FULL, ("ps", 0), "ParameterServerStrategy"),
     ],
 )
 def test_a_wrong_cluster_is_refused_before_connecting(spec, task, words):
@@ -80,8 +80,8 @@ class ClusterOfAStranger:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (FULL, "expected a ClusterResolver, got dict: .* SimpleClusterResolver"),
-        (ClusterOfAStranger(), "got ClusterOfAStranger: give its .resolver"),
+        (FULL, r"ClusterResolver.*SimpleClusterResolver"),
+        (ClusterOfAStranger(), "ClusterOfAStranger"),
     ],
 )
 def test_what_is_no_resolver_is_refused(given, words):
@@ -96,9 +96,9 @@ def test_what_is_no_resolver_is_refused(given, words):
 
 def test_mistakes_are_found_in_tf_order():
     several = {"worker": ["w:1"], "other": ["o:1"]}
-    with pytest.raises(ValueError, match="Disallowed"):
+    with pytest.raises(ValueError, match=r"'worker'.*\['w:1'\].*'other'"):
         construct(several, "boss", 0)
-    with pytest.raises(ValueError, match="exceeds the maximum"):
+    with pytest.raises(ValueError, match="`task_id`"):
         construct({"worker": ["w:1"]}, "worker", 5)
 
 
@@ -173,13 +173,13 @@ def test_prefetch_keeps_the_other_settings(make_cluster):
 @pytest.mark.parametrize("bad", [-1, 0.5, "1", "auto", [1]])
 def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
     resolver = SimpleClusterResolver(ClusterSpec(FULL))
-    with pytest.raises(ValueError, match=r"prefetch=.*: expected None or a number"):
+    with pytest.raises(ValueError, match="prefetch="):
         ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
 
 
 @pytest.mark.parametrize(
     ("loss", "wait", "words"),
-    [("ignore", None, "on_ps_loss"), ("restore", 0, "=0: exp"), ("raise", 5, "=5 is")],
+    [("ignore", None, "on_ps_loss"), ("restore", 0, r"\b0\b"), ("raise", 5, r"\b5\b")],
 )
 def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
     options = {"on_ps_loss": loss, "ps_wait_timeout": wait}
@@ -191,7 +191,7 @@ def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
 @pytest.mark.parametrize("bad", ["", "n" * 201, 7, True])
 def test_what_a_session_is_called_is_checked_before_connecting(bad):
     resolver = SimpleClusterResolver(ClusterSpec(FULL))
-    with pytest.raises(ValueError, match=r"resume=.*: expected None or what"):
+    with pytest.raises(ValueError, match="resume="):
         ParameterServerStrategy(resolver, resume=bad, connect=refuse_to_connect)
 
 
@@ -267,17 +267,17 @@ def test_colocation_needs_the_scope_and_its_own_variables(make_cluster):
     strategy, other = make_cluster().strategy, make_cluster().strategy
     with other.scope():
         foreign = zv.Variable(0.0)
-    with pytest.raises(RuntimeError, match="Need to be inside"):
+    with pytest.raises(RuntimeError, match=r"strategy\.scope.*colocate_vars_with\(\)"):
         strategy.extended.colocate_vars_with(foreign)
     with strategy.scope():
         for variable in (foreign, zv.detached(foreign.spec)):
-            with pytest.raises(ValueError, match="must only be passed a variable"):
+            with pytest.raises(ValueError, match=r"`colocate_vars_with`.*'Variable'"):
                 strategy.extended.colocate_vars_with(variable)
 
 
 def test_initial_values(cluster):
     with cluster.strategy.scope():
-        with pytest.raises(ValueError, match="needs an initial_value"):
+        with pytest.raises(ValueError, match="initial_value"):
             zv.Variable(None, name="empty")
         assert zv.Variable(lambda: 3).numpy() == 3
         zeros = zv.Variable(initializers.zeros, shape=(2, 2))
@@ -319,7 +319,7 @@ def test_optimizers_of_the_scope_run_on_the_ps(cluster):
     first.apply_gradients([jnp.ones(2)], [x])
     np.testing.assert_array_equal(x.numpy(), [0.5, 1.5])
     outside = zv.Optimizer(optax.sgd(0.5))
-    with pytest.raises(ValueError, match="create it inside the scope"):
+    with pytest.raises(ValueError, match=r"'Variable'.*'Optimizer'.*strategy\.scope"):
         outside.apply_gradients([jnp.ones(2)], [x])
 
 
@@ -351,7 +351,7 @@ def test_a_partitioner_that_keeps_variables_whole_is_fine(make_cluster):
 def test_a_partitioner_must_return_parts_per_axis(make_cluster, parts):
     strategy = make_cluster(variable_partitioner=lambda shape, dtype: parts).strategy
     with strategy.scope():
-        with pytest.raises(ValueError, match="variable_partitioner must return"):
+        with pytest.raises(ValueError, match="variable_partitioner"):
             zv.Variable(np.zeros((4, 2)))
 
 
@@ -417,7 +417,7 @@ def test_a_shipped_step_is_in_the_scope_of_its_strategy(make_cluster, eager):
 def test_a_step_in_scope_that_cannot_be_shipped_says_the_same(cluster):
     lock = threading.Lock()
     step = function(lambda: lock)
-    with pytest.raises(TypeError, match="captured name 'lock'") as plain:
+    with pytest.raises(TypeError, match="'lock'") as plain:
         step.code  # noqa: B018
     with pytest.raises(TypeError) as scoped:
         step.within(cluster.strategy).code  # noqa: B018
@@ -495,7 +495,7 @@ def test_variables_are_deleted_when_told_and_not_before(cluster):
 def test_only_own_variables_are_deleted(cluster):
     with cluster.strategy.scope():
         mine = zv.Variable(1.0)
-    with pytest.raises(ValueError, match="'stranger' was not created in the scope"):
+    with pytest.raises(ValueError, match="'stranger'"):
         cluster.strategy.delete_variables([mine, zv.Variable(2.0, name="stranger")])
     assert len(cluster.session.values) == 1
 
@@ -518,7 +518,7 @@ def test_a_handle_from_elsewhere_does_not_know_its_strategy(cluster):
     with cluster.strategy.scope():
         v = zv.Variable(1.0, name="v")
     assert v.distribute_strategy is cluster.strategy
-    with pytest.raises(RuntimeError, match=r"'v'.* came from another task.*get_strat"):
+    with pytest.raises(RuntimeError, match=r"'v'.*get_strat"):
         _ = pickle.loads(pickle.dumps(v)).distribute_strategy
 
 

@@ -69,7 +69,7 @@ def test_rows_of_64_bits_are_not_cut(ops):
 
 
 def test_what_is_no_array_is_refused(ops):
-    with pytest.raises(TypeError, match="is a dict: expected arrays"):
+    with pytest.raises(TypeError, match="`per_replica_value`"):
         ops.reduce("sum", {"a": np.ones(2)}, HERE)
 
 

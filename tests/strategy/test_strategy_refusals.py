@@ -28,7 +28,7 @@ def test_a_value_of_each_replica_has_no_64_bits():
     strategy = zs.MirroredStrategy(["CPU:0"])
     with (
         strategy.scope(),
-        pytest.raises(NotImplementedError, match=r"'seen'.*ON_READ.*64 bits.*narrower"),
+        pytest.raises(NotImplementedError, match=r"'seen'.*ON_READ.*\b64\b"),
     ):
         zs.Variable(np.zeros(2, np.int64), name="seen", **ON_READ)
 
@@ -58,7 +58,7 @@ def test_one_program_of_all_processes_has_no_values_of_each_device():
     (kept,) = variables.create_variables([asked])
     assert kept.numpy().tolist() == [1.0]
     on_read = replace(asked, synchronization=zs.VariableSynchronization.ON_READ)
-    with pytest.raises(NotImplementedError, match=r"'seen'.*ON_READ with several"):
+    with pytest.raises(NotImplementedError, match=r"'seen'.*ON_READ"):
         variables.create_variables([on_read])
 
 
@@ -118,7 +118,7 @@ def test_who_comes_late_has_to_have_what_the_others_have(mine, words):
 
 def test_a_job_of_jax_is_the_strategys_own():
     """This process is alone in jax's eyes."""
-    with pytest.raises(RuntimeError, match=r"0 of 1 .* rank 1 of 2 .* leave jax\.dist"):
+    with pytest.raises(RuntimeError, match=r"\b0\b.*\b1\b.*rank 1"):
         _distributed._mesh(Line(1, []))
 
 
@@ -129,13 +129,13 @@ def test_all_processes_of_a_job_have_as_many_devices(monkeypatch):
     ]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    with pytest.raises(RuntimeError, match=r"have \[2, 1\] devices.*as many"):
+    with pytest.raises(RuntimeError, match=r"\[2, 1\]"):
         _distributed._mesh(Line(0, []))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5])
 def test_a_collective_waits_for_a_while(seconds):
-    with pytest.raises(ValueError, match=r"`timeout_seconds` must be None or positive"):
+    with pytest.raises(ValueError, match="`timeout_seconds`"):
         zs.CommunicationOptions(timeout_seconds=seconds)
 
 
@@ -145,5 +145,5 @@ def test_rows_are_reduced_among_themselves():
     strategy = zs.OneDeviceStrategy("CPU:0")
     both = strategy.reduce("sum", zs.PerReplica((rows, others)))
     assert both.indices.tolist() == [3, 5]
-    with pytest.raises(ValueError, match="are reduced among themselves"):
+    with pytest.raises(ValueError, match="IndexedSlices"):
         strategy.reduce("sum", zs.PerReplica((rows, np.ones((1, 2)))))

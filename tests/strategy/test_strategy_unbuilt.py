@@ -17,20 +17,20 @@ def test_what_is_no_options_is_refused(strategy):
         (strategy.experimental_distribute_dataset, [np.ones(2)]),
         (strategy.distribute_datasets_from_function, lambda context: []),
     ):
-        with pytest.raises(TypeError, match=r"must be a zs\.InputOptions"):
+        with pytest.raises(TypeError, match=r"zs\.InputOptions"):
             distribute(source, {"prefetch": 2})
         distribute(source, zs.InputOptions())
 
 
 def test_what_is_no_function_is_refused(strategy):
     for source in (3, Dataset.range(4).batch(2)):
-        with pytest.raises(TypeError, match="takes a function of one InputContext"):
+        with pytest.raises(TypeError, match="InputContext"):
             strategy.distribute_datasets_from_function(source)
 
 
 def test_what_is_no_dataset_is_refused(strategy):
     for source in (3, lambda context: []):
-        with pytest.raises(TypeError, match=r"distributes a zs\.data\.Dataset"):
+        with pytest.raises(TypeError, match=r"zs\.data\.Dataset"):
             strategy.experimental_distribute_dataset(source)
 
 

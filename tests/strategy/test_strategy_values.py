@@ -106,7 +106,7 @@ def test_an_axis_is_inside_the_rank(three, axis):
     for op in ("mean", "sum"):
         with pytest.raises(ValueError, match="out of bounds"):
             three.reduce(op, PerReplica((np.ones(2),) * 3), axis)
-    with pytest.raises(ValueError, match="scalar"):
+    with pytest.raises(ValueError, match="axis="):
         three.reduce("mean", PerReplica((1.0, 2.0, 3.0)), 0)
 
 
@@ -115,7 +115,7 @@ def test_values_that_are_the_same_everywhere(three, one):
     assert three.reduce("sum", 0, None) == 0
     np.testing.assert_array_equal(three.reduce("sum", np.zeros(2), None), [0, 0])
     for value in (1.0, np.ones(2), jnp.zeros(2)):
-        with pytest.raises(ValueError, match="non-DistributedValues value"):
+        with pytest.raises(ValueError, match="DistributedValues"):
             three.reduce("sum", value, None)
     assert one.reduce("sum", 3.0, None) == 3.0
     assert one.reduce("sum", jnp.ones(4), 0) == 4.0
@@ -136,7 +136,7 @@ def test_slices_are_joined(three):
         three.reduce("sum", PerReplica(parts), 0)
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
         three.gather(PerReplica(parts), 0)
-    with pytest.raises(NotImplementedError, match="gather does not support Indexed"):
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
         three.gather(parts[0], 0)
 
 
@@ -152,7 +152,7 @@ def test_tensorflows_examples_of_gather(make_cluster):
 
 @pytest.mark.shows("gather(axis=)")
 def test_gather_refuses_what_does_not_fit(three, one):
-    with pytest.raises(ValueError, match="rank of at least 1"):
+    with pytest.raises(ValueError, match=r"\b1\b"):
         three.gather(PerReplica((1, 2, 3)), 0)
     uneven = PerReplica(tuple(np.ones((1, n)) for n in (2, 3, 3)))
     assert three.gather(uneven, 1).shape == (1, 8)
@@ -204,5 +204,5 @@ def test_per_replica_is_a_pytree_node_that_shows_its_values():
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_random_keys_are_not_added_up(three, op):
     keys = PerReplica([jax.random.key(n) for n in range(3)])
-    with pytest.raises(TypeError, match="numbers are added up, got random keys"):
+    with pytest.raises(TypeError, match="key_data"):
         three.reduce(op, keys, None)

@@ -67,7 +67,9 @@ def test_a_session_that_a_coordinator_has_for_itself_is_not_joined(tmp_path):
                 v = zs.Variable(1.0)
             ps = other.spec.job_tasks("ps")
             jobs = {"ps": ps, "worker": ["localhost:1", "localhost:2"]}
-            with pytest.raises(zs.errors.InvalidArgumentError, match="does not share"):
+            with pytest.raises(
+                zs.errors.InvalidArgumentError, match="BetweenGraphStrategy"
+            ):
                 program(jobs, 1)
             zs.Checkpoint(v=v).save(tmp_path / "c")
     manifest = json.loads((tmp_path / "c-1" / "manifest.json").read_bytes())
@@ -176,19 +178,17 @@ def test_a_program_without_a_chief_says_who_is_missing(spec):
     settings = Settings(timeouts=Timeouts(connect=0.2))
     with ThreadCluster(num_ps=1, num_workers=0) as fresh:  # no chief has left anything
         spec |= {"ps": fresh.spec.job_tasks("ps")}
-        with pytest.raises(
-            zs.DeadlineExceededError, match="start the chief, or worker 0"
-        ):
+        with pytest.raises(zs.DeadlineExceededError, match="worker 0"):
             program(spec, 1, settings=settings)
 
 
 @pytest.mark.parametrize(
     ("job", "task", "words"),
     [
-        (None, None, "you must also specify `task_type` and `task_id`"),
-        ("worker", None, "you must also specify `task_type` and `task_id`"),
-        ("ps", 0, "does not train"),
-        ("worker", 7, "exceeds the maximum id"),
+        (None, None, r"`task_type`.*`task_id`"),
+        ("worker", None, r"`task_type`.*`task_id`"),
+        ("ps", 0, r"zs\.Server"),
+        ("worker", 7, "`task_id`"),
     ],
 )
 def test_which_program_this_is_must_be_clear(spec, job, task, words):
@@ -217,7 +217,7 @@ def test_there_must_be_a_ps():
     resolver = zs.cluster_resolver.SimpleClusterResolver(
         zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0
     )
-    with pytest.raises(ValueError, match="The cluster spec needs to have `ps` jobs"):
+    with pytest.raises(ValueError, match="`ps`"):
         zs.BetweenGraphStrategy(resolver)
 
 

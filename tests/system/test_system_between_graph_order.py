@@ -39,12 +39,10 @@ def test_who_gave_up_waiting_asks_for_the_same_again(spec):
             for _ in range(2):
                 with pytest.raises(
                     zs.DeadlineExceededError,
-                    match=r"the chief has not created variable 'a' \(float32\[2\]\)",
+                    match=r"'a'.*\[2\]",
                 ):
                     zs.Variable(np.zeros(2, np.float32), name="a")
-            with pytest.raises(
-                zs.DeadlineExceededError, match="not created optimizer 'sgd' yet"
-            ):
+            with pytest.raises(zs.DeadlineExceededError, match="'sgd'"):
                 zs.Optimizer(optax.sgd(0.5), name="sgd")
         values = {"a": [1, 1], "b": [2, 2, 2], "c": [3]}
         theirs = [variable(chief, value, name) for name, value in values.items()]
@@ -69,7 +67,9 @@ def test_what_a_server_refused_counts_for_nobody(spec):
 
         x = variable(chief, [7], "x")
         with chief.scope():
-            with pytest.raises(ValueError, match="no state"):
+            with pytest.raises(
+                ValueError, match=r"'Optimizer'.*RuntimeError.*zs\.Optimizer"
+            ):
                 zs.Optimizer(optax.GradientTransformation(broken, broken), params=x)
             with pytest.raises(zs.InvalidArgumentError):
                 zs.Variable(refused_initializer, shape=(3,), dtype="float32")
@@ -119,8 +119,7 @@ def test_another_order_is_refused_and_the_right_one_is_taken(spec):
         q = variable(chief, [[9, 9]], "q")
         with pytest.raises(
             zs.InvalidArgumentError,
-            match=r"creates variable 'q' \(float32\[1, 2\]\) where the chief has "
-            r"created variable 'p' \(float32\[2\]\)",
+            match=r"'q'.*\[1, 2\].*'p'",
         ):
             variable(other, [[0, 0]], "q")
         assert variable(other, [0, 0], "p").numpy().tolist() == p.numpy().tolist()

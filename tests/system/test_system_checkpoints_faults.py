@@ -219,7 +219,7 @@ def test_a_full_disk_leaves_what_was_there(world, tmp_path):
         manager.save()
         checkpoint.large = large
         small.assign(np.zeros((ROWS, DIM), "f4"))
-        with pytest.raises(zs.ResourceExhaustedError, match=r"part-ps[01].*"):
+        with pytest.raises(zs.ResourceExhaustedError, match="ckpt-2"):
             manager.save()
         assert [n for n in names(folder) if n.startswith("ckpt")] == ["ckpt-1"]
         assert manager.checkpoints == [str(folder / "ckpt-1")]
@@ -283,7 +283,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(world, tmp_path, dam
     if damage is _flip_a_bit:
         assert "table" in str(caught.value)
     np.testing.assert_array_equal(table.numpy(), np.full((ROWS, DIM), -1))
-    with pytest.warns(zs.CheckpointWarning, match=r"ckpt-2.*left out"):
+    with pytest.warns(zs.CheckpointWarning, match="ckpt-2"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
     np.testing.assert_array_equal(table.numpy(), numbered(ROWS))
 

@@ -238,7 +238,7 @@ def test_all_workers_gone_is_reported_within_the_bound(patient, local):
         coordinator.schedule(bump, args=(0,)).fetch()
         local.kill("worker:0")
         local.kill("worker:1")
-        with pytest.raises(zs.UnavailableError, match="worker"):
+        with pytest.raises(zs.UnavailableError, match="worker_wait_timeout"):
             coordinator.schedule(bump, args=(1,))
             coordinator.join()
 

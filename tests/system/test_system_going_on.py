@@ -92,7 +92,7 @@ def test_a_server_that_is_killed_later_has_nothing(local):
     local.kill("ps:0")
     local.restart("ps:0")
     assert local.log("ps:0").count("goes on with") == before
-    with pytest.raises(zs.errors.PSUnavailableError, match="ps/task:0"):
+    with pytest.raises(zs.errors.PSUnavailableError, match="task:0"):
         a.numpy()
     with full_disk(2**18, local.pid("ps:1")):
         assert local.terminate("ps:1") == 0
@@ -126,9 +126,7 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
         1 / 0  # noqa: B018
     local.kill("ps:1")
     local.restart("ps:1")
-    with pytest.raises(
-        zs.errors.PSUnavailableError, match=r"task:1.* still there: /job:ps/task:0"
-    ):
+    with pytest.raises(zs.errors.PSUnavailableError, match=r"task:1.*/job:ps/task:0"):
         zs.ParameterServerStrategy(local.resolver, resume="run")
     with zs.ParameterServerStrategy(
         local.resolver, resume="run", on_ps_loss="restore"
@@ -158,7 +156,7 @@ def test_stores_are_found_where_they_have_moved(local):
     work.schedule(range(20, 30))
     check(work, 30)
     left(strategy)
-    with pytest.raises(zs.errors.InvalidArgumentError, match="same stores_per_ps="):
+    with pytest.raises(zs.errors.InvalidArgumentError, match="stores_per_ps"):
         zs.ParameterServerStrategy(local.resolver, resume="moved")
     restarted(local, "ps:1")  # it has all of them, and nobody is there
     for end in (40, 50):

@@ -49,7 +49,7 @@ def test_a_program_that_is_killed_goes_on_with_both_copies(local):
     script = Path(__file__).with_name("killed_program.py")
     run = [str(script), json.dumps(local.spec.as_dict()), "20", "40"]
     assert programs.run([*run, "1"]).returncode == -9
-    with pytest.raises(InvalidArgumentError, match="give replicas=1"):
+    with pytest.raises(InvalidArgumentError, match="replicas=1"):
         zs.ParameterServerStrategy(local.resolver, **{**OPTIONS, "replicas": 0})
     strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
     assert strategy.resumed
@@ -85,7 +85,7 @@ def test_a_program_that_is_killed_goes_on_with_both_copies(local):
     # That ps knows by now, so no program needs to wait long for it to notice.
     quick = Settings(timeouts=Timeouts(patience=1.0, reconnect=0.5, turn=30.0))
     options = {**OPTIONS, "settings": quick}
-    with pytest.raises(PSUnavailableError, match="of its two copies only one is left"):
+    with pytest.raises(PSUnavailableError, match=r"'run'.*on_ps_loss="):
         zs.ParameterServerStrategy(local.resolver, **options)
     with zs.ParameterServerStrategy(
         local.resolver, on_ps_loss="restore", **options

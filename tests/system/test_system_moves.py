@@ -113,7 +113,7 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
         )
         training, servers = Training(strategy), strategy.parameter_servers
         training.train(20)
-        with pytest.raises(InvalidArgumentError, match="is worker 0"):
+        with pytest.raises(InvalidArgumentError, match="worker 0"):
             servers.add(worker)
         with pytest.raises(NotFoundError, match=r"strategy\.workers\.remove"):
             servers.drain(worker)
@@ -136,9 +136,9 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
         saved.result()
         assert _processes(training) == ["/job:ps/task:2"] * 2
         cluster.kill("ps:1")
-        with pytest.raises(InvalidArgumentError, match="add one first"):
+        with pytest.raises(InvalidArgumentError, match="/job:ps/task:2"):
             servers.drain(at[2])
-        with pytest.raises(NotFoundError, match="was drained before"):
+        with pytest.raises(NotFoundError):
             servers.drain(at[1])
         training.check()
         assert training.coordinator.metrics()["stores_moved"] == 3
@@ -149,7 +149,7 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
         training.checkpoint.save(tmp_path / "second")
         with (
             when("copied to the process of /job:ps/task:0", lambda: kill(cluster, 2)),
-            pytest.raises(PSUnavailableError, match="task:"),
+            pytest.raises(PSUnavailableError, match="/job:ps/task:0"),
         ):
             servers.drain(at[2])
         cluster.restart("ps:2")

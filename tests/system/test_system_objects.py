@@ -84,7 +84,7 @@ def test_what_it_cannot_do_on_a_worker_it_says_there(world, trainer, what):
 
 
 def test_a_step_that_schedules_is_refused_where_it_is_traced(world, trainer):
-    with pytest.raises(RuntimeError, match=r"coordinator\.schedule is used in a step"):
+    with pytest.raises(RuntimeError, match=r"coordinator\.schedule"):
         world.coordinator.schedule(trainer.nested)
 
 
@@ -93,14 +93,14 @@ def test_a_step_draws_from_the_iterator_that_its_object_holds(world, trainer):
     world.coordinator.join()
     pairs = sorted(tuple(map(float, value.fetch())) for value in drawn)
     assert all(b == a + 1 and a % 2 == 0 for a, b in pairs)
-    with pytest.raises(RuntimeError, match="has elements only on a worker"):
+    with pytest.raises(RuntimeError, match=r"zs\.function"):
         trainer.draw()
 
 
 def test_a_captured_iterator_that_was_dropped_is_named(world, trainer):
     world.coordinator.schedule(trainer.draw).fetch()
     trainer.iterator = iter(trainer.dataset)
-    with pytest.raises(RuntimeError, match=r"dropped since.*args=\(iterator,\)"):
+    with pytest.raises(RuntimeError, match=r"args=\(iterator"):
         world.coordinator.schedule(trainer.draw)
 
 
@@ -110,7 +110,7 @@ def test_what_eager_steps_hold_stays_until_they_have_run(world, trainer):
     trainer.iterator = iter(trainer.dataset)
     world.coordinator.join()
     assert sum(float(value.fetch()) == 0 for value in drawn) in (1, 2)  # per worker
-    with pytest.raises(zs.errors.NotFoundError, match="its iterator was dropped"):
+    with pytest.raises(zs.errors.NotFoundError):
         while True:  # until the workers have heard that nobody needs it
             schedule(trainer.draw_eagerly).fetch()
     with pytest.raises(zs.errors.NotFoundError):
@@ -132,13 +132,13 @@ def test_remote_values_and_datasets_are_no_arguments(world, trainer):
     value = world.coordinator.schedule(trainer.step, args=(1.0,))
     with pytest.raises(ValueError, match=r"value\.fetch\(\)"):
         world.coordinator.schedule(trainer.step, args=(value,))
-    with pytest.raises(TypeError, match=r"pass iter\(dataset\)"):
+    with pytest.raises(TypeError, match=r"iter\(dataset\)"):
         world.coordinator.schedule(trainer.step, args=(trainer.dataset,))
 
 
 def test_locks_are_refused_by_path(world):
     trainer = Trainer(world.coordinator, lock=threading.Lock())
-    with pytest.raises(TypeError, match=r"attribute 'lock' is a _thread\.lock"):
+    with pytest.raises(TypeError, match=r"'lock'.*_thread\.lock"):
         world.coordinator.schedule(trainer.step, args=(1.0,))
 
 

@@ -39,7 +39,7 @@ def test_a_variable_of_an_earlier_strategy_is_refused_by_name(strategy, stale, e
     with strategy.scope():
         fresh = zs.Variable(np.float32(7), name="fresh")
     coordinator = zs.ClusterCoordinator(strategy)
-    with pytest.raises(zs.NotFoundError, match=r"'stale'.*created in another session"):
+    with pytest.raises(zs.NotFoundError, match="'stale'"):
         coordinator.schedule(step_with(stale[0], eager=eager)).fetch()
     if eager:
         with pytest.raises(zs.NotFoundError):
@@ -55,7 +55,7 @@ def test_an_optimizer_of_an_earlier_strategy_is_refused_by_name(strategy, stale)
     def step():
         stale[1].apply_gradients([(np.float32(1), fresh)])
 
-    with pytest.raises(zs.NotFoundError, match=r"Optimizer.*in another session"):
+    with pytest.raises(zs.NotFoundError, match="'Optimizer'"):
         zs.ClusterCoordinator(strategy).schedule(step)
     assert fresh.numpy() == 7
 
@@ -64,8 +64,8 @@ def test_an_optimizer_of_an_earlier_strategy_is_refused_by_name(strategy, stale)
 def test_a_variable_from_outside_of_the_scope_is_refused_by_name(strategy, eager):
     coordinator = zs.ClusterCoordinator(strategy)
     step = step_with(zs.Variable(np.float32(1), name="outside"), eager=eager)
-    with pytest.raises(ValueError, match=r"'outside'.*inside strategy\.scope\(\)"):
+    with pytest.raises(ValueError, match=r"'outside'.*strategy\.scope"):
         coordinator.schedule(step).fetch()
     if eager:
-        with pytest.raises(ValueError, match="outside"):
+        with pytest.raises(ValueError, match="'outside'"):
             coordinator.join()

@@ -54,17 +54,17 @@ def test_the_coordinator_assigns_and_scatters(strategy):
 def test_assigning_another_shape_or_dtype_is_refused_by_name(strategy):
     with strategy.scope():
         v = zs.Variable(np.zeros((4, 2), np.float32), name="narrow")
-    with pytest.raises(ValueError, match=r"narrow.*\(4, 2\).*\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"\(4, 2\).*\(3, 2\)"):
         v.assign(np.zeros((3, 2), np.float32))
     for update in (v.assign, v.assign_add, v.assign_sub):
-        with pytest.raises(ValueError, match=r"narrow.*float32.*complex64"):
+        with pytest.raises(ValueError, match="'narrow'"):
             update(np.ones((4, 2), np.complex64))
-        with pytest.raises(ValueError, match=r"narrow.*float32"):
+        with pytest.raises(ValueError, match="'narrow'"):
             update(np.full((4, 2), "one"))
     np.testing.assert_array_equal(v.numpy(), np.zeros((4, 2)))
     with strategy.scope():
         n = zs.Variable(np.zeros(3, np.int32), name="whole")
-    with pytest.raises(ValueError, match=r"whole.*int32.*float32"):
+    with pytest.raises(ValueError, match="'whole'"):
         n.assign(np.full(3, 0.5, np.float32))
     np.testing.assert_array_equal(n.numpy(), np.zeros(3))
     n.assign(np.arange(3, dtype=np.int64))  # of the same kind
@@ -160,7 +160,7 @@ def test_a_dataset_function_that_creates_a_variable_is_refused(coordinator):
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
     coordinator.schedule(take, args=(iterator,))
-    with pytest.raises(zs.ClosureInputError, match="creates variable 'mine'") as caught:
+    with pytest.raises(zs.ClosureInputError, match="'mine'") as caught:
         coordinator.join()
     assert isinstance(caught.value.original_exception, ValueError)
 
@@ -174,7 +174,7 @@ def test_a_raising_dataset_is_a_closure_input_error(coordinator):
         return next(iterator)
 
     iterator = iter(coordinator.create_per_worker_dataset(broken))
-    with pytest.raises(zs.ClosureInputError, match="no such shard") as caught:
+    with pytest.raises(zs.ClosureInputError, match="FileNotFoundError") as caught:
         coordinator.schedule(take, args=(iterator,))
         coordinator.join()
     assert isinstance(caught.value.original_exception, FileNotFoundError)
@@ -213,7 +213,7 @@ def test_after_an_error_everything_else_is_cancelled(coordinator):
 
 
 def test_misuse_is_refused_with_words(coordinator):
-    with pytest.raises(TypeError, match="only accepts"):
+    with pytest.raises(TypeError, match=r"@zs.*zs\.function"):
         coordinator.schedule(lambda: 1)
 
     @zs.function
@@ -235,7 +235,7 @@ def test_an_unpicklable_closure_is_named(coordinator):
     def holds_a_lock():
         return 1 if lock else 0
 
-    with pytest.raises(TypeError, match="lock"):
+    with pytest.raises(TypeError, match="'lock'"):
         coordinator.schedule(holds_a_lock)
     assert coordinator.done()
 

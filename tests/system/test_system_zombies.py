@@ -100,7 +100,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(coordinator, pipe):
     joining.join(60)
     assert raised
     assert v.numpy() == 1.0
-    with pytest.raises(zs.ResultLostError, match="were applied on /job:ps/task:0"):
+    with pytest.raises(zs.ResultLostError, match="/job:ps/task:0"):
         value.fetch()
 
 
@@ -127,7 +127,7 @@ def test_when_the_error_was_raised_nothing_runs_any_more(local, coordinator, pip
     coordinator.schedule(fail)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
-    with pytest.raises(zs.CancelledError, match="Please reschedule"):
+    with pytest.raises(zs.CancelledError):
         value.fetch()
     os.kill(pid, signal.SIGCONT)
     with open(thawed, "w") as file:
@@ -150,6 +150,6 @@ def test_an_eager_step_that_branches_otherwise_is_told(coordinator, pipe):
         second.assign_add(1.0)
 
     coordinator.schedule(step)
-    with pytest.raises(zs.RetryDiffersError, match="stays: ADD of 'a' at "):
+    with pytest.raises(zs.RetryDiffersError, match=r"ADD.*'a'"):
         coordinator.join()
     assert (first.numpy(), second.numpy()) == (1.0, 0.0)

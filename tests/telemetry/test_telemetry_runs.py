@@ -186,22 +186,22 @@ def test_what_a_worker_logs_as_scalars_is_refused(trained):
         zs.log_scalar("loss", 1.0)
 
     trained.schedule(logs)
-    with pytest.raises(RuntimeError, match="return the value from the step"):
+    with pytest.raises(RuntimeError, match=r"zs\.log_scalar.*'loss'"):
         trained.join()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error", "words"),
     [
-        ("", 1.0, ValueError, "expected a name"),
-        ("loss", "high", TypeError, "expected a number, got str"),
-        ("loss", np.ones(2), TypeError, "expected a number, got ndarray"),
+        ("", 1.0, ValueError, r"zs\.log_scalar"),
+        ("loss", "high", TypeError, r"zs\.log_scalar"),
+        ("loss", np.ones(2), TypeError, r"zs\.log_scalar"),
     ],
 )
 def test_scalars_are_numbers_with_names(name, value, error, words):
     with pytest.raises(error, match=words):
         zs.log_scalar(name, value)
-    with pytest.raises(TypeError, match=r"\('x'\): step='2': expected an integer"):
+    with pytest.raises(TypeError, match=r"'x'.*step='2'"):
         zs.log_scalar("x", 1.0, step="2")
 
 

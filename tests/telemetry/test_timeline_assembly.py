@@ -230,7 +230,7 @@ def test_nothing_is_kept_for_somebody_who_does_not_come_back():
 
 
 def test_a_capture_that_was_not_begun_is_none():
-    with pytest.raises(NotFoundError, match="session began anew"):
+    with pytest.raises(NotFoundError):
         Recorder([Phase.APPLY]).end_capture(0.0)
 
 
@@ -242,5 +242,5 @@ def test_columns_that_are_none_are_refused(broken):
     names, columns = columns_of(captured())
     with pytest.raises(ValueError, match="no columns of spans"):
         from_columns(names, broken(columns))
-    with pytest.raises(ValueError, match="no columns of spans"):
+    with pytest.raises(ValueError, match="'nap'"):
         from_columns(["nap"], columns)

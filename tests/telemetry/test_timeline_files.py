@@ -301,16 +301,16 @@ def test_otlp_has_a_trace_for_each_call(tmp_path):
 
 
 def test_a_name_that_says_no_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"\*\.json, \*\.json\.gz, \*\.pftrace.*got"):
+    with pytest.raises(ValueError, match=r"json\.gz"):
         check_place(tmp_path / "line.xml")
 
 
 def test_a_place_where_no_file_can_be_is_refused_before_anything_is_taken(tmp_path):
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"a\.json: it is a folder: name"):
+    with pytest.raises(IsADirectoryError, match=r"a\.json"):
         check_place(tmp_path / "a.json")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file is a file, and has to be a folder"):
+    with pytest.raises(OSError, match=r"b\.json"):
         check_place(tmp_path / "file" / "b.json")
 
 

@@ -51,5 +51,5 @@ def test_the_next_timer_says_how_long_it_was_waited_for():
     clock.advance(0.5)
     assert clock.advance_to_next() == 1.5
     assert (seen, clock()) == (["a"], 2.0)
-    with pytest.raises(LookupError, match="no timer waits"):
+    with pytest.raises(LookupError):
         clock.advance_to_next()

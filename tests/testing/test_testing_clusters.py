@@ -48,7 +48,7 @@ def test_a_program_trains_on_either_through_cuts(kind):
                     coordinator.schedule(step)
                 coordinator.join()
             assert count.numpy() == 10.0
-        with pytest.raises(ValueError, match=r"no task 'ps:1' in this cluster: ps:0"):
+        with pytest.raises(ValueError, match=r"'ps:1'.*ps:0"):
             cluster.relay("ps:1")
 
 

@@ -82,20 +82,18 @@ def test_tpus_tell_where_they_are(of):
         [[1, 0, 0, 0], [1, 0, 0, 1]],
     ]
     assert of(tpus, mesh_shape=[2, 1, 1, 2]).num_tasks == 2
-    with pytest.raises(ValueError, match=r"the mesh of these TPUs is \[2, 1, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"TPUs.*\[2, 1, 1, 2\]"):
         of(tpus, mesh_shape=[1, 1, 1, 4])
 
 
 def test_every_process_has_as_many_devices(of):
     cpus = [stand_in(n, task=n // 2, platform="cpu") for n in range(3)]
-    with pytest.raises(
-        ValueError, match=r"processes of this job have \[2, 1\] devices"
-    ):
+    with pytest.raises(ValueError, match=r"\[2, 1\]"):
         of(cpus)
 
 
 def test_it_takes_a_resolver_or_none():
-    with pytest.raises(TypeError, match="must be a ClusterResolver or None, got str"):
+    with pytest.raises(TypeError, match="ClusterResolver"):
         zs.tpu.experimental.initialize_tpu_system("tpu")
 
 
@@ -107,12 +105,12 @@ def test_connecting_to_this_host():
 @pytest.mark.shows("tf.config.experimental_connect_to_cluster")
 def test_connecting_to_several_hosts_is_up_to_jax():
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
-    words = r"has 2 tasks, and 1 process.*jax.distributed.initialize\(.*num_processes=2"
+    words = r"\b2\b.*\b1\b.*num_processes=2"
     with pytest.raises(RuntimeError, match=words):
         zs.experimental_connect_to_cluster(SimpleClusterResolver(spec))
 
 
 def test_connecting_to_something_else():
-    words = "must be a `ClusterSpec` or a `ClusterResolver`, got dict"
+    words = r"`ClusterSpec`.*`ClusterResolver`"
     with pytest.raises(ValueError, match=words):
         zs.experimental_connect_to_cluster({"worker": ["a:1"]})

@@ -72,9 +72,9 @@ def test_holes():
         [1, 0, 0, 0],
         [1, 0, 0, 1],
     ]
-    with pytest.raises(ValueError, match=r"no device at \(1, 0, 0, 1\).* 4 missing"):
+    with pytest.raises(ValueError, match=r"\(1, 0, 0, 1\).*\b4\b"):
         topology.task_ordinal_at_coordinates((1, 0, 0, 1))
-    with pytest.raises(ValueError, match=r"no device at \(5, 0, 0, 0\)"):
+    with pytest.raises(ValueError, match=r"\(5, 0, 0, 0\)"):
         topology.tpu_device_name_at_coordinates((5, 0, 0, 0))
 
 
@@ -90,7 +90,7 @@ def test_nobody_writes_to_it(topology):
     [None, [], [2, 2, 2], [2, 2, 1, 0], [2, 2, -1, 2], [[2, 2, 1, 2]], [2.5] * 4],
 )
 def test_a_mesh_is_four_positive_integers(mesh):
-    with pytest.raises(ValueError, match="`mesh_shape` must be a sequence of 4 pos"):
+    with pytest.raises(ValueError, match=r"`mesh_shape`.*\b4\b"):
         Topology(mesh_shape=mesh, device_coordinates=COORDINATES)
 
 
@@ -105,9 +105,7 @@ def test_a_mesh_is_four_positive_integers(mesh):
     ],
 )
 def test_coordinates_have_three_axes(coordinates):
-    words = (
-        "`device_coordinates` must be an array of integers.*minor dimension the rank"
-    )
+    words = "`device_coordinates`"
     with pytest.raises(ValueError, match=words):
         Topology(mesh_shape=MESH, device_coordinates=coordinates)
 
@@ -120,7 +118,7 @@ def test_coordinates_are_in_the_mesh(place):
 
 
 def test_a_place_is_that_of_one_device():
-    with pytest.raises(ValueError, match=r"names \[1, 0, 0, 1\] more than once"):
+    with pytest.raises(ValueError, match=r"\[1, 0, 0, 1\]"):
         Topology(
             mesh_shape=MESH,
             device_coordinates=[[[0, 0, 0, 0], [1, 0, 0, 1], [1, 0, 0, 1]]],
@@ -158,16 +156,16 @@ def test_numbers_that_are_not_packed_and_fields_that_are_not_known():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x08", "no TopologyProto"),
-        (b"\x0a\x7f", "no TopologyProto"),
-        (b"\xff" * 12, "no TopologyProto"),
-        (b"\x0b", "no TopologyProto"),
+        (b"\x08", "TopologyProto"),
+        (b"\x0a\x7f", "TopologyProto"),
+        (b"\xff" * 12, "TopologyProto"),
+        (b"\x0b", "TopologyProto"),
         (b"\x00\x01", "no TopologyProto|mesh_shape"),
-        (BYTES[6:], "`mesh_shape` must be"),
-        (BYTES[:6] + b"\x10\x03" + BYTES[8:], r"num_tasks \(3\).*32 numbers"),
+        (BYTES[6:], "`mesh_shape`"),
+        (BYTES[:6] + b"\x10\x03" + BYTES[8:], r"num_tasks.*\(3\).*\b32\b"),
         (
             BYTES[:6] + b"\x10" + b"\xff" * 9 + b"\x01" + BYTES[8:],
-            "`num_tasks` must be",
+            "`num_tasks`",
         ),
     ],
 )

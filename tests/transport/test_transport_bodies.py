@@ -129,7 +129,7 @@ def test_a_body_arrives_as_it_was(sizes, chunk):
 )
 def test_a_chunk_out_of_place_is_refused(offset, size):
     assembly = Assembly([ArraySpec(np.dtype(np.uint8), (200,))], allocate)
-    with pytest.raises(ProtocolError, match="body: expected"):
+    with pytest.raises(ProtocolError):
         assembly.take(offset, bytes(size))
 
 

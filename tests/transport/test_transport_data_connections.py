@@ -241,14 +241,14 @@ def test_nothing_is_left_open(portal, keys) -> None:
 
 def test_an_address_of_the_network_needs_keys_or_insecure(portal) -> None:
     bound = DataConnections.bound(0, 2, "0.0.0.0:1", SETTINGS, None)
-    with pytest.raises(PermissionDeniedError, match="other machines can reach it"):
+    with pytest.raises(PermissionDeniedError, match="DIR"):
         portal.run(bound, 30, "binding")
 
 
 def test_an_address_of_another_machine_cannot_be_bound(portal) -> None:
     settings = replace(SETTINGS, insecure=True)
     bound = DataConnections.bound(0, 2, "192.0.2.1:1", settings, None)
-    with pytest.raises(OSError, match=r"cannot bind a port of 192\.0\.2\.1"):
+    with pytest.raises(OSError, match=r"\b192\.0\.2\.1\b"):
         portal.run(bound, 30, "binding")
 
 

@@ -122,11 +122,11 @@ def test_members_of_a_group_connect_by_names(tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "words"),
     [
-        ([], r"nobody knows the name 'localhost' \(no address\); check that"),
+        ([], "'localhost'"),
         ([socket.AF_INET], "nothing answers there; check that"),
         (
             [socket.AF_INET, socket.AF_INET6],
-            "nothing answers there by IPv4, and a name",
+            "IPv4",
         ),
     ],
 )

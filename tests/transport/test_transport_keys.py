@@ -91,7 +91,7 @@ async def test_a_claim_above_the_key_is_refused(net, served, folder):
     link, _ = net.link(
         address, job="chief", expect=PS, security=Security.load(folder, "worker")
     )
-    with pytest.raises(PermissionDeniedError, match="key of the role worker"):
+    with pytest.raises(PermissionDeniedError):
         await link.wait_open(soon())
     assert await honest(net, address, folder)
 
@@ -122,7 +122,7 @@ async def test_an_unknown_key_is_refused_promptly_naming_the_folder(
 async def test_no_key_is_refused(net, served, folder):
     _, address, service = served
     link, _ = net.link(address)
-    with pytest.raises(DeadlineExceededError, match="one side may use keys"):
+    with pytest.raises(DeadlineExceededError, match="ZSTRAT_KEYS="):
         await link.wait_open(soon(0.3))
     assert not service.seen
     assert await honest(net, address, folder)
@@ -134,7 +134,7 @@ async def test_a_server_with_another_key_is_not_trusted(net, served, tmp_path):
     link, _ = net.link(
         address, expect=PS, security=Security.load(tmp_path / "others", "worker")
     )
-    with pytest.raises(DeadlineExceededError, match="of different clusters"):
+    with pytest.raises(DeadlineExceededError, match="ZSTRAT_KEYS="):
         await link.wait_open(soon(0.3))
     assert not service.seen
 
@@ -156,7 +156,7 @@ async def test_who_has_no_keys_that_fit_is_told_soon(
         generate_keys(tmp_path / "others")
         security = Security.load(tmp_path / "others", "worker")
     link, _ = net.link(served[1], expect=PS, security=security)
-    with pytest.raises(PermissionDeniedError, match="does not let us in"):
+    with pytest.raises(PermissionDeniedError, match="ZSTRAT_KEYS="):
         await link.wait_open(soon(60.0))
 
 
@@ -213,7 +213,7 @@ async def test_who_accepts_and_says_nothing_is_not_asked_for_keys(net, monkeypat
         swift = Settings(timeouts=Timeouts(handshake=0.2))
         link, _ = net.link(f"127.0.0.1:{frozen.getsockname()[1]}", settings=swift)
         await silent.wait()
-        with pytest.raises(DeadlineExceededError, match="does not answer") as raised:
+        with pytest.raises(DeadlineExceededError) as raised:
             await link.wait_open(soon(0.0))
         assert "keys" not in str(raised.value).lower()
 
@@ -221,7 +221,7 @@ async def test_who_accepts_and_says_nothing_is_not_asked_for_keys(net, monkeypat
 async def test_a_server_without_keys_is_not_trusted(net, folder):
     _, address, service = await net.serve()
     link, _ = net.link(address, expect=PS, security=Security.load(folder, "worker"))
-    with pytest.raises(DeadlineExceededError, match="one side may use keys"):
+    with pytest.raises(DeadlineExceededError, match="ZSTRAT_KEYS="):
         await link.wait_open(soon(0.3))
     assert not service.seen
 
@@ -302,10 +302,10 @@ async def test_the_key_of_a_task_decides_its_index_too(net, per_task):
     link, _ = await net.open(address, index=0, expect=PS, security=first)
     assert await link.request(Inspect()) == Statistics({"role": "worker"})
     other, _ = net.link(address, index=1, expect=PS, security=first)
-    with pytest.raises(PermissionDeniedError, match="has the key of worker:0"):
+    with pytest.raises(PermissionDeniedError, match="worker:0"):
         await other.wait_open(soon())
     chief, _ = net.link(address, job="chief", index=0, expect=PS, security=first)
-    with pytest.raises(PermissionDeniedError, match="key of the role worker"):
+    with pytest.raises(PermissionDeniedError):
         await chief.wait_open(soon())
     looks, _ = await net.open(
         address, job="observer", index=5, expect=PS, security=first
@@ -327,9 +327,9 @@ def test_each_task_needs_its_own_secret_alone(per_task):
         if secret.name != "worker-1.secret":
             secret.unlink()
     assert Security.load(per_task, "worker", 1).job is Job.WORKER
-    with pytest.raises(ValueError, match=r"cannot read the key .*worker-0.secret"):
+    with pytest.raises(ValueError, match="worker-0"):
         Security.load(per_task, "worker", 0)
-    with pytest.raises(ValueError, match=r"expected worker.public .* worker-1"):
+    with pytest.raises(ValueError, match="worker-1"):
         Security.load(per_task, "worker", 7)
 
 
@@ -339,7 +339,7 @@ def test_a_folder_without_keys_is_told_from_one_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="none does not exist: "):
         Security.load(tmp_path / "none", "worker", 0)
     (tmp_path / "worker.secret").touch()
-    with pytest.raises(ValueError, match=r"worker.secret is a file: give the folder"):
+    with pytest.raises(ValueError, match=r"worker\.secret"):
         Security.load(tmp_path / "worker.secret", "worker", 0)
 
 
@@ -376,7 +376,7 @@ def test_keys_as_kubernetes_lays_them_out(folder, tmp_path, monkeypatch):
     for file in now.iterdir():
         file.chmod(0o440)
         (secret / file.name).symlink_to(f"..data/{file.name}")
-    with pytest.raises(PermissionDeniedError, match=r"mode 0440.*chmod 600"):
+    with pytest.raises(PermissionDeniedError, match=r"\b0440\b.*\b600\b"):
         Security.load(secret, "ps")
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY)
@@ -386,11 +386,11 @@ def test_keys_as_kubernetes_lays_them_out(folder, tmp_path, monkeypatch):
     Security.load(secret, "ps")
     fellow = SimpleNamespace(pw_gid=now.stat().st_gid, pw_uid=os.geteuid() + 1)
     monkeypatch.setattr(pwd, "getpwall", lambda: [fellow])
-    with pytest.raises(PermissionDeniedError, match="an fsGroup that nobody else"):
+    with pytest.raises(PermissionDeniedError):
         Security.load(secret, "ps")
     for file in now.iterdir():
         file.chmod(0o644)
-    with pytest.raises(PermissionDeniedError, match="defaultMode: 0400"):
+    with pytest.raises(PermissionDeniedError, match=r"\b0400\b"):
         Security.load(secret, "ps")
     for file in now.iterdir():
         file.chmod(0o400)
@@ -401,7 +401,7 @@ def test_keys_are_made_once_with_tight_modes(folder):
     assert mode(folder) == 0o700
     for job in Job:
         assert mode(folder / f"{job}.secret") == 0o600
-    with pytest.raises(FileExistsError, match="holds keys already"):
+    with pytest.raises(FileExistsError):
         generate_keys(folder)
 
 
@@ -418,21 +418,17 @@ def test_keys_whose_making_is_interrupted_are_none(tmp_path):
 
 def test_keys_in_the_place_of_a_file_are_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        FileExistsError, match=r"key folder .*file is a file, and has to"
-    ):
+    with pytest.raises(FileExistsError):
         generate_keys(tmp_path / "file")
 
 
 def test_a_readable_secret_is_refused(folder):
     (folder / "ps.secret").chmod(0o640)
-    with pytest.raises(
-        PermissionDeniedError, match=r"ps.secret has mode 0640.*chmod 600"
-    ):
+    with pytest.raises(PermissionDeniedError, match=r"\b0640\b.*\b600\b"):
         Security.load(folder, "ps")
     (folder / "ps.secret").chmod(0o600)
     folder.chmod(0o755)
-    with pytest.raises(PermissionDeniedError, match="chmod 700"):
+    with pytest.raises(PermissionDeniedError, match=r"\b700\b"):
         Security.load(folder, "ps")
 
 
@@ -441,22 +437,22 @@ def test_a_machine_needs_its_own_secret_alone(folder):
         if job != "worker":
             (folder / f"{job}.secret").unlink()
     assert Security.load(folder, "worker").job is Job.WORKER
-    with pytest.raises(ValueError, match=r"cannot read the key .*ps.secret"):
+    with pytest.raises(ValueError, match=r"ps\.secret"):
         Security.load(folder, "ps")
 
 
 def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
     generate_keys(tmp_path / "others")
-    with pytest.raises(ValueError, match=r"make one with `zstrat keygen"):
+    with pytest.raises(ValueError, match="`zstrat keygen`"):
         Security.load(tmp_path / "nowhere", "ps")
     (folder / "ps.public").write_bytes((tmp_path / "others/ps.public").read_bytes())
-    with pytest.raises(ValueError, match="two runs"):
+    with pytest.raises(ValueError, match=r"ps\.public.*`zstrat keygen`"):
         Security.load(folder, "ps")
     (folder / "ps.public").write_text("ß", "utf-8")
-    with pytest.raises(ValueError, match="is no key"):
+    with pytest.raises(ValueError, match=r"ps\.public"):
         Security.load(folder, "ps")
     (folder / "ps.public").write_bytes((folder / "chief.public").read_bytes())
-    with pytest.raises(ValueError, match="a different key for each role"):
+    with pytest.raises(ValueError, match=r"ps\.public.*`zstrat keygen`"):
         Security.load(folder, "ps")
 
 

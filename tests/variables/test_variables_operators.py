@@ -78,9 +78,7 @@ def test_functions_of_trees_take_variables(name, wrap):
 @pytest.mark.parametrize("fn", [jnp.mean, jnp.square, jax.jit(lambda v: v)])
 def test_what_jax_compiles_takes_values(fn, wrap):
     tree = jax.tree.map(zv.Variable, TREE)
-    with pytest.raises(
-        (ValueError, TypeError), match=r"write v.value\(\), or zs.values"
-    ):
+    with pytest.raises((ValueError, TypeError), match=r"value\(\)"):
         wrap(lambda: jax.tree.map(fn, tree))()
 
 
@@ -97,14 +95,14 @@ def test_who_refuses_is_known_by_what_it_says_not_by_its_name():
         made = getattr(x, "__jax_array__", None)
         return made()
 
-    with pytest.raises(ValueError, match=r"write v.value\(\), or zs.values"):
+    with pytest.raises(ValueError, match=r"value\(\)"):
         of_another_jax(zv.Variable(A))
     np.testing.assert_array_equal(taking(zv.Variable(A)), A)
 
 
 def test_methods_are_those_of_the_value():
     variable = zv.Variable(A)
-    with pytest.raises(AttributeError, match=r"its value has: write v.value\(\).mean"):
+    with pytest.raises(AttributeError, match=r"value\(\)"):
         variable.mean()
     assert not hasattr(variable, "nothing")
 

