@@ -87,10 +87,11 @@ scale: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) tests/chaos/chaos_run.py $(ARGS)
 
-# Thirty seeds are among the tests, a hundred in test-thorough. ARGS="--mutation NAME" breaks zstrat on purpose.
+# Thirty seeds are among the tests, a hundred in test-thorough.
+# ARGS="--mutation NAME" breaks zstrat on purpose.
 SEEDS ?= 0-2000
 simulate: $(VENV)/.dev
-	@JAX_PLATFORMS=cpu $(PY) -m zstrat.testing.simulation $(SEEDS) $(ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) -m simulation $(SEEDS) $(ARGS)
 
 # Minutes less: ARGS="--sessions 20 --closures 20000".
 soak: $(VENV)/.dev

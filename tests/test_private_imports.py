@@ -23,12 +23,16 @@ INNER = re.compile(r"zstrat(\.\w+)*\._[a-z]\w*(\.\w+)+")
 def test_ever_fewer_lines_of_tests_reach_into_private_modules() -> None:
     """Whoever needs one more looks for a door, or for something in `zstrat.testing`;
     whoever has made them fewer writes the smaller number above."""
-    found = [line for path in sorted(TESTS.rglob("*.py")) for line in inside(path)]
+    paths = [path for path in sorted(TESTS.rglob("*.py")) if path != BREAKS_ZSTRAT]
+    found = [line for path in paths for line in inside(path)]
     assert len(found) <= LINES, "\n".join(found)
     assert len(found) == LINES, f"LINES may be {len(found)} now"
 
 
 TESTS = ROOT / "tests"
+
+BREAKS_ZSTRAT = TESTS / "simulation" / "_mutations.py"
+"""What it breaks on purpose is nobody's to import."""
 
 
 def inside(path: Path) -> list[str]:

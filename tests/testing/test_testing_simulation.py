@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-
-from zstrat.ps import CHANGES
-from zstrat.testing.simulation import (
+from simulation import (
     MUTATIONS,
     Fault,
     Meter,
@@ -21,7 +19,9 @@ from zstrat.testing.simulation import (
     run_seed,
     scenario_of,
 )
-from zstrat.testing.simulation.__main__ import main, seeds_in
+from simulation.__main__ import main, seeds_in
+
+from zstrat.ps import CHANGES
 
 REPLAYED = (3, 22, 41)
 
@@ -43,7 +43,7 @@ def test_seeds_keep_the_contract(first):
         for verdict in map(run_seed, range(first, first + 10))
         if verdict.failure is not None
     }
-    assert not failed, "python -m zstrat.testing.simulation SEED --tell"
+    assert not failed, "python -m simulation SEED --tell"
 
 
 def test_a_restore_while_the_end_is_looked_at_is_no_broken_promise():
@@ -80,7 +80,7 @@ def test_a_seed_replays_to_the_same_event():
 def test_a_seed_is_the_same_in_every_process():
     """Whatever the addresses and hashes of things are there."""
     program = (
-        "from zstrat.testing.simulation import run_seed\n"
+        "from simulation import run_seed\n"
         f"print([run_seed(seed).trace for seed in {REPLAYED}])"
     )
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

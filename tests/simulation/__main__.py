@@ -1,8 +1,8 @@
 """Runs many seeds on all cores, and says which ones did not keep the contract.
 
-python -m zstrat.testing.simulation 0-2000
-python -m zstrat.testing.simulation 1234 --tell
-python -m zstrat.testing.simulation 0-200 --mutation "the ledger forgets"
+PYTHONPATH=tests python -m simulation 0-2000
+python -m simulation 1234 --tell
+python -m simulation 0-200 --mutation "the ledger forgets"
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def seeds_in(text: str) -> range:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all seeds kept the contract."""
     parser = argparse.ArgumentParser(
-        prog="python -m zstrat.testing.simulation", description=__doc__.split("\n")[0]
+        prog="python -m simulation", description=__doc__.split("\n")[0]
     )
     parser.add_argument("seeds", type=seeds_in, help="7, or 0-2000 (without its end)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -75,7 +75,7 @@ def _report(verdicts: Iterator[SeedVerdict], mutation: str | None) -> int:
     )
     if failed:
         more = "" if mutation is None else f' --mutation "{mutation}"'
-        again = f"python -m zstrat.testing.simulation {failed[0]} --tell{more}"
+        again = f"python -m simulation {failed[0]} --tell{more}"
         print(f"see what happens: {again}")
     return 1 if failed else 0
 
