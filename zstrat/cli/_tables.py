@@ -40,7 +40,7 @@ def row(status: TaskStatus) -> list[str]:
         status.address,
         f"{int(number('task', 'incarnation')):016x}"[:8],
         span(number("task", "uptime")),
-        size(number("task", "memory_bytes")),
+        size(number("process", "memory")),
         variables,
         held,
         _copy(status, "service"),

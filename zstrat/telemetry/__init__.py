@@ -10,6 +10,12 @@ from ._limits import Limit as Limit
 from ._limits import held_up as held_up
 from ._limits import limits as limits
 from ._limits import slowest as slowest
+from ._metrics import COLUMNS as COLUMNS
+from ._metrics import METRICS as METRICS
+from ._metrics import Kind as Kind
+from ._metrics import Metric as Metric
+from ._metrics import metrics_of as metrics_of
+from ._metrics import task_metrics as task_metrics
 from ._phases import PS_PHASES as PS_PHASES
 from ._phases import WORKER_PHASES as WORKER_PHASES
 from ._phases import Phase as Phase
@@ -23,7 +29,7 @@ from ._recorder import Recorder as Recorder
 from ._recorder import StepTimes as StepTimes
 from ._recorder import log_file as log_file
 from ._recorder import resident_bytes as resident_bytes
-from ._report import TaskTold as TaskTold
+from ._report import TaskReport as TaskReport
 from ._report import over as over
 from ._report import report as report
 from ._throughput import RECENT as RECENT
