@@ -20,11 +20,12 @@ from click.testing import CliRunner
 
 from zstrat.cli import main
 from zstrat.cli._signals import endings
-from zstrat.cli._tables import lines, size, span, table
+from zstrat.cli._tables import lines, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
 from zstrat.launch import LocalCluster, TaskStatus
+from zstrat.telemetry import size
 
 
 @pytest.fixture(autouse=True)

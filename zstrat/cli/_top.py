@@ -27,14 +27,16 @@ from zstrat.telemetry import (
     Kind,
     Unit,
     held_up,
+    percent,
     report,
+    size,
     task_metrics,
 )
 from zstrat.transport import run as run_loop
 
 from ._options import Seconds, cluster_options, failures, settings, spec
 from ._signals import interruptible
-from ._tables import percent, seconds, size
+from ._tables import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

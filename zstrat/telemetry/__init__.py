@@ -5,10 +5,11 @@ from ._histogram import Histogram as Histogram
 from ._histogram import HistogramTable as HistogramTable
 from ._histogram import Unit as Unit
 from ._histogram import Windowed as Windowed
-from ._histogram import merged as merged
 from ._limits import Limit as Limit
 from ._limits import held_up as held_up
 from ._limits import limits as limits
+from ._limits import percent as percent
+from ._limits import size as size
 from ._limits import slowest as slowest
 from ._metrics import COLUMNS as COLUMNS
 from ._metrics import METRICS as METRICS

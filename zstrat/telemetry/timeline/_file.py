@@ -125,21 +125,12 @@ def _of_task(
         yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
         for span, begin, end in placed(row, start):
             place = {"pid": pid, "tid": tid, "ts": begin / 1e3}
-            yield {**_complete(span, end - begin), **place}
+            took = {"dur": (end - begin) / 1e3, "args": dict(span.details)}
+            yield {"ph": "X", "name": span.name, "cat": CATEGORY, **took, **place}
             for tip in arrows.get(id(span), ()):
                 yield {**tip, **place}
     for curve in task.curves:
         yield from _counts(pid, curve, start)
-
-
-def _complete(span: TimelineSpan, nanoseconds: int) -> Event:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": CATEGORY,
-        "dur": nanoseconds / 1e3,
-        "args": dict(span.details),
-    }
 
 
 def _counts(pid: int, curve: TimelineCurve, start: float) -> Iterator[Event]:
