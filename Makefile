@@ -16,6 +16,7 @@
 #   make bench-check   the same, and what has become worse since benchmarks/reached.json
 #   make scale    docs/scale.md, of what things cost on this machine (minutes)
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
+#   make metrics   the table of docs/observing.md, of the numbers that tasks report
 #   make messages  tests/messages.txt, of every sentence that the code may say
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
 #   make docs     the documentation as a site, out/site/index.html; needs no network to be read
@@ -24,7 +25,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages lint pytest test-fast cluster bench bench-check scale api docs units clean
+.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -132,6 +133,9 @@ api: $(VENV)/.dev
 # Whoever changes words reads here what a user reads.
 messages: $(VENV)/.dev
 	@$(PY) tests/test_messages.py
+
+metrics: $(VENV)/.dev
+	@$(PY) tests/telemetry/test_telemetry_metrics.py
 
 # Warnings are errors. (The variable silences a notice that Material prints at each build:
 # it is mended until May 2027, and Zensical is its successor.)

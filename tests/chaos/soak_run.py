@@ -41,7 +41,7 @@ TABLES = (
     *(("endpoint", "pool", name) for name in ("leases", "idle_bytes")),
     *(("service", name) for name in ("variables", "bytes", "held_bytes", "slot_bytes")),
     *(("service", name) for name in ("optimizers", "programs", "remembered_steps")),
-    *(("service", name) for name in ("queued", "waiting", "kept_results")),
+    *(("service", name) for name in ("waiting", "kept_results", "cached_programs")),
     *(("service", name) for name in ("kept_bytes", "layouts", "functions")),
 )
 """Of what a daemon says: what it keeps, and not what it has done so far."""

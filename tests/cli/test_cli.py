@@ -20,11 +20,12 @@ from click.testing import CliRunner
 
 from zstrat.cli import main
 from zstrat.cli._signals import endings
-from zstrat.cli._tables import lines, size, span, table
+from zstrat.cli._tables import lines, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
 from zstrat.launch import LocalCluster, TaskStatus
+from zstrat.telemetry import size
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_status_json(file, cluster):
     ps, worker = json.loads(ran.output)
     assert (ps["task"], worker["task"]) == ("ps:0", "worker:0")
     assert ps["values"]["task"]["pid"] == cluster.pid("ps:0")
-    assert worker["values"]["task"]["memory_bytes"] > 2**20
+    assert worker["values"]["process"]["memory"] > 2**20
 
 
 def test_status_of_tf_config(cluster, monkeypatch):
@@ -310,7 +311,8 @@ def test_numbers_that_cannot_be_are_refused_by_the_name_of_their_option(command)
 
 def test_table_and_lines_say_the_same():
     values = {
-        "task": {"incarnation": 1 << 62, "uptime": 3700.0, "memory_bytes": 3 << 20},
+        "task": {"incarnation": 1 << 62, "uptime": 3700.0},
+        "process": {"memory": 3 << 20},
         "service": {"variables": 2, "bytes": 2048, "slot_bytes": 4096},
     }
     seen = [

@@ -192,7 +192,7 @@ def test_what_a_process_tells_of_itself_is_told_of_the_store_that_it_serves(worl
 
     def tell(process, memory):
         # The process has one more connection, which was opened last.
-        world.on_loop(process.links[-1].say, Telemetry({"gauges": {"memory": memory}}))
+        world.on_loop(process.links[-1].say, Telemetry({"process": {"memory": memory}}))
 
     def told(task):
         return coordinator.metrics()["tasks"][task]["memory"]

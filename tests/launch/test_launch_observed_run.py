@@ -9,7 +9,7 @@ from zstrat.telemetry import Windowed
 def worker(problem="", steps=0.0):
     waited = Windowed()
     waited.add_many([0.25, 0.25], 0.0)
-    values = {"rates": {"steps": steps}, "phases": {"draw": waited.plain(0.0)}}
+    values = {"rates": {"steps_per_s": steps}, "phases": {"draw": waited.plain(0.0)}}
     values["log"] = "/logs/worker-0.log"
     return TaskStatus(
         "worker:0", "node7:5000", problem, values={} if problem else values

@@ -282,7 +282,7 @@ async def test_rates_are_those_of_the_session(rig):
     rig.now += 60
     rig.ask(OpenSession(99, 0, 1, []), FakeRemote(Job.CHIEF, 99, pid=2))
     rig.now += 1
-    assert rig.service.telemetry()["rates"]["pulls"] == 0
+    assert rig.service.telemetry()["rates"]["pulls_per_s"] == 0
 
 
 async def test_the_same_coordinator_comes_back_to_what_it_had(rig):

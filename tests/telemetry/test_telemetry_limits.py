@@ -4,7 +4,7 @@ import pytest
 
 from zstrat.telemetry import (
     Histogram,
-    TaskTold,
+    TaskReport,
     Unit,
     held_up,
     limits,
@@ -91,7 +91,7 @@ def test_the_network_of_one_of_two_parameter_servers():
         ps_1=server(out=50e6, pulls=10.0),
     )
     assert (found.task, found.what) == ("worker:0", "pull of ps:1")
-    assert "ps:1 sends 48 MiB/s" in found.words
+    assert "ps:1 sends 47.7 MiB/s" in found.words
     assert "pull fewer bytes" in found.advice
 
 
@@ -227,17 +227,17 @@ def told(pull, seconds, versions, memory):
     return {
         "phases": {"pull": {"recent": times.plain(), "total": times.plain()}},
         "staleness": {"ps:0": {"recent": stale.plain()}},
-        "rates": {"steps": 10.0 * len(seconds)},
+        "rates": {"steps_per_s": 10.0 * len(seconds)},
         "time": {"pull": pull},
-        "gauges": {"memory": memory},
+        "process": {"memory": memory},
     }
 
 
 def test_several_looks_at_a_task_are_one_of_all_that_time():
     looks = [
-        TaskTold("open", "a:1", "", told(0.2, [0.25, 0.25], [1], memory=100)),
-        TaskTold("lost", "a:1", "no answer"),  # which says nothing about its steps
-        TaskTold("open", "a:2", "", told(0.6, [4.0, 4.0], [1, 3], memory=300)),
+        TaskReport("open", "a:1", "", told(0.2, [0.25, 0.25], [1], memory=100)),
+        TaskReport("lost", "a:1", "no answer"),  # which says nothing about its steps
+        TaskReport("open", "a:2", "", told(0.6, [4.0, 4.0], [1, 3], memory=300)),
     ]
     task = report({"worker:0": over(looks)})["tasks"]["worker:0"]
     assert (task["state"], task["address"], task["memory"]) == ("open", "a:2", 300)
@@ -249,7 +249,7 @@ def test_several_looks_at_a_task_are_one_of_all_that_time():
 
 
 def test_a_task_that_was_never_reached_is_as_it_was_last_seen():
-    gone = TaskTold("lost", "a:1", "no answer")
+    gone = TaskReport("lost", "a:1", "no answer")
     assert over([gone, gone]) == gone
     with pytest.raises(ValueError, match="no look"):
         over([])

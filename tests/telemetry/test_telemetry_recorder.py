@@ -82,8 +82,8 @@ def test_the_shares_of_a_thread_add_up_to_its_time():
     assert sum(shares.values()) <= 1
     assert recorder.plain(19.75)["stalls"] == pytest.approx({"ps:1": 0.1}, rel=0.1)
     rates = recorder.plain(19.75)["rates"]
-    assert rates["steps"] == pytest.approx(1.0, rel=0.15)
-    assert rates["examples"] == pytest.approx(8.0, rel=0.15)
+    assert rates["steps_per_s"] == pytest.approx(1.0, rel=0.15)
+    assert rates["examples_per_s"] == pytest.approx(8.0, rel=0.15)
 
 
 def test_an_eager_step_computes_while_it_does_nothing_else():
@@ -136,11 +136,11 @@ def test_steps_of_any_length_have_a_rate_while_they_run(seconds):
             continue
         for part in (0.0, 0.3, 0.6, 0.9):
             told = recorder.plain(ended + part * seconds)
-            assert told["rates"]["steps"] == pytest.approx(1 / seconds)
+            assert told["rates"]["steps_per_s"] == pytest.approx(1 / seconds)
             assert told["rates"]["pulls"] == pytest.approx(1 / seconds)
-            assert told["rates"]["examples"] == pytest.approx(32 / seconds)
+            assert told["rates"]["examples_per_s"] == pytest.approx(32 / seconds)
             assert number < 3 or recent(told, Phase.COMPUTE).count >= 2
-    assert recorder.plain(ended + 5 * seconds)["rates"]["steps"] == 0.0
+    assert recorder.plain(ended + 5 * seconds)["rates"]["steps_per_s"] == 0.0
 
 
 def test_steps_that_end_together_on_eight_workers_are_a_steady_rate():

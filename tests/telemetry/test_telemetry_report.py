@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zstrat.telemetry import Histogram, TaskTold, Unit, report
+from zstrat.telemetry import Histogram, TaskReport, Unit, report
 from zstrat.telemetry import HistogramTable as Table
 
 NO_HISTOGRAMS = [
@@ -55,7 +55,7 @@ def test_tasks_of_any_form_are_reported():
     window = {"recent": filled([0.25] * 4).plain()}
     told = {"phases": {"compute": window, "pull": None, "draw": {}}, "staleness": 3}
     tasks = {"worker:0": told, "worker:1": {"phases": []}, "ps:0": {"phases": {}}}
-    made = report({n: TaskTold("open", "a:1", "", each) for n, each in tasks.items()})
+    made = report({n: TaskReport("open", "a:1", "", each) for n, each in tasks.items()})
     assert made["phases"]["compute"]["count"] == 4
     assert made["tasks"]["worker:0"]["phases"]["compute"]["mean"] == 0.25
     assert made["tasks"]["worker:1"]["phases"]["compute"]["count"] == 0
@@ -65,9 +65,13 @@ def test_tasks_of_any_form_are_reported():
 
 def test_numbers_and_steps_of_no_form_are_zero():
     nan = float("nan")
-    gauges = {"memory": nan, "waiting": float("inf"), "retries": "3"}
-    told = {"gauges": gauges, "rates": {"steps": nan}, "now": {"phase": "draw"}}
-    made = report({"worker:0": TaskTold("open", "a:1", "", told)})
+    told = {
+        "process": {"memory": nan},
+        "service": {"waiting": float("inf"), "retries": "3"},
+        "rates": {"steps_per_s": nan},
+        "now": {"phase": "draw"},
+    }
+    made = report({"worker:0": TaskReport("open", "a:1", "", told)})
     worker = made["tasks"]["worker:0"]
     assert (worker["memory"], worker["waiting"], worker["retries"]) == (0, 0, 0)
     assert made["steps_per_s"] == 0.0
@@ -75,15 +79,11 @@ def test_numbers_and_steps_of_no_form_are_zero():
 
 
 def test_the_queue_is_as_the_worker_knows_it_that_was_handed_closures_last():
-    def told(heard, waiting, full):
-        gauges = {
-            "program_heard": heard,
-            "program_waiting": waiting,
-            "program_full": full,
-        }
-        return TaskTold("open", "a:1", "", {"gauges": gauges})
+    def told(seconds, waiting, full):
+        program = {"seconds": seconds, "waiting": waiting, "full": full}
+        return TaskReport("open", "a:1", "", {"program": program})
 
-    silent = TaskTold("open", "a:1", "", {"gauges": {"memory": 1}})
+    silent = TaskReport("open", "a:1", "", {"program": {}})
     made = report(
         {"worker:0": told(60.0, 900, True), "worker:1": told(2.0, 3, False)}
         | {"worker:2": silent}

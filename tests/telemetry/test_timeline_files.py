@@ -1,10 +1,7 @@
-"""The file of a time line says what is in the time line: in each of its formats, by a
-reader that is not ours."""
+"""The file of a time line, and its spans for OpenTelemetry, say what is in it."""
 
-import base64
 import gzip
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +13,7 @@ from zstrat.telemetry.timeline import (
     TimelineSpan,
     TimelineTask,
     check_place,
+    sdk_spans,
     without_overlaps,
     write_timeline,
 )
@@ -67,110 +65,13 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lines") / "not there yet"
     places = {
         suffix: check_place(folder / f"line{suffix}")
-        for suffix in (".json", ".json.gz", ".pftrace")
+        for suffix in (".json", ".json.gz")
     }
     for place in places.values():
         nbytes = write_timeline(TIMELINE, place)
         assert nbytes == len(place.read_bytes())
     assert sorted(folder.iterdir()) == sorted(places.values()), "nothing else is left"
     return places
-
-
-@pytest.fixture(scope="module")
-def trace(files):
-    protos = pytest.importorskip(
-        "perfetto.protos.perfetto.trace.perfetto_trace_pb2",
-        reason="needs perfetto, of zstrat[dev]",
-    )
-    read = protos.Trace()
-    read.ParseFromString(files[".pftrace"].read_bytes())
-    unknown = pytest.importorskip("google.protobuf.unknown_fields")
-    for message in messages_in(read):
-        assert not len(unknown.UnknownFieldSet(message)), message
-    return read
-
-
-def messages_in(message):
-    yield message
-    for field, value in message.ListFields():
-        if field.message_type is not None:
-            for inner in value if field.is_repeated else [value]:
-                yield from messages_in(inner)
-
-
-@pytest.fixture(scope="module")
-def tracks(trace):
-    """Names of task and row or curve, by the number of their track."""
-    described = {
-        packet.track_descriptor.uuid: packet.track_descriptor
-        for packet in trace.packet
-        if packet.HasField("track_descriptor")
-    }
-    return {
-        uuid: (described[track.parent_uuid].process.process_name, track.name)
-        for uuid, track in described.items()
-        if track.parent_uuid
-    }
-
-
-def test_protobuf_has_the_spans_of_each_row_in_order(trace, tracks):
-    rows, open_spans = {}, {}
-    for packet in trace.packet:
-        event = packet.track_event
-        if event.type == event.TYPE_SLICE_BEGIN:
-            assert event.track_uuid not in open_spans, "a span within another one"
-            open_spans[event.track_uuid] = event.name, packet.timestamp
-        elif event.type == event.TYPE_SLICE_END:
-            span = *open_spans.pop(event.track_uuid), packet.timestamp
-            rows.setdefault(tracks[event.track_uuid], []).append(span)
-    assert not open_spans
-    assert rows == SPANS
-
-
-def test_protobuf_has_the_curves(trace, tracks):
-    curves, units = {}, {}
-    for packet in trace.packet:
-        event, track = packet.track_event, packet.track_descriptor
-        if event.type == event.TYPE_COUNTER:
-            point = packet.timestamp, event.double_counter_value
-            curves.setdefault(tracks[event.track_uuid], []).append(point)
-        if track.HasField("counter"):
-            units[track.name] = track.counter.Unit.Name(track.counter.unit)
-    assert curves == CURVES
-    assert units == {"queue": "UNIT_COUNT", "received": "UNIT_SIZE_BYTES"}
-
-
-def test_protobuf_has_an_arrow_from_each_tail_to_its_head(trace):
-    tails, heads = {}, {}
-    for packet in trace.packet:
-        event = packet.track_event
-        tails |= dict.fromkeys(event.flow_ids, event.name)
-        heads |= dict.fromkeys(event.terminating_flow_ids, event.name)
-    assert len(tails) == len(heads) == len(ARROWS)
-    assert {(name, heads[number]) for number, name in tails.items()} == ARROWS
-
-
-def test_protobuf_tells_what_is_known_of_spans_tasks_and_the_file(trace):
-    events = [p.track_event for p in trace.packet if p.HasField("track_event")]
-    known = [{a.name: value_of(a) for a in e.debug_annotations} for e in events]
-    assert {"step": 7, "loss": 0.5, "id": -3} in known
-    assert {"step": 8, "of": "Zoë \\ud800"} in known
-    (about,) = [
-        told
-        for told, event in zip(known, events, strict=True)
-        if event.name == "about this file"
-    ]
-    assert about == TIMELINE.about
-    labels = [
-        list(p.track_descriptor.process.process_labels)
-        for p in trace.packet
-        if p.track_descriptor.HasField("process")
-    ]
-    assert labels == [[], ["+1 ms"], []]
-
-
-def value_of(annotation):
-    return getattr(annotation, annotation.WhichOneof("value"))
 
 
 REQUIRED = {
@@ -246,62 +147,42 @@ def test_json_has_both_ends_of_each_arrow_at_the_begin_of_its_span(events):
     assert {(ends["s"][n], ends["f"][n]) for n in ends["s"]} == ARROWS
 
 
-def test_otlp_has_a_trace_for_each_call(tmp_path):
-    trace_pb2 = pytest.importorskip(
-        "opentelemetry.proto.trace.v1.trace_pb2",
-        reason="needs opentelemetry-proto, of zstrat[dev]",
+def test_json_tells_what_is_known_of_spans_tasks_and_the_file(events):
+    known = [event["args"] for event in events if event["ph"] == "X"]
+    assert {"step": 7, "loss": 0.5, "id": -3} in known
+    assert {"step": 8, "of": "Zoë \ud800"} in known
+    (about,) = [e["args"] for e in events if e["name"] == "about this file"]
+    assert about == TIMELINE.about
+    labels = [e["args"]["labels"] for e in events if e["name"] == "process_labels"]
+    assert labels == ["", "+1 ms", ""]
+
+
+def test_opentelemetry_has_a_trace_for_each_call():
+    pytest.importorskip(
+        "opentelemetry.sdk.trace",
+        reason="needs OpenTelemetry, of zstrat[opentelemetry]",
     )
-    json_format = pytest.importorskip("google.protobuf.json_format")
     # A second arrow to one span: it has one parent, and a link.
     timeline = replace(TIMELINE, arrows=[*TIMELINE.arrows, (AFTERWARDS, APPLY)])
-    place = check_place(tmp_path / "line.otlp.json")
-    before = time.time() - time.monotonic()
-    write_timeline(timeline, place)
-    after = time.time() - time.monotonic()
-    told = json.loads(place.read_text())
-    # Its JSON has these in hexadecimal, where protobuf's own has base 64.
-    for of in told["resourceSpans"]:
-        for span in of["scopeSpans"][0]["spans"]:
-            for ids in (span, *span.get("links", ())):
-                for key in {"traceId", "spanId", "parentSpanId"} & set(ids):
-                    ids[key] = base64.b64encode(bytes.fromhex(ids[key])).decode()
-    read = json_format.ParseDict(told, trace_pb2.TracesData())
-    spans, found = {}, {}
-    for of in read.resource_spans:
-        task = next(
-            each.value.string_value
-            for each in of.resource.attributes
-            if each.key == "service.instance.id"
-        )
-        for span in of.scope_spans[0].spans:
-            spans[span.span_id] = span
-            assert (len(span.trace_id), len(span.span_id)) == (16, 8)
-            begin = span.start_time_unix_nano * 1e-9 - 100.0
-            assert begin >= before - 1e-5
-            assert begin <= after + 0.01
-            length = span.end_time_unix_nano - span.start_time_unix_nano
-            found.setdefault(task, []).append((span.name, length))
-    assert found == {
-        task: [(name, end - begin) for name, begin, end in rows]
-        for (task, _), rows in SPANS.items()
-    }
-    schedule, compute, other, apply = spans.values()
-    assert [each.parent_span_id for each in spans.values()] == [
-        b"",
-        schedule.span_id,
-        b"",
-        compute.span_id,
-    ]
+    day = 1_700_000_000
+    spans = sdk_spans(timeline, day)
+    start = (day + 100) * 10**9
+    found = {}
+    for span in spans:
+        task = span.resource.attributes["service.instance.id"]
+        times = span.start_time - start, span.end_time - start
+        found.setdefault(task, []).append((span.name, *times))
+    assert found == {task: told for (task, _), told in SPANS.items()}
+    schedule, compute, other, apply = [span.context for span in spans]
+    assert [span.parent for span in spans] == [None, schedule, None, compute]
     assert schedule.trace_id == compute.trace_id == apply.trace_id != other.trace_id
-    assert [(link.trace_id, link.span_id) for link in apply.links] == [
-        (other.trace_id, other.span_id)
-    ]
-    loss = [each for each in compute.attributes if each.key == "loss"]
-    assert [each.value.double_value for each in loss] == [0.5]
+    assert [link.context for link in spans[3].links] == [other]
+    assert len({span.context.span_id for span in spans}) == 4
+    assert spans[1].attributes == {"step": 7, "loss": 0.5, "id": -3}
 
 
 def test_a_name_that_says_no_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"json\.gz"):
+    with pytest.raises(ValueError, match=r"\*\.json.*line\.xml"):
         check_place(tmp_path / "line.xml")
 
 

@@ -283,7 +283,7 @@ async def test_it_tells_what_it_draws_reads_and_pushes(world):
         for phase, each in told["phases"].items()
     }
     assert counts == {"wait": 2, "draw": 2, "pull": 8, "compute": 2, "push": 6}
-    assert told["rates"]["examples"] == 6.0
+    assert told["rates"]["examples_per_s"] == 6.0
     assert set(told["time"]) - {"idle"} == {"draw", "pull", "push", "compute"}
 
 

@@ -311,8 +311,8 @@ async def test_statistics(world):
     await world.run(digest, range(5), world.arguments(np.float32(1)))
     await world.run(b"unknown", [5])
     values = (await world.ask(Inspect())).values
-    assert (values["done"], values["failed"], values["queued"]) == (5, 1, 0)
-    assert values["rss"] > 2**20
+    assert (values["done"], values["failed"], values["waiting"]) == (5, 1, 0)
+    assert world.worker.telemetry()["process"]["memory"] > 2**20
     assert (values["platform"], values["devices"]) == ("cpu", 1)
     assert (values["functions"], values["session"]) == (1, world.session)
 

@@ -47,7 +47,7 @@ async def test_a_step_of_a_minute_is_told_while_it_runs_and_its_rate_afterwards(
         await timed.outcomes([number + 7])
     told = timed.worker.telemetry()
     assert told["now"] == {}
-    assert told["rates"]["steps"] == pytest.approx(1 / 60)
+    assert told["rates"]["steps_per_s"] == pytest.approx(1 / 60)
 
 
 async def test_a_dataset_that_does_not_answer_is_told(timed):

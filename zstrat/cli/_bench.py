@@ -14,11 +14,11 @@ import click
 from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
 from zstrat.collectives import Group, fitted
 from zstrat.launch import SIZES, Calibration, calibrate, calibrate_tasks
+from zstrat.telemetry import size
 from zstrat.transport import run as run_loop
 
 from ._options import failures, settings
 from ._signals import as_interrupts, interruptible
-from ._tables import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 
 from zstrat.launch import TaskStatus
+from zstrat.telemetry import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +41,7 @@ def row(status: TaskStatus) -> list[str]:
         status.address,
         f"{int(number('task', 'incarnation')):016x}"[:8],
         span(number("task", "uptime")),
-        size(number("task", "memory_bytes")),
+        size(number("process", "memory")),
         variables,
         held,
         _copy(status, "service"),
@@ -111,20 +112,6 @@ def lines(seen: Sequence[TaskStatus]) -> list[str]:
         for status in seen
         for cells in rows(status)
     ]
-
-
-def size(number: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
-
-
-def percent(share: float) -> str:
-    """A part of a whole, 0 to 1, as people read it."""
-    return f"{100 * share:.0f} %"
 
 
 def seconds(number: float) -> str:

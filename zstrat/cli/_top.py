@@ -21,12 +21,22 @@ from rich.table import Table
 from rich.text import Text
 
 from zstrat.launch import Observer, told_by
-from zstrat.telemetry import WORKER_PHASES, held_up, report
+from zstrat.telemetry import (
+    COLUMNS,
+    WORKER_PHASES,
+    Kind,
+    Unit,
+    held_up,
+    percent,
+    report,
+    size,
+    task_metrics,
+)
 from zstrat.transport import run as run_loop
 
 from ._options import Seconds, cluster_options, failures, settings, spec
 from ._signals import interruptible
-from ._tables import percent, seconds, size
+from ._tables import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -130,8 +140,8 @@ AROUND: Final = 6
 """Lines of a screen beside tasks and what holds the run up: the summary, a header and
 an empty line above each table, and the one in which the cursor is."""
 LEFT_OUT: Final = (
-    "compiled", "apply p99", "memory", "waiting", "out/s", "in/s", "wait", "pulls/s",
-    "draw", "state",
+    "processor", "compiled", "apply p99", "memory", "waiting", "out/s", "in/s", "wait",
+    "pulls/s", "pushes/s", "draw", "state",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, in this order."""
 
@@ -214,8 +224,7 @@ def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
         for name, task in metrics["tasks"].items()
         if name.partition(":")[0] == job
     ]
-    cells = _worker if job == "worker" else _server
-    return [_row(name, task, cells(task)) for name, task in tasks]
+    return [_row(name, task, _cells(task, job)) for name, task in tasks]
 
 
 def _row(name: str, task: Task, cells: Row) -> Row:
@@ -224,36 +233,39 @@ def _row(name: str, task: Task, cells: Row) -> Row:
     return {"task": name, "state": task["state"], **cells}
 
 
+def _cells(task: Task, job: str) -> Row:
+    """What is counted per second, then what its time goes to, then other numbers."""
+    rates, others = {}, {}
+    for metric in task_metrics(job):
+        number, heading = task[metric.name], COLUMNS[metric.name].lower()
+        if not heading:
+            continue
+        match metric.unit, metric.kind is Kind.RATE:
+            case Unit.COUNTS, True:
+                rates[heading] = f"{number:.1f}"
+            case Unit.BYTES, is_rate:
+                others[f"{heading}/s" if is_rate else heading] = size(number)
+            case Unit.SECONDS, True:
+                others[heading] = percent(number)
+            case _:
+                others[heading] = str(number)
+    return rates | (_worker(task) if job == "worker" else _server(task)) | others
+
+
 def _worker(task: Task) -> Row:
     time, phases = task["time"], task["phases"]
-    busy = time.get("draw", 0.0) + time.get("compute", 0.0)
     return {
-        "steps/s": f"{task['steps_per_s']:.1f}",
         **{str(phase): _median(phases[phase]) for phase in WORKER_PHASES},
-        "busy": percent(busy),
-        **_traffic(task),
-        "compiled": f"{task['compilations']}",
+        "busy": percent(time.get("draw", 0.0) + time.get("compute", 0.0)),
     }
 
 
 def _server(task: Task) -> Row:
     apply = task["apply"]
     return {
-        "pulls/s": f"{task['pulls_per_s']:.1f}",
-        "pushes/s": f"{task['pushes_per_s']:.1f}",
         "apply": _median(apply),
         "apply p99": seconds(apply["p99"]) if apply["count"] else "",
         "busy": percent(task["busy"]),
-        **_traffic(task),
-    }
-
-
-def _traffic(task: Task) -> Row:
-    return {
-        "in/s": size(task["bytes_in_per_s"]),
-        "out/s": size(task["bytes_out_per_s"]),
-        "waiting": str(task["waiting"]),
-        "memory": size(task["memory"]),
     }
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex, final
 
 from zstrat.program import worker_context
-from zstrat.telemetry import TaskTold, report
+from zstrat.telemetry import TaskReport, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -166,19 +166,19 @@ class RunStatus:
             "logs": lines,
         }
 
-    def _worker(self, task: TaskSession, member: Member | None) -> TaskTold:
+    def _worker(self, task: TaskSession, member: Member | None) -> TaskReport:
         if member is None or task.is_closed:
             return self._task(task, "removed", "")
         state = "leaving" if member.retired else member.state.value
         return self._task(task, state, member.reason or member.last_error)
 
-    def _task(self, task: TaskSession, state: str, error: str) -> TaskTold:
+    def _task(self, task: TaskSession, state: str, error: str) -> TaskReport:
         name = short(task.name)
         loss = self._losses.get(name, "")
         if loss and state == "open":
             loss = f"was lost, and is back: {loss}"
         error = error or loss
-        return TaskTold(state, task.address, error, self._told.get(name, {}))
+        return TaskReport(state, task.address, error, self._told.get(name, {}))
 
 
 def _server(task: TaskSession) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.errors import ZstratError
-from zstrat.telemetry import RECENT, Limit, TaskTold, limits, over, report
+from zstrat.telemetry import RECENT, Limit, TaskReport, limits, over, report
 from zstrat.transport import Security, key_names
 from zstrat.wire import Job
 
@@ -180,7 +180,7 @@ async def examine_run(
     Cancellation: nothing is found.
     """
     loop = asyncio.get_running_loop()
-    looks: dict[str, list[TaskTold]] = {}
+    looks: dict[str, list[TaskReport]] = {}
     async with Observer(spec, settings) as observer:
         began = loop.time()
         while True:
@@ -196,7 +196,7 @@ async def examine_run(
     return findings(looks, loop.time() - began)
 
 
-def findings(looks: dict[str, list[TaskTold]], seconds: float) -> RunFindings:
+def findings(looks: dict[str, list[TaskReport]], seconds: float) -> RunFindings:
     """What follows from the looks at each task."""
     tasks = {name: over(each) for name, each in looks.items()}
     metrics = report(tasks)

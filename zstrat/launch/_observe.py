@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import ZstratError
-from zstrat.telemetry import TaskTold, report
+from zstrat.telemetry import TaskReport, report
 from zstrat.transport import Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, unregister
 from zstrat.wire import Inspect, Job, Statistics
@@ -138,11 +138,11 @@ LINES: Final = 200
 """Words about tasks that are kept, the newest ones."""
 
 
-def told_by(status: TaskStatus) -> TaskTold:
+def told_by(status: TaskStatus) -> TaskReport:
     """What a task said of itself, or why it said nothing."""
     # An observer has no session, so it knows no other phases than these two.
     state = "lost" if status.problem else "open"
-    return TaskTold(state, status.address, status.problem, status.values)
+    return TaskReport(state, status.address, status.problem, status.values)
 
 
 @final
@@ -163,7 +163,7 @@ class ObservedRun:
     ) -> None:
         self._observer, self._patience, self._clock = observer, patience, clock
         self._began = clock()
-        self._seen: dict[str, TaskTold] = {}
+        self._seen: dict[str, TaskReport] = {}
         self._answered: dict[str, float] = {}
         """When each task has done so last."""
         self._lines: deque[PlainTree] = deque(maxlen=LINES)
@@ -192,7 +192,7 @@ class ObservedRun:
             elif self._is_patient(status.task):
                 continue
             elif before is not None:
-                told = replace(told, told={"log": before.told.get("log")})
+                told = replace(told, values={"log": before.values.get("log")})
             if before is None or before.state != told.state:
                 self._line(status.task, told)
             self._seen[status.task] = told
@@ -218,7 +218,7 @@ class ObservedRun:
     def __exit__(self, *_: object) -> None:
         unregister(self)
 
-    def _line(self, task: str, told: TaskTold) -> None:
+    def _line(self, task: str, told: TaskReport) -> None:
         level = "INFO" if told.state == "open" else "ERROR"
         words = f"{task} is {told.state}: {told.last_error or told.address}"
         self._lines.append([self._clock() - self._began, "observer", level, words])

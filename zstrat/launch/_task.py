@@ -199,16 +199,14 @@ class Task:
             "versions": dict(self.hello.versions),
             "uptime": time.monotonic() - self._began,
             "time": time.time(),
-            "memory_bytes": resident_bytes(),
-            "cpu_seconds": time.process_time(),
         }
         hosted = [] if self._ps is None else self._ps.statistics_of_copies()
         return {
             "task": task,
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
-            "service": self._service.statistics(),
             **self._service.telemetry(),
+            "service": self._service.statistics(),
             "groups": dict(self._node.statistics()),
             "copies": hosted,
         }

@@ -439,9 +439,7 @@ class PsService:
             "session_name": "" if owner is None else owner.name,
             "owner": "" if owner is None else str(owner),
             "owner_alive": owner is not None and owner.alive,
-            "optimizers": len(self._store.engine),
-            "programs": self._store.engine.programs,
-            "waiting": len(self._serving),
+            **self._telemetry.counts,
             "failed": self._failed + self._serving.failed,
         }
         values["replication"] = self._standing.statistics()
@@ -450,8 +448,8 @@ class PsService:
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """What `zstrat.telemetry.TaskTold` has of this server."""
-        return self._telemetry.told()
+        """The values of `zstrat.telemetry.TaskReport`."""
+        return self._telemetry.report()
 
     def waited(self, began: float, ended: float) -> None:
         """An answer had to wait for its way, or for its reader."""

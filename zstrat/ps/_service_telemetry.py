@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, final
 
-from zstrat.telemetry import (
-    PS_PHASES,
-    Phase,
-    Recorder,
-    SpanCapture,
-    log_file,
-    resident_bytes,
-)
+from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture
 from zstrat.telemetry.timeline import columns_of
-from zstrat.transport import lanes, moved_bytes
-from zstrat.transport.health import TelemetryNotices
+from zstrat.transport import moved_bytes
+from zstrat.transport.health import TelemetryNotices, process_report, process_totals
 from zstrat.wire import (
     AskClock,
     BeginCapture,
@@ -80,45 +72,36 @@ class ServiceTelemetry:
                 phases, columns = columns_of(capture)
                 return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
-    def told(self) -> dict[str, PlainTree]:
-        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
-        but for lanes and gauges, which are those of the process."""
+    def report(self) -> dict[str, PlainTree]:
+        """The values of `zstrat.telemetry.TaskReport`: of the present session, but for
+        those of the process."""
         now, recorder = self._clock(), self.recorder
         recorder.reach(self._sums(), now)
-        gauges: dict[str, PlainTree] = {
-            "memory": resident_bytes(),
-            "cpu_seconds": time.process_time(),
+        service: PlainTree = {**self.counts}
+        return {**recorder.plain(now), **process_report(), "service": service}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of the service that cost nothing to look at."""
+        return {
             "waiting": len(self._serving),
+            "optimizers": len(self._store.engine),
             "programs": self._store.engine.programs,
         }
-        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
-        more: dict[str, PlainTree] = {
-            "lanes": told,
-            "gauges": gauges,
-            "log": log_file(),
-        }
-        return {**recorder.plain(now), **more}
 
     def waited(self, began: float, ended: float) -> None:
         """An answer had to wait for its way, or for its reader."""
         self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     def _sums(self) -> dict[str, float]:
-        """The counts whose rates are told. They are of all sessions; the bytes are
-        those of the whole process."""
-        counts, (got, sent) = self._store.counts, moved_bytes()
-        return {
-            "pulls": counts.pulls,
-            "pushes": counts.pushes,
-            "bytes_in": got,
-            "bytes_out": sent,
-            "cpu": time.process_time(),
-        }
+        """The totals whose rates are reported, of all sessions."""
+        pulls, pushes = self._store.counts.pulls, self._store.counts.pushes
+        return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
     def start_notices(self, tell: Callable[[Message], None]) -> None:
         """Tells the coordinator about once a second from now on, if that changes."""
         if self._notices is None:
-            self._notices = TelemetryNotices(self.told, tell)
+            self._notices = TelemetryNotices(self.report, tell)
 
     def touch(self) -> None:
         """A request came: there is something to tell."""

@@ -205,9 +205,11 @@ class Windowed:
         """Of those that came in the last `RECENT` seconds, and in the present one, or
         in more where they come less often."""
         since = math.floor(now) - window([second for second, _ in self._ring], now)
-        return merged(
-            (each for second, each in self._ring if second >= since), self.total.unit
-        )
+        whole = Histogram(self.total.unit)
+        for second, each in self._ring:
+            if second >= since:
+                whole.merge(each)
+        return whole
 
     def plain(self, now: float) -> dict[str, Plain]:
         """Both histograms as plain data: ``total`` and ``recent``."""
@@ -224,14 +226,6 @@ def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
     np.clip(places, 0, width - 1, out=places)
     counts = np.bincount(places, minlength=width)
     return counts, float(values.sum()), float(values.max())
-
-
-def merged(histograms: Iterable[Histogram], unit: Unit = Unit.SECONDS) -> Histogram:
-    """One histogram of all that these have counted, all of ``unit``."""
-    whole = Histogram(unit)
-    for each in histograms:
-        whole.merge(each)
-    return whole
 
 
 def summaries(

@@ -152,10 +152,12 @@ def _of_worker(
         if share < NOTABLE:
             continue
         match what:
-            case "draw":
-                found.append(_long(_draw(name, share, worker), worker))
-            case "compute":
-                found.append(_long(_compute(name, share, worker), worker))
+            case "draw" | "compute":
+                words, advice = _OWN[what]
+                words = f"{words} {percent(share)} of its time"
+                numbers = _numbers(what, worker)
+                limit = Limit(name, what, share, words, advice, numbers)
+                found.append(_long(limit, worker))
             case "pull":
                 found.append(_long(_pull(name, share, worker, servers), worker))
             case "push":
@@ -165,27 +167,18 @@ def _of_worker(
     return found
 
 
-def _draw(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
-    return Limit(
-        name,
-        "draw",
-        share,
-        f"waits for its dataset: draw is {_percent(share)} of its time",
+_OWN: Final = {
+    "draw": (
+        "waits for its dataset: draw is",
         "let the dataset read ahead and map in parallel: dataset.map(f, "
         "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
-        _numbers("draw", worker),
-    )
-
-
-def _compute(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
-    return Limit(
-        name,
-        "compute",
-        share,
-        f"computes: the step itself is {_percent(share)} of its time",
+    ),
+    "compute": (
+        "computes: the step itself is",
         "that is what a worker is for: add workers, or make the step cheaper",
-        _numbers("compute", worker),
-    )
+    ),
+}
+"""What a worker is held up by that nobody else has to do with, and advice."""
 
 
 def _pull(
@@ -194,9 +187,12 @@ def _pull(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
 ) -> Limit:
-    blamed = _last_to_answer(worker) or _sends_most(servers)
+    # Whose answers ended most of its pulls; if nobody knows, who sends most.
+    blamed = _most(worker.get("slow_pulls", {})) or _most(
+        {each: server.get("bytes_out_per_s", 0.0) for each, server in servers.items()}
+    )
     numbers = _numbers("pull", worker)
-    words = f"waits for values: pull is {_percent(share)} of its time"
+    words = f"waits for values: pull is {percent(share)} of its time"
     if not blamed:
         advice = "pull less, or fetch ahead: prefetch=1 (ZSTRAT_PREFETCH)"
         return Limit(name, "pull", share, words, advice, numbers)
@@ -205,17 +201,17 @@ def _pull(
     pulls = server.get("pulls_per_s", 0.0)
     numbers |= {"busy": busy, "bytes_out_per_s": out, "pulls_per_s": pulls}
     words = (
-        f"waits for values of {blamed}: pull is {_percent(share)} of its time "
-        f"({blamed} sends {_size(out)}/s)"
+        f"waits for values of {blamed}: pull is {percent(share)} of its time "
+        f"({blamed} sends {size(out)}/s)"
     )
     if busy >= BUSY:
-        words += f"; {blamed} spends {_percent(busy)} of its own on updates"
+        words += f"; {blamed} spends {percent(busy)} of its own on updates"
         advice = (
             "spread its variables over more parameter servers: a partitioner cuts "
             "large ones"
         )
     elif pulls and out < SMALL * pulls:
-        words += f"; an answer has {_size(out / pulls)}, so the way takes the time"
+        words += f"; an answer has {size(out / pulls)}, so the way takes the time"
         advice = (
             "fetch ahead: prefetch=1 (ZSTRAT_PREFETCH), read more in one step, or "
             "bring workers and parameter servers closer together"
@@ -236,7 +232,7 @@ def _push(
 ) -> Limit:
     words = (
         f"waits in eager steps until their pushes are applied: push is "
-        f"{_percent(share)} of its time"
+        f"{percent(share)} of its time"
     )
     numbers = _numbers("push", worker)
     advice = (
@@ -244,10 +240,10 @@ def _push(
         "push all variables of a step in one call"
     )
     applying = {each: server.get("busy", 0.0) for each, server in servers.items()}
-    blamed = max(applying, key=lambda each: (applying[each], each), default="")
+    blamed = _most(applying)
     if blamed and applying[blamed] >= BUSY:
         numbers["busy"] = applying[blamed]
-        busy = _percent(applying[blamed])
+        busy = percent(applying[blamed])
         words += f"; {blamed} spends {busy} of its own on updates"
     return Limit(name, "push", share, words, advice, numbers)
 
@@ -266,7 +262,7 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
 def _queue(
     name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
 ) -> Limit:
-    words = f"has nothing to do for {_percent(share)} of its time"
+    words = f"has nothing to do for {percent(share)} of its time"
     advice = "schedule more steps before you join or fetch; fewer workers would do"
     if queued:
         words += f", though {queued} closures wait in the program"
@@ -309,7 +305,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
         name,
         "push",
         busy,
-        f"applies updates for {_percent(busy)} of its time",
+        f"applies updates for {percent(busy)} of its time",
         "spread the variables over more parameter servers (a partitioner cuts large "
         "ones), or push less often",
         {"busy": busy, "p50": apply.get("p50", 0.0), "p99": apply.get("p99", 0.0)},
@@ -327,7 +323,7 @@ def _imbalance(
     if len(moved) < 2 or whole < LEAST_BYTES:
         return
     mean = whole / len(moved)
-    name = max(moved, key=lambda each: (moved[each], each))
+    name = _most(moved)
     if moved[name] < UNEQUAL * mean:
         return
     waiting = [each.get("time", {}).get("pull", 0.0) for each in workers.values()]
@@ -335,8 +331,8 @@ def _imbalance(
         name,
         "imbalance",
         min(1.0, max(waiting, default=0.0)) * moved[name] / whole,
-        f"moves {_percent(moved[name] / whole)} of the bytes of all {len(moved)} "
-        f"parameter servers ({_size(moved[name])}/s)",
+        f"moves {percent(moved[name] / whole)} of the bytes of all {len(moved)} "
+        f"parameter servers ({size(moved[name])}/s)",
         "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
         {each: float(rate) for each, rate in moved.items()},
     )
@@ -360,18 +356,9 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     )
 
 
-def _last_to_answer(worker: Mapping[str, Any]) -> str:
-    """The server whose answers ended most of its pulls; "" if nobody knows."""
-    last: Mapping[str, float] = worker.get("slow_pulls", {})
-    return max(last, key=lambda name: (last[name], name)) if last else ""
-
-
-def _sends_most(servers: Mapping[str, Mapping[str, Any]]) -> str:
-    if not servers:
-        return ""
-    return max(
-        servers, key=lambda name: (servers[name].get("bytes_out_per_s", 0.0), name)
-    )
+def _most(amounts: Mapping[str, float]) -> str:
+    """The name of the largest amount; "" if there is none."""
+    return max(amounts, key=lambda name: (amounts[name], name), default="")
 
 
 def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
@@ -382,13 +369,15 @@ def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A part of a whole, 0 to 1, as people read it."""
     return f"{100 * share:.0f} %"
 
 
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
+def size(number: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
-            return f"{number:.0f} {unit}"
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
-    return f"{number:.1f} GiB"
+    return f"{number:.1f} TiB"

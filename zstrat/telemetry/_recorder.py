@@ -291,7 +291,7 @@ class Recorder:
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
         waited, ran = rows.T
-        self.count("steps", len(rows), now)
+        self.count("steps_per_s", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
         self._phases[Phase.WAIT].add_many(waited, now)
         self._phases[Phase.COMPUTE].add_many(ran, now)
@@ -299,8 +299,8 @@ class Recorder:
     def _digest_full(self, rows: np.ndarray, now: float) -> None:
         number, received, prepared, ran, ended = rows.T[:5]
         drew, asked, arrived, pulled, examples = rows.T[5:]
-        self.count("steps", len(rows), now)
-        self.count("examples", float(examples.sum()), now)
+        self.count("steps_per_s", len(rows), now)
+        self.count("examples_per_s", float(examples.sum()), now)
         self._shares.add("draw", float(drew.sum()), now)
         self._shares.add("compute", float(ran.sum()), now)
         self._took(Phase.WAIT, number, received, prepared - drew, now)
@@ -321,8 +321,8 @@ class Recorder:
                 found[phase] += (step, *span)
             for server, versions in notes.stale:
                 self.stale(f"ps:{server}", versions)
-        self.count("steps", len(times), now)
-        self.count("examples", sum(each.notes.examples for each in times), now)
+        self.count("steps_per_s", len(times), now)
+        self.count("examples_per_s", sum(each.notes.examples for each in times), now)
         computed = 0.0
         for phase, numbers in found.items():
             if numbers:

@@ -13,11 +13,12 @@ there is a number for now, such as memory, the last one counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from ._histogram import Histogram, HistogramTable, Unit, merged
+from ._histogram import HistogramTable, Unit
 from ._limits import slowest
+from ._metrics import task_numbers
 from ._phases import PS_PHASES, WORKER_PHASES, Phase
 
 if TYPE_CHECKING:
@@ -34,21 +35,21 @@ Window = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class TaskTold:
+class TaskReport:
     """One task as the program, or an observer, knows it.
 
-    ``told`` is what it has last said of itself: ``phases``, ``staleness``, ``rates``,
-    ``time``, ``now``, ``lanes``, ``gauges`` and ``log``; empty if nothing, and of a
-    task that is lost its ``log`` alone.
+    ``values`` is what it reported last: the parts of `METRICS`, and ``phases``,
+    ``staleness``, ``time``, ``stalls``, ``now``, ``lanes``, ``program`` and ``log``;
+    empty if nothing, and of a task that is lost its ``log`` alone.
     """
 
     state: str
     address: str
     last_error: str = ""
-    told: Mapping[str, Plain] = field(default_factory=dict)
+    values: Mapping[str, Plain] = field(default_factory=dict)
 
 
-def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
+def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     """``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``, ``tasks`` and
     ``slowest``, as `ClusterCoordinator.metrics` has them.
 
@@ -57,23 +58,26 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
     """
     phases = HistogramTable(_windows(tasks, "phases"))
     stale = HistogramTable(_windows(tasks, "staleness"), Unit.COUNTS)
-    workers = {n: each.told for n, each in tasks.items() if _job(n) == WORKER}
+    entries = {name: _task(name, task, phases, stale) for name, task in tasks.items()}
+    workers = [name for name in tasks if _job(name) == WORKER]
     ages = stale.merged(
-        (name, store) for name in workers for store in _part(workers[name], "staleness")
+        (name, store)
+        for name in workers
+        for store in _part(tasks[name].values, "staleness")
     )
-    examples = sum(_rate(told, "examples") for told in workers.values())
-    program = _heard_last(workers.values())
+    program = _last_program(tasks[name].values for name in workers)
     made: dict[str, Plain] = {
-        "steps_per_s": sum(_rate(told, "steps") for told in workers.values()),
-        "examples_per_s": examples or None,
-        "queued_closures": int(_number(program.get("program_waiting"))),
-        "queue_full": bool(program.get("program_full")),
+        "steps_per_s": sum(entries[name]["steps_per_s"] for name in workers),
+        "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
+        or None,
+        "queued_closures": int(_number(program.get("waiting"))),
+        "queue_full": bool(program.get("full")),
         "phases": {
             str(phase): phases.merged((name, phase) for name in workers).summary()
             for phase in WORKER_PHASES
         },
         "staleness": {**ages.summary(), "buckets": ages.buckets()},
-        "tasks": {n: _task(n, each, phases, stale) for n, each in tasks.items()},
+        "tasks": entries,
     }
     made["slowest"] = slowest(made)
     return made
@@ -81,60 +85,42 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
 
 def _task(
     name: str,
-    task: TaskTold,
+    task: TaskReport,
     phases: HistogramTable[Window],
     stale: HistogramTable[Window],
 ) -> dict[str, Plain]:
-    told, job = task.told, _job(name)
-    gauges = _part(told, "gauges")
+    values, job = task.values, _job(name)
     made: dict[str, Plain] = {
         "state": task.state,
         "address": task.address,
         "last_error": task.last_error,
-        "bytes_in_per_s": _rate(told, "bytes_in"),
-        "bytes_out_per_s": _rate(told, "bytes_out"),
-        "lanes": _part(told, "lanes"),
-        "log": str(told.get("log") or ""),
-        "memory": int(_number(gauges.get("memory"))),
-        "cpu_seconds": _number(gauges.get("cpu_seconds")),
-        "cores": _rate(told, "cpu"),
-        "waiting": int(_number(gauges.get("waiting"))),
+        "lanes": _part(values, "lanes"),
+        "log": str(values.get("log") or ""),
+        **task_numbers(job, values),
     }
     if job == WORKER:
-        examples = _rate(told, "examples")
+        made["examples_per_s"] = made["examples_per_s"] or None
         made |= {
-            "steps_per_s": _rate(told, "steps"),
-            "examples_per_s": examples or None,
-            "pulls_per_s": _rate(told, "pulls"),
-            "pushes_per_s": _rate(told, "pushes"),
             "phases": _summaries(name, WORKER_PHASES, phases),
-            "time": _shares(told, "time"),
-            "now": _now(_part(told, "now")),
+            "time": _shares(values, "time"),
+            "now": _now(_part(values, "now")),
             "staleness": {
                 store: stale.summary((name, store))
-                for store in _part(told, "staleness")
+                for store in _part(values, "staleness")
             },
-            "slow_pulls": _shares(told, "stalls"),
-            "compilations": int(_number(gauges.get("compilations"))),
-            "cached_programs": int(_number(gauges.get("cached_programs"))),
-            "retries": int(_number(gauges.get("retries"))),
+            "slow_pulls": _shares(values, "stalls"),
         }
     if job == PS:
-        made |= {
-            **_summaries(name, PS_PHASES, phases),
-            "busy": _number(_part(told, "time").get("apply")),
-            "pulls_per_s": _rate(told, "pulls"),
-            "pushes_per_s": _rate(told, "pushes"),
-        }
+        busy = _number(_part(values, "time").get(Phase.APPLY))
+        made |= {**_summaries(name, PS_PHASES, phases), "busy": busy}
     return made
 
 
-def _heard_last(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
-    """The gauges of the worker that was handed closures last, of those that tell: what
-    the others know of the program is older."""
-    told = [_part(each, "gauges") for each in workers]
-    known = [gauges for gauges in told if "program_heard" in gauges]
-    return min(known, key=lambda each: _number(each["program_heard"]), default={})
+def _last_program(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+    """What the worker knows of the program that was handed closures last: what the
+    others know is older."""
+    known = [part for each in workers if (part := _part(each, "program"))]
+    return min(known, key=lambda part: _number(part.get("seconds")), default={})
 
 
 def _now(told: Mapping[str, Plain]) -> dict[str, Plain] | None:
@@ -165,16 +151,12 @@ def _shares(told: Mapping[str, Plain], name: str) -> dict[str, float]:
     return {what: _number(share) for what, share in _part(told, name).items()}
 
 
-def _rate(told: Mapping[str, Plain], name: str) -> float:
-    return _number(_part(told, "rates").get(name))
-
-
-def _windows(tasks: Mapping[str, TaskTold], part: str) -> dict[Window, Plain]:
+def _windows(tasks: Mapping[str, TaskReport], part: str) -> dict[Window, Plain]:
     """The windows of each `Windowed.plain` in that part of what the tasks told."""
     return {
         (name, key): windowed["recent"]
         for name, each in tasks.items()
-        for key, windowed in _part(each.told, part).items()
+        for key, windowed in _part(each.values, part).items()
         if isinstance(windowed, dict) and "recent" in windowed
     }
 
@@ -189,7 +171,7 @@ _WINDOWED = {"phases": Unit.SECONDS, "staleness": Unit.COUNTS}
 _AVERAGED = ("rates", "time", "stalls")
 
 
-def over(looks: Sequence[TaskTold]) -> TaskTold:
+def over(looks: Sequence[TaskReport]) -> TaskReport:
     """One task as all looks together have seen it; at the last one it is as it is.
 
     Raises:
@@ -197,14 +179,16 @@ def over(looks: Sequence[TaskTold]) -> TaskTold:
     """
     if not looks:
         raise ValueError("no look at the task")
-    told = [look.told for look in looks if look.told]
+    known = {str(n): look for n, look in enumerate(looks) if look.values}
     last = looks[-1]
-    if not told:
+    if not known:
         return last
+    told = [look.values for look in known.values()]
     made: dict[str, Plain] = dict(told[-1])
     for part, unit in _WINDOWED.items():
+        table = HistogramTable(_windows(known, part), unit)
         made[part] = {
-            name: {"recent": merged(_recent(told, part, name, unit), unit).plain()}
+            name: {"recent": table.merged((n, name) for n in known).plain()}
             for name in _names(told, part)
         }
     for part in _AVERAGED:
@@ -212,20 +196,8 @@ def over(looks: Sequence[TaskTold]) -> TaskTold:
             name: sum(_number(_part(each, part).get(name)) for each in told) / len(told)
             for name in _names(told, part)
         }
-    return TaskTold(last.state, last.address, last.last_error, made)
+    return replace(last, values=made)
 
 
 def _names(told: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
     return list(dict.fromkeys(name for each in told for name in _part(each, part)))
-
-
-def _recent(
-    told: Iterable[Mapping[str, Plain]], part: str, name: str, unit: Unit
-) -> Iterable[Histogram]:
-    for each in told:
-        try:
-            histogram = Histogram.from_plain(_part(each, part)[name]["recent"])
-        except (KeyError, TypeError, ValueError):  # of another version, or none
-            continue
-        if histogram.unit is unit:
-            yield histogram

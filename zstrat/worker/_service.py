@@ -26,9 +26,7 @@ from zstrat.errors import (
     StaleSessionError,
     WorkerLostError,
 )
-from zstrat.telemetry import log_file, resident_bytes
-from zstrat.transport import lanes, moved_bytes
-from zstrat.transport.health import TelemetryNotices
+from zstrat.transport.health import TelemetryNotices, process_report, process_totals
 from zstrat.wire import (
     CloseSession,
     Done,
@@ -116,7 +114,7 @@ class WorkerService:
         self._on_exit, self._on_crash = on_exit, on_crash
         self._is_alone, self._listen = is_alone, listen
         self._load, self._prepare, self._run_eager = load, prepare, run_eager
-        self._clock, self._started_at = clock, clock()
+        self._clock = clock
         self._ownership = Ownership(self._task)
         self._session: WorkerSession | None = None
         self.sessions = 0
@@ -355,14 +353,12 @@ class WorkerService:
             "job": self._me.job,
             "task": self._task,
             "incarnation": self._me.incarnation,
-            "uptime": self._clock() - self._started_at,
             "session": 0 if owner is None else owner.session,
             "owner": "" if owner is None else str(owner),
             "draining": self._refusal is not None,
-            "queued": 0 if session is None else session.queued,
+            "waiting": 0 if session is None else session.queued,
             "kept_results": 0 if session is None else len(session.results),
             "kept_bytes": 0 if session is None else session.results.nbytes,
-            "rss": resident_bytes(),
             "compilations": self._compilations.count,
             "compile_seconds": self._compilations.seconds,
             "platform": self._platform,
@@ -370,41 +366,26 @@ class WorkerService:
         }
         for name in _COUNTED:
             values[name] = self._counts[name]
-        values.update({} if session is None else session.runner.statistics())
+        if session is not None:
+            values |= session.runner.statistics()
+            values["retries"] = session.client.repeats
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """What `zstrat.telemetry.TaskTold` has of this worker: of its present session,
-        but for lanes and gauges, which are those of the process."""
+        """The values of `zstrat.telemetry.TaskReport`: of the present session, but for
+        those of the process."""
         session, now = self._session, self._clock()
-        values: dict[str, PlainTree] = {}
-        gauges: dict[str, PlainTree] = {
-            "memory": resident_bytes(),
-            "cpu_seconds": time.process_time(),
-            "waiting": 0 if session is None else session.queued,
-            "compilations": self._compilations.count,
-            "compile_seconds": self._compilations.seconds,
-        }
+        values = {**process_report(), "service": self.statistics()}
         if session is not None:
-            recorder = session.recorder
-            recorder.reach(self._sums(), now)
-            values |= recorder.plain(now, session.under_way)
-            gauges["cached_programs"] = session.runner.statistics()["programs"]
-            gauges |= session.program_left(now)
-            gauges["retries"] = session.client.repeats
-        values |= {"lanes": _plain_lanes(), "gauges": gauges, "log": log_file()}
+            session.recorder.reach(self._sums(), now)
+            values |= session.recorder.plain(now, session.under_way)
+            values["program"] = session.program_left(now)
         return values
 
     def _sums(self) -> dict[str, float]:
-        """Of which rates are told; of all sessions of this process."""
-        got, sent = moved_bytes()
-        counted = {name: self._counts[name] for name in ("pulls", "pushes")}
-        cpu = time.process_time()
-        return {**counted, "bytes_in": got, "bytes_out": sent, "cpu": cpu}
-
-
-def _plain_lanes() -> PlainTree:
-    return {name: dict(lane) for name, lane in lanes().items()}
+        """The totals whose rates are reported, of all sessions."""
+        pulls, pushes = self._counts["pulls"], self._counts["pushes"]
+        return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
 
 _COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")

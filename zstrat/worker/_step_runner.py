@@ -137,7 +137,7 @@ class StepRunner:
         return {
             "functions": len(functions),
             "traces": sum(function.trace_count for function in functions),
-            "programs": sum(function.programs.kept for function in functions),
+            "cached_programs": sum(function.programs.kept for function in functions),
             "layouts": len(self._layouts),
         }
 

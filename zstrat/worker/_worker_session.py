@@ -171,15 +171,15 @@ class WorkerSession:
         return self.runner.pipeline.under_way(self._heard)
 
     def program_left(self, now: float) -> dict[str, PlainTree]:
-        """``program_waiting`` and ``program_full``: what the program had left when it
-        sent closures last, ``program_heard`` seconds ago; nothing if it never has."""
+        """How many closures were ``waiting`` in the program when it last sent some,
+        ``seconds`` ago, and whether its queue was ``full``; empty if it never has."""
         if self._program is None:
             return {}
         heard, waiting, full = self._program
         return {
-            "program_heard": now - heard,
-            "program_waiting": waiting,
-            "program_full": full,
+            "seconds": now - heard,
+            "waiting": waiting,
+            "full": full,
         }
 
     # From the coordinator

@@ -241,9 +241,8 @@ def profile(
     browser. It ends by itself after ``steps`` or ``seconds``; training goes on.
 
     Args:
-        path: ``*.json`` (Chrome's trace events), ``*.json.gz``, ``*.pftrace``
-            (Perfetto's protobuf), or ``*.otlp.json`` (OpenTelemetry's spans). Its
-            folder is made if it is not there.
+        path: ``*.json`` (Chrome's trace events), or ``*.json.gz``, the same compressed.
+            Its folder is made if it is not there.
         steps: It ends when so many closures have ended.
         seconds: It ends after so long in any case.
         max_bytes: About how large the file may become, before it is compressed; of a

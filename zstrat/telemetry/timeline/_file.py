@@ -1,5 +1,5 @@
-"""The file of a time line: which format it has, how it comes to be there whole, and its
-JSON in the format of Chrome's traces, which Perfetto opens.
+"""The file of a time line: JSON in the format of Chrome's traces, which Perfetto opens,
+and how it comes to be there whole.
 
 What can be wrong with the place is found before anything is measured. What is written
 gets its name when it is complete, so that a full disk leaves what was there before.
@@ -19,15 +19,12 @@ import io
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO, cast
 
 from zstrat.paths import explained
 
-from ._otlp import write_otlp
 from ._picture import earliest, placed
-from ._protobuf import write_protobuf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,21 +34,20 @@ if TYPE_CHECKING:
     Event = dict[str, Any]
 
 
-SUFFIXES: Final = (".json", ".json.gz", ".pftrace", ".otlp.json")
+SUFFIXES: Final = (".json", ".json.gz")
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
     """Where the file will be, in full; its folder is made if it is not there.
 
     Raises:
-        ValueError: The name says no format.
+        ValueError: The name has another suffix.
         OSError: No file can be made there.
     """
     place = Path(path).absolute()
     if not place.name.endswith(SUFFIXES):
         raise ValueError(
-            f"a time line is written to a file *{', *'.join(SUFFIXES)} (JSON, the same "
-            "compressed, Perfetto's protobuf, OpenTelemetry's JSON); got "
+            f"a time line is written to a file *{' or *'.join(SUFFIXES)}; got "
             f"{os.fspath(path)!r}"
         )
     with explained("the time line", place):
@@ -64,7 +60,7 @@ def check_place(path: str | os.PathLike[str]) -> Path:
 
 
 def write_timeline(timeline: Timeline, place: Path) -> int:
-    """Writes the file in the format that its name says; returns its bytes.
+    """Writes the file, compressed if its name says so; returns its bytes.
 
     Raises:
         OSError: It cannot be written; what was there before is there still.
@@ -72,7 +68,7 @@ def write_timeline(timeline: Timeline, place: Path) -> int:
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            _write(timeline, place.name, file)
+            _write(timeline, file, packs=place.name.endswith(".gz"))
         os.replace(part, place)
     except BaseException:  # to the caller
         part.unlink(missing_ok=True)
@@ -80,29 +76,18 @@ def write_timeline(timeline: Timeline, place: Path) -> int:
     return place.stat().st_size
 
 
-def _write(timeline: Timeline, name: str, file: BinaryIO) -> None:
-    if name.endswith(".pftrace"):
-        write_protobuf(timeline, file)
-        return
-    packed = gzip.GzipFile(fileobj=file, mode="wb") if name.endswith(".gz") else None
+def _write(timeline: Timeline, file: BinaryIO, *, packs: bool) -> None:
+    packed = gzip.GzipFile(fileobj=file, mode="wb") if packs else None
     with packed or contextlib.nullcontext(file) as raw:
         text = io.TextIOWrapper(cast("BinaryIO", raw), "utf-8", write_through=True)
-        if name.endswith((".otlp.json", ".otlp.json.gz")):
-            write_otlp(timeline, text, time.time() - time.monotonic())
-        else:
-            write_json(timeline, text)
+        _write_json(timeline, text)
         text.detach()
 
 
 CATEGORY: Final = "zstrat"
 
 
-def write_json(timeline: Timeline, file: TextIO) -> None:
-    """Writes it event by event.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+def _write_json(timeline: Timeline, file: TextIO) -> None:
     about = json.dumps(timeline.about)
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [')
     between = "\n"
@@ -140,21 +125,12 @@ def _of_task(
         yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
         for span, begin, end in placed(row, start):
             place = {"pid": pid, "tid": tid, "ts": begin / 1e3}
-            yield {**_complete(span, end - begin), **place}
+            took = {"dur": (end - begin) / 1e3, "args": dict(span.details)}
+            yield {"ph": "X", "name": span.name, "cat": CATEGORY, **took, **place}
             for tip in arrows.get(id(span), ()):
                 yield {**tip, **place}
     for curve in task.curves:
         yield from _counts(pid, curve, start)
-
-
-def _complete(span: TimelineSpan, nanoseconds: int) -> Event:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": CATEGORY,
-        "dur": nanoseconds / 1e3,
-        "args": dict(span.details),
-    }
 
 
 def _counts(pid: int, curve: TimelineCurve, start: float) -> Iterator[Event]:

@@ -81,15 +81,6 @@ def from_jax_columns(columns: Sequence[np.ndarray]) -> JaxEvents:
     return JaxEvents(events, str(words))
 
 
-class Dispatched(NamedTuple):
-    """Closures that were sent to a worker in one message, and when that was made."""
-
-    worker: str
-    closures: int
-    began: float
-    ended: float
-
-
 @final
 class ProgramNotes:
     """What the program notes for one time line. Times are those of `time.monotonic`.
@@ -120,7 +111,8 @@ class ProgramNotes:
         self._limit: Final = limit
         self.scheduled: Final[list[tuple[int, float, float]]] = []
         """Step, and the begin and end of the call that has put it into the queue."""
-        self.dispatched: Final[list[Dispatched]] = []
+        self.dispatched: Final[list[tuple[str, int, float, float]]] = []
+        """Worker, number of closures, and the begin and end of making the message."""
         self.ended: Final[list[tuple[int, float]]] = []
         """How many closures a worker has reported as ended, and when."""
         self.fetched: Final[list[tuple[float, float]]] = []
@@ -138,7 +130,7 @@ class ProgramNotes:
     def dispatch(self, worker: str, closures: int, began: float, ended: float) -> None:
         """Notes that closures were sent to a worker."""
         if self._has_room(len(self.dispatched)):
-            self.dispatched.append(Dispatched(worker, closures, began, ended))
+            self.dispatched.append((worker, closures, began, ended))
 
     def end(self, closures: int, now: float) -> None:
         """Notes that a worker has reported so many closures as ended."""

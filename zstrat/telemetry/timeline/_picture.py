@@ -1,4 +1,4 @@
-"""What a time line shows, whatever file it is written to.
+"""What a time line shows, in a file or as spans of OpenTelemetry.
 
 A *row* belongs to a task and has spans one after the other; what overlaps is put into
 several rows (`without_overlaps`). An arrow leads from one span to another one. A curve

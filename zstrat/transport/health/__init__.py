@@ -5,12 +5,12 @@ from ._http import BadRequest as BadRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
-from ._metrics import HISTOGRAMS as HISTOGRAMS
-from ._metrics import METRICS as METRICS
 from ._page import PageToken as PageToken
 from ._picture import RunLook as RunLook
 from ._picture import RunPicture as RunPicture
 from ._register import TelemetryNotices as TelemetryNotices
+from ._register import process_report as process_report
+from ._register import process_totals as process_totals
 from ._register import register as register
 from ._register import unregister as unregister
 from ._served import HealthServer as HealthServer

@@ -1,4 +1,4 @@
-"""The counts of a process as Prometheus reads them.
+"""The numbers of a process as Prometheus reads them.
 
 Law of the file: what is here is counts and sizes under the name of a task; names,
 addresses and versions are in one metric, ``zstrat_task_info``, and what a program calls
@@ -7,12 +7,12 @@ its numbers in ``zstrat_scalar``; both are left out where other machines can ask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ._metrics import HISTOGRAMS, METRICS, WORKER_METRICS, Metric
+from zstrat.telemetry import EDGES, Histogram, Kind, Metric, Unit, metrics_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from zstrat.wire import PlainTree
 
@@ -24,13 +24,11 @@ EXTRA: Final = (
 Told = tuple[str, "Mapping[str, PlainTree]"]
 """The name of a task, and its statistics."""
 
-
-def number_at(values: Mapping[str, PlainTree], path: Sequence[str]) -> float | None:
-    """The number at ``path``; None if there is none."""
-    value: PlainTree = dict(values)
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+_LABELS: Final = {"phases": "phase", "staleness": "store"}
+"""What tells the histograms of a metric apart."""
+_EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
+"""Where their buckets end, as powers of two. Ours are four times as fine; each bucket
+is a series of its own there, and there is none for what hardly any step takes."""
 
 
 def exposition(told: Iterable[Told], accept: str, *, names: bool) -> tuple[str, str]:
@@ -56,118 +54,116 @@ def exposition(told: Iterable[Told], accept: str, *, names: bool) -> tuple[str, 
     return encode(registry).decode(), kind
 
 
+class Sample(NamedTuple):
+    """One value of a family: what ``add_metric`` of prometheus_client takes behind the
+    labels. ``kind`` None is an info. Its task is one more label, the first."""
+
+    kind: Kind | None
+    name: str
+    words: str
+    value: tuple[Any, ...]
+    labels: Mapping[str, str]
+
+
 class _Collector:
     """What prometheus_client asks for the metrics of one scrape."""
 
     def __init__(self, told: list[Told], names: bool) -> None:
         self._told, self._names = told, names
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterable[Any]:
         from prometheus_client import core
 
+        made_by = {
+            Kind.COUNTER: core.CounterMetricFamily,
+            Kind.GAUGE: core.GaugeMetricFamily,
+            Kind.HISTOGRAM: core.HistogramMetricFamily,
+            None: core.InfoMetricFamily,
+        }
         families: dict[str, Any] = {}
-
-        def add(metric: Metric, value: float | None, **labels: str) -> None:
-            if value is None:
-                return
-            if metric.name not in families:
-                made = (
-                    core.CounterMetricFamily
-                    if metric.is_counter
-                    else core.GaugeMetricFamily
-                )
-                families[metric.name] = made(
-                    metric.name, metric.words, labels=list(labels)
-                )
-            families[metric.name].add_metric(list(labels.values()), value)
-
-        yield from self._histograms()
-        yield self._lanes()
         for task, values in self._told:
-            for metric in METRICS.get(task.partition(":")[0], ()):
-                add(metric, number_at(values, metric.path), task=task)
-            for worker, seen in _members(values):
-                for metric in WORKER_METRICS:
-                    add(metric, number_at(seen, metric.path), task=task, worker=worker)
-        yield from families.values()
-        if self._names:
-            yield self._scalars()
-            yield self._info()
-
-    def _histograms(self) -> Iterator[Any]:
-        from prometheus_client import core
-
-        for metric in HISTOGRAMS:
-            family = core.HistogramMetricFamily(
-                metric.name, metric.words, labels=["task", metric.label]
-            )
-            for task, values in self._told:
-                for name, windowed in _dict(values, metric.key).items():
-                    whole = windowed.get("total") if isinstance(windowed, dict) else 0
-                    if (found := metric.below(whole)) is not None:
-                        family.add_metric([task, name], *found)
-            if family.samples:
-                yield family
-
-    def _lanes(self) -> Any:
-        from prometheus_client import core
-
-        family = core.CounterMetricFamily(
-            "zstrat_lane_bytes",
-            "Of messages, by the way they take.",
-            labels=["task", "lane", "direction"],
-        )
-        for task, values in self._told:
-            for lane in (lanes := _dict(values, "lanes")):
-                for direction, amount in _dict(lanes, lane).items():
-                    if isinstance(amount, int | float):
-                        family.add_metric([task, lane, direction], float(amount))
-        return family
-
-    def _scalars(self) -> Any:
-        """The last points of what `log_scalar` was given."""
-        from prometheus_client import core
-
-        family = core.GaugeMetricFamily(
-            "zstrat_scalar", "As zs.log_scalar was told last.", labels=["task", "name"]
-        )
-        for task, values in self._told:
-            scalars = _dict(_dict(values, "coordinator"), "scalars")
-            for name, points in scalars.items():
-                last = points[-1] if isinstance(points, list) and points else None
-                value = last[2] if isinstance(last, list) else None
-                if isinstance(value, int | float):
-                    family.add_metric([task, name], float(value))
-        return family
-
-    def _info(self) -> Any:
-        from prometheus_client import core
-
-        keys = ("address", "host", "incarnation", "pid")
-        family = core.InfoMetricFamily(
-            "zstrat_task", "Where a task is, and what it runs.", labels=["task"]
-        )
-        for task, values in self._told:
-            about = values.get("task")
-            if isinstance(about, dict):
-                told = {key: str(about[key]) for key in keys if key in about}
-                versions = about.get("versions")
-                if isinstance(versions, dict):
-                    told |= {name: str(each) for name, each in versions.items()}
-                family.add_metric([task], told)
-        return family
+            samples = [*_numbers(task, values), *_lanes(values)]
+            samples += [*_scalars(values), *_about(values)] if self._names else []
+            for kind, name, words, value, labels in samples:
+                if name not in families:
+                    make, names = made_by[kind], ["task", *labels]
+                    families[name] = make(name, words, labels=names)
+                families[name].add_metric([task, *labels.values()], *value)
+        return families.values()
 
 
-def _dict(values: Mapping[str, PlainTree], key: str) -> Mapping[str, PlainTree]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _members(
-    values: Mapping[str, PlainTree],
-) -> Iterator[tuple[str, dict[str, PlainTree]]]:
-    """The workers of a program, "worker:0" and what it knows of it."""
+def _numbers(task: str, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    for metric in metrics_of(task.partition(":")[0]):
+        if metric.kind is Kind.HISTOGRAM:
+            yield from _histograms(metric, values)
+        else:
+            yield from _number(metric, values, {})
     for name, seen in _dict(_dict(values, "coordinator"), "workers").items():
         if isinstance(seen, dict):
-            index = name.rpartition(":")[2]
-            yield f"worker:{index}", seen
+            worker = {"worker": f"worker:{name.rpartition(':')[2]}"}
+            for metric in metrics_of("member"):
+                yield from _number(metric, seen, worker)
+
+
+def _number(
+    metric: Metric, values: Mapping[str, PlainTree], labels: Mapping[str, str]
+) -> Iterator[Sample]:
+    found = metric.find(values)
+    if found is not None and metric.prometheus:
+        yield Sample(metric.kind, metric.prometheus, metric.help, (found,), labels)
+
+
+def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    """Of each histogram how many values are not above each edge, and their sum."""
+    ends, whole = EDGES[metric.unit], 0 if metric.unit is Unit.SECONDS else 1
+    for name, windowed in _dict(values, metric.name).items():
+        try:
+            found = Histogram.from_plain(windowed["total"])  # type: ignore[arg-type,call-overload,index]
+        except (LookupError, TypeError, ValueError):  # of a task of another version
+            continue
+        if found.unit is not metric.unit:
+            continue
+        sums = found.counts.cumsum()
+        # Counts are whole: not above 7 is what is below 8.
+        below = [
+            (str(2.0**power - whole), float(sums[ends.index(2.0**power)]))
+            for power in _EDGES[metric.unit]
+        ]
+        value = [*below, ("+Inf", float(found.count))], found.total
+        labels = {_LABELS[metric.name]: name}
+        yield Sample(metric.kind, metric.prometheus, metric.help, value, labels)
+
+
+def _lanes(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    for lane in (lanes := _dict(values, "lanes")):
+        for direction, amount in _dict(lanes, lane).items():
+            if isinstance(amount, int | float):
+                labels = {"lane": lane, "direction": direction}
+                words = "Of messages, by the way they take."
+                value = (float(amount),)
+                yield Sample(Kind.COUNTER, "zstrat_lane_bytes", words, value, labels)
+
+
+def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    """The last points of what `log_scalar` was given."""
+    for name, points in _dict(_dict(values, "coordinator"), "scalars").items():
+        last = points[-1] if isinstance(points, list) and points else None
+        value = last[2] if isinstance(last, list) else None
+        if isinstance(value, int | float):
+            words, labels = "As zs.log_scalar was told last.", {"name": name}
+            yield Sample(Kind.GAUGE, "zstrat_scalar", words, (float(value),), labels)
+
+
+def _about(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    if task := _dict(values, "task"):
+        keys = ("address", "host", "incarnation", "pid")
+        told = {key: task[key] for key in keys if key in task}
+        told |= _dict(task, "versions")
+        value = ({name: str(each) for name, each in told.items()},)
+        words = "Where a task is, and what it runs."
+        yield Sample(None, "zstrat_task", words, value, {})
+
+
+def _dict(values: Mapping[str, PlainTree], key: str) -> dict[str, PlainTree]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}

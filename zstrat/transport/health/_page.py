@@ -22,12 +22,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 import re
 import secrets
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Final, final
 from urllib.parse import parse_qs
+
+from zstrat.telemetry import COLUMNS, Kind, task_metrics
 
 from ._http import HttpAnswer
 
@@ -94,7 +97,14 @@ _SCRIPTS: Final = ("charts.js", "page.js")
 def document() -> HttpAnswer:
     """The page, as it is answered."""
     style = f"\n{_asset('page.css')}"
-    script = "\n" + "\n".join(map(_asset, _SCRIPTS))
+    known = {each.name: each for job in ("ps", "worker") for each in task_metrics(job)}
+    numbers = [
+        [heading, name, known[name].unit, known[name].kind is Kind.RATE]
+        for name, heading in COLUMNS.items()
+        if heading
+    ]
+    parts = [f"const NUMBERS = {json.dumps(numbers)};", *map(_asset, _SCRIPTS)]
+    script = "\n" + "\n".join(parts)
     text = _asset("page.html").replace("{style}", style).replace("{script}", script)
     policy = (
         "default-src 'none'",

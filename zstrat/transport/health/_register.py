@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
 from zstrat.errors import BusyError, PeerLostError
-from zstrat.telemetry import RECENT
+from zstrat.telemetry import RECENT, log_file, resident_bytes
+from zstrat.transport._traffic import lanes, moved_bytes
 from zstrat.wire import Telemetry
 
 if TYPE_CHECKING:
@@ -234,5 +236,23 @@ class TelemetryNotices:
 def _goes_on(values: Mapping[str, PlainTree]) -> bool:
     """Bytes do not count: this sends some itself."""
     rates = values.get("rates")
-    told = rates if isinstance(rates, dict) else {}
-    return bool(values.get("now")) or any(map(told.get, ("steps", "pulls", "pushes")))
+    counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
+    goes_on = isinstance(rates, dict) and any(map(rates.get, counted))
+    return goes_on or bool(values.get("now"))
+
+
+def process_report() -> dict[str, PlainTree]:
+    """What a task reports of its process: ``process``, ``lanes`` and ``log``."""
+    memory, seconds = resident_bytes(), time.process_time()
+    return {
+        "process": {"memory": memory, "cpu_seconds": seconds},
+        "lanes": {name: dict(lane) for name, lane in lanes().items()},
+        "log": log_file(),
+    }
+
+
+def process_totals() -> dict[str, float]:
+    """The totals of this process whose rates a task reports."""
+    got, sent = moved_bytes()
+    cores = time.process_time()
+    return {"bytes_in_per_s": got, "bytes_out_per_s": sent, "cores": cores}

@@ -19,7 +19,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from zstrat.telemetry import TaskTold, report
+from zstrat.telemetry import TaskReport, report
 
 from ._picture import RunLook, RunPicture
 from ._register import REGISTER
@@ -183,6 +183,6 @@ def _of_task(name: str, told: Mapping[str, PlainTree]) -> Metrics:
     """A run of which this process sees one task only: itself."""
     about = told.get("task")
     known = about if isinstance(about, dict) else {}
-    task = TaskTold("open", str(known.get("address", "")), "", told)
+    task = TaskReport("open", str(known.get("address", "")), "", told)
     uptime = known.get("uptime")
     return {"seconds": uptime, **report({name: task})}

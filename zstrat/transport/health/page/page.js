@@ -233,19 +233,15 @@ function showMemory(tasks) {
   )), bytes);
 }
 
-/* Heading, kind, and what a task has there: a number with its words, or words. */
+/* By unit: how a number is shown, and one per second. */
+const WORDS = { counts: [plain, plain], bytes: [bytes, bytesPerSecond], seconds: [seconds, percent] };
+
+/* Heading, kind, and what a task has there: a number with its words, or words. `NUMBERS` are
+   those of zstrat.telemetry. */
 const COLUMNS = [
   ["Task", "", (name) => name],
   ["State", "state", (name, task, howLong) => `${task.state === "open" ? "●" : task.state === "lost" ? "✕" : "○"} ${task.state}${isThere(task.state) ? "" : ` ${howLong}`}`],
-  ["Steps/s", "number", (name, task) => [task.steps_per_s, plain]],
-  ["Waiting", "number", (name, task) => [task.waiting, plain]],
-  ["Pulls/s", "number", (name, task) => [task.pulls_per_s, plain]],
-  ["Pushes/s", "number", (name, task) => [task.pushes_per_s, plain]],
-  ["In", "number", (name, task) => [task.bytes_in_per_s, bytesPerSecond]],
-  ["Out", "number", (name, task) => [task.bytes_out_per_s, bytesPerSecond]],
-  ["Memory", "number", (name, task) => [task.memory, bytes]],
-  ["Processor", "number", (name, task) => [task.cores, percent]],
-  ["Compiled", "number", (name, task) => [task.compilations, plain]],
+  ...NUMBERS.map(([title, key, unit, isRate]) => [title, "number", (name, task) => [task[key], WORDS[unit][Number(isRate)]]]),
   ["Address", "place", (name, task) => task.address ?? ""],
   ["Last error, log file", "words", (name, task) => [task.last_error, task.log].filter(Boolean).join("\n")],
 ];

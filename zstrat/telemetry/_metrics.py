@@ -1,0 +1,251 @@
+"""Every number that a process reports: its name, unit, kind and meaning, in one table.
+
+A task reports each number once, in a part: ``service`` (what it serves), ``process``,
+``rates``, ``task``, ``endpoint`` or ``groups``; a program has ``coordinator``.
+`METRICS` says where each is, and what Prometheus calls it. Those of `COLUMNS` are in
+the ``tasks`` of `ClusterCoordinator.metrics`, under the same name; with a heading they
+are columns of the page and of ``zstrat top``.
+
+To add a number, put it into a part where it is counted, and add a line here. All that
+shows numbers is made from these two tables; ``make metrics`` writes that of
+docs/observing.md.
+
+Law of the file: each help text is read alone, as Prometheus shows it, and says of what
+it is. Names are public: dashboards rely on them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from ._histogram import Plain, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Kind(enum.Enum):
+    """How a number changes."""
+
+    GAUGE = enum.auto()
+    COUNTER = enum.auto()
+    """Only grows while the task lives; in Prometheus the word total ends its name."""
+    HISTOGRAM = enum.auto()
+    """Several `Windowed`, by phase or store; without a number of its own."""
+    RATE = enum.auto()
+    """Growth per second of late (`zstrat.telemetry.Rate`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of what a process reports.
+
+    Args:
+        name: Its key in `ClusterCoordinator.metrics`.
+        unit: Of a rate, what it has per second.
+        help: What it is.
+        of: The jobs that report it. A program that shares the parameter servers of a
+            chief has none of the cluster's jobs, and is called "program"; a worker as
+            its program sees it is a "member".
+        path: Where it is in their report.
+        prometheus: Its name there; "" if it is not exported.
+    """
+
+    name: str
+    unit: Unit
+    kind: Kind
+    help: str
+    of: tuple[str, ...]
+    path: tuple[str, ...]
+    prometheus: str
+
+    def find(self, values: Mapping[str, Plain]) -> float | None:
+        """The number in what a process reports; None if it is not there, or not
+        finite."""
+        value: Plain = values
+        for key in self.path:
+            value = value.get(key) if isinstance(value, dict) else None
+        known = isinstance(value, int | float) and math.isfinite(value)
+        return value if known else None
+
+
+def _read(table: str) -> tuple[Metric, ...]:
+    """The metrics of a table.
+
+    Args:
+        table: "[jobs] part" heads the numbers of one part of what these jobs report. A
+            number is a line: where it is in the part, with a + before it if it is a
+            counter, a * if it is histograms, and its unit behind a colon if it does
+            not just count; what Prometheus calls it behind ``zstrat_``, or -; and the
+            help.
+    """
+    found, jobs, part = [], "", ""
+    for line in table.strip().splitlines():
+        if line.startswith("["):
+            jobs, _, part = line[1:].partition("]")
+            continue
+        place, prometheus, words = line.split(maxsplit=2)
+        kind = {"+": Kind.COUNTER, "*": Kind.HISTOGRAM}.get(place[0], Kind.GAUGE)
+        place, _, unit = place.lstrip("+*").partition(":")
+        path = *part.split(), *place.split(".")
+        found.append(
+            Metric(
+                path[-1],
+                Unit(unit or Unit.COUNTS),
+                Kind.RATE if path[0] == "rates" else kind,
+                words,
+                tuple(jobs.split()),
+                path,
+                "" if prometheus == "-" else f"zstrat_{prometheus}",
+            )
+        )
+    return tuple(found)
+
+
+METRICS: Final = _read("""
+[worker] rates
+steps_per_s - Steps that ended per second.
+examples_per_s - Elements that steps drew from datasets per second, or None.
+[ps worker] rates
+pulls_per_s - Requests for values per second.
+pushes_per_s - Requests that update per second.
+bytes_in_per_s:bytes - Bytes that its process received per second.
+bytes_out_per_s:bytes - Bytes that its process sent per second.
+cores:seconds - Seconds that its process ran per second: 1.5 is one core and a half.
+[ps worker] process
+memory:bytes memory_bytes Bytes of its process in RAM.
++cpu_seconds:seconds cpu_seconds Seconds that all threads of its process have run.
+[ps worker]
+*phases:seconds phase_seconds \
+    Seconds of the phases of a step on a worker, or of a request on a server.
+*staleness staleness_versions \
+    Versions between the pull of a value and the push made with it.
+task.uptime:seconds uptime_seconds Seconds since the task began.
+endpoint.handlers requests_open Requests that are being answered.
++endpoint.counts.greetings greetings Connections that were let in.
++endpoint.counts.messages messages Messages that came.
++endpoint.counts.refused refused Connections that were refused.
++endpoint.counts.impostors impostors \
+    Connections refused as they claimed to be another task.
++endpoint.counts.newcomers newcomers Connections refused as too many came at a time.
++endpoint.counts.probes probes Connections that said nothing.
+endpoint.pool.leases pool_leases Arrays that lie in pooled memory.
+endpoint.pool.idle_bytes:bytes pool_idle_bytes Bytes of pooled memory that nothing uses.
+groups.generations collective_groups Groups that the task is a member of.
+[ps] service
+owner_alive ps_owned 1 while a program holds the server.
+variables ps_variables Variables, and parts of variables, that it holds.
+bytes:bytes ps_value_bytes Bytes of the values of variables.
+held_bytes:bytes ps_held_bytes Bytes of values, and of old versions still read.
+slot_bytes:bytes ps_slot_bytes Bytes that optimizers keep beside the values.
+optimizers ps_optimizers Optimizers that move variables.
+programs ps_programs Compiled programs of updates.
+waiting ps_waiting Requests that wait for a variable.
+remembered_steps ps_remembered_steps Steps remembered to know a push that comes twice.
+snapshots ps_snapshots Snapshots that are being read for checkpoints.
+undo_bytes:bytes ps_undo_bytes Bytes of old rows kept for snapshots.
+replication.view ps_view Number of the view, which grows as copies change.
+replication.behind ps_backup_behind Changes that the backup has not got yet.
+replication.log_bytes:bytes ps_log_bytes \
+    Bytes of changes that the backup has not got yet.
+replication.unacknowledged ps_unacknowledged \
+    Updates that the backup has not acknowledged.
++pulls ps_pulls Requests for values.
++reads ps_reads Values that were read.
++unchanged ps_unchanged Values that the reader had already.
++rows ps_rows Rows of tables that were read.
++pushes ps_pushes Requests that update.
++updates ps_updates Updates that were applied.
++duplicates ps_duplicates Pushes that came twice, and were applied once.
++failed ps_failed Requests that failed.
+[worker] service
+draining worker_draining 1 while the worker ends.
+waiting worker_queued Closures that wait to run.
+kept_results worker_kept_results Results that nobody has fetched.
+kept_bytes:bytes worker_kept_bytes Bytes of results that nobody has fetched.
+devices worker_devices Devices that it computes on.
+functions worker_functions Functions that it was sent.
+layouts worker_layouts Arrangements of arguments that it knows.
+cached_programs worker_programs Compiled programs of steps.
++done worker_done Closures that ended well.
++failed worker_failed Closures that raised.
++cancelled worker_cancelled Closures that were cancelled.
++duplicates worker_duplicates Closures that came twice, and ran once.
++pushes worker_pushes Requests to parameter servers that update.
++pulls worker_pulls Requests to parameter servers for values.
++traces worker_traces Traces of step functions.
++compilations worker_compilations Compilations by XLA.
++compile_seconds:seconds worker_compile_seconds Seconds of compilations by XLA.
++retries worker_retries Requests to parameter servers that were sent again.
+[chief program] coordinator
+queued_closures queued_closures Closures that no worker has been given.
+queue_full queue_full 1 while schedule() has to wait.
+inflight_closures inflight_closures Closures that workers have.
++scheduled_closures scheduled_closures Closures scheduled so far.
+steps_per_s steps_per_second Steps a second, of the last seconds.
+examples_per_s examples_per_second Examples drawn a second, of the last seconds.
+seconds:seconds session_seconds Seconds since the session began.
++fetches fetches Results that were brought.
++traces traces Traces of step functions.
++dispatches dispatches Messages to workers.
++turns dispatch_turns Turns of the loop that dispatches.
++stale_completions stale_completions Completions of closures that were given up before.
++ps_restores ps_restores Parameter servers filled again from a checkpoint.
++steps_lost steps_lost Steps whose updates were lost with their server.
++failovers failovers Backups that took the place of a primary.
+stores_without_backup stores_without_backup \
+    Stores of parameter servers that are not known to have a backup now.
++stores_moved stores_moved Stores that were moved to another process.
++workers_added workers_added Workers that came while the program ran.
++workers_moved workers_moved Workers that came back at another address.
++workers_removed workers_removed Workers that were removed.
++resolver_questions resolver_questions How often the resolver was asked who is there.
++resolver_errors resolver_errors How often the resolver had no answer.
++recoverable_worker_failures worker_losses Losses of workers that the program survived.
+[member]
+in_flight coordinator_worker_in_flight Closures a worker has.
++completed coordinator_worker_completed Closures a worker did.
++losses coordinator_worker_losses How often a worker was lost.
+""")
+"""All of them."""
+
+COLUMNS: Final = {
+    "steps_per_s": "Steps/s",
+    "examples_per_s": "",
+    "waiting": "Waiting",
+    "pulls_per_s": "Pulls/s",
+    "pushes_per_s": "Pushes/s",
+    "bytes_in_per_s": "In",
+    "bytes_out_per_s": "Out",
+    "memory": "Memory",
+    "cpu_seconds": "",
+    "cores": "Processor",
+    "compilations": "Compiled",
+    "cached_programs": "",
+    "retries": "",
+}
+"""The numbers that `ClusterCoordinator.metrics` has of a task, by name, with the
+heading of their column on the page, if there is one."""
+
+
+@cache
+def metrics_of(job: str) -> tuple[Metric, ...]:
+    """What a process of this job reports."""
+    return tuple(metric for metric in METRICS if job in metric.of)
+
+
+@cache
+def task_metrics(job: str) -> tuple[Metric, ...]:
+    """Those of `COLUMNS` that a task of this job reports, in their order."""
+    known = {metric.name: metric for metric in metrics_of(job)}
+    return tuple(known[name] for name in COLUMNS if name in known)
+
+
+def task_numbers(job: str, values: Mapping[str, Plain]) -> dict[str, float]:
+    """The numbers that `ClusterCoordinator.metrics` has of one task, by name: 0 for
+    one that the task has not reported."""
+    return {each.name: each.find(values) or 0 for each in task_metrics(job)}
