@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar, final
+from weakref import WeakKeyDictionary
 
 from zstrat.errors import BusyError, HeldError
 from zstrat.wire import CloseSession, JoinSession, OpenSession
@@ -192,8 +194,16 @@ class SessionRequest:
             self._on_answer(sent)
 
 
+_last_sent: WeakKeyDictionary[asyncio.AbstractEventLoop, float] = WeakKeyDictionary()
+
+
 def _sent_now(message: Sent) -> Sent:
-    return replace(message, sent=asyncio.get_running_loop().time())
+    """The message with a time that no message before has: uvloop's clock stands still
+    for a millisecond, in which a task may be let go and taken again."""
+    loop = asyncio.get_running_loop()
+    sent = max(loop.time(), math.nextafter(_last_sent.get(loop, 0.0), math.inf))
+    _last_sent[loop] = sent
+    return replace(message, sent=sent)
 
 
 def _ignore_outcome(answer: asyncio.Future[Message]) -> None:
