@@ -1,26 +1,20 @@
 """Values of which each device has its replica's, reduced where they lie.
 
-One program for all values and all their devices: it packs the values, adds each pack by
-an all-reduce, which XLA carries out as the devices hang together, and takes the packs
-apart. A pack is many values as one flat array, so that few large arrays travel in place
-of many small ones. Then each device has the result, and nothing is copied but to
-devices that had no value.
+One program for all values and all their devices adds them by one all-reduce, which XLA
+carries out as the devices are connected, and cuts or combines as it likes. Then each
+device has the result, and nothing is copied but to devices that had no value.
 
 Laws of the file: no value is brought to another device to be reduced there; a value
-whose parts share a device is not reduced here. All replicas pack alike, so an element
-meets its like in the packs of the others.
+whose parts share a device is not reduced here.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from zstrat.collectives import ReduceOp
@@ -43,60 +37,11 @@ from zstrat.strategy.replica._spread import (
 from zstrat.variables import is_staging
 
 from ._places import places, put
-from ._values import concatenate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from jax.sharding import Mesh
-
-    from zstrat.strategy.replica._columns import Column
-
-
-def in_packs(
-    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
-) -> list[Any]:
-    """What ``total`` makes of each column; if ``count`` is not 0, of that many packs of
-    all columns that may share an array.
-
-    ``total`` computes with each element by itself, so it does not matter in which pack
-    an element is.
-    """
-    if not columns or count == 0:
-        return [total(column) for column in columns]
-    groups: dict[Any, list[int]] = {}
-    for number, parts in enumerate(columns):
-        # What is not distributed is a column of one part.
-        groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
-    found: dict[int, Any] = {}
-    for numbers in groups.values():
-        pieces = _packed([columns[n] for n in numbers], count, total)
-        found.update(zip(numbers, pieces, strict=True))
-    return [found[n] for n in range(len(columns))]
-
-
-def _packed(
-    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
-) -> list[Any]:
-    """`in_packs` of columns of one dtype and length. The packs are equal, but the last
-    one has the remainder, too."""
-    flat = [
-        concatenate([part.reshape(-1) for part in parts], 0)
-        for parts in zip(*columns, strict=True)
-    ]
-    size = flat[0].size // count
-    packs = zip(*[_cut(x, [size * n for n in range(count)]) for x in flat], strict=True)
-    whole = concatenate([total(pack).reshape(-1) for pack in packs], 0)
-    shapes = [np.shape(column[0]) for column in columns]
-    ends = [*itertools.accumulate(map(math.prod, shapes))]
-    pieces = _cut(whole, [0, *ends[:-1]])
-    return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
-
-
-def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
-    """The array in pieces, each of which begins at one of ``starts``."""
-    ends = [*starts[1:], array.size]
-    return [array[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 # jax's stubs leave these untyped.
@@ -105,15 +50,10 @@ _psum: Final[Any] = jax.lax.psum
 
 
 def all_reduced(
-    op: ReduceOp, values: Sequence[DistributedValues], packs: int
+    op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
     """The sums or means of those values, by number, that lie on devices of their own:
-    on each of these. Those on the same devices are one program.
-
-    Args:
-        packs: Of how many arrays those of one dtype are made; 0 leaves them as they
-            are.
-    """
+    on each of these. Those on the same devices are one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
         if (apart := spread_out(value)) is not None:
@@ -123,7 +63,7 @@ def all_reduced(
     for mesh, mine in groups.items():
         stacked = tuple([x.stacked for x in mine.values()])
         arrays = [x.array for x in mine.values()]
-        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN, packs)
+        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
         for number, total, flag in zip(
             mine, settled(totals, totals), stacked, strict=True
         ):
@@ -208,18 +148,14 @@ def _reduced(
     mesh: Mesh,
     stacked: tuple[bool, ...],
     mean: bool,
-    packs: int,
 ) -> list[jax.Array]:
     """Adds up arrays of which each device has its replica's part; each device gets the
     sum or the mean."""
 
-    def total(parts: Column) -> jax.Array:
-        summed: jax.Array = _psum(parts[0], AXIS)
-        return summed / mesh.size if mean else summed
-
     def on_each(*blocks: jax.Array) -> list[jax.Array]:
         mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
-        found = in_packs([(summable(x, mean=mean),) for x in mine], packs, total)
+        sums = _psum([summable(x, mean=mean) for x in mine], AXIS)
+        found = [x / mesh.size for x in sums] if mean else sums
         return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
 
     over = jax.shard_map(
@@ -234,4 +170,4 @@ def _reduced(
     return found
 
 
-reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_reduced)
+reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_reduced)
