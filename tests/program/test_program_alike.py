@@ -215,6 +215,11 @@ def asked_number(beside):
     return lambda v: id(v) in numbers
 
 
+def asked_function_of_c(beside):
+    is_mine = {id(beside.mine)}.__contains__
+    return lambda v: is_mine(id(v))
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -225,6 +230,7 @@ def asked_number(beside):
         asked_method,
         asked_deque,
         asked_number,
+        asked_function_of_c,
     ],
 )
 def test_a_body_that_compares_with_what_it_reaches(home, asked):
