@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import AXIS
-from zstrat.strategy.replica._columns import summable
+from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
     Mirrored,
@@ -29,6 +27,7 @@ from zstrat.strategy.replica._per_replica import (
 )
 from zstrat.strategy.replica._spread import (
     Spread,
+    mapped_over,
     mesh_of,
     mesh_over,
     one_array,
@@ -42,11 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jax.sharding import Mesh
-
-
-# jax's stubs leave these untyped.
-_spec: Final[Any] = PartitionSpec
-_psum: Final[Any] = jax.lax.psum
 
 
 def all_reduced(
@@ -64,10 +58,9 @@ def all_reduced(
         stacked = tuple([x.stacked for x in mine.values()])
         arrays = [x.array for x in mine.values()]
         totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
-        for number, total, flag in zip(
-            mine, settled(totals, totals), stacked, strict=True
-        ):
-            found[number] = Mirrored.of_whole(total, mesh.size, stacked=flag)
+        for number, total in zip(mine, settled(totals, totals), strict=True):
+            is_scalar = total.shape == (mesh.size,) and mine[number].stacked
+            found[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
     return found
 
 
@@ -144,30 +137,18 @@ def _is_addable(array: jax.Array) -> bool:
 
 
 def _reduced(
-    arrays: Sequence[jax.Array],
-    mesh: Mesh,
-    stacked: tuple[bool, ...],
-    mean: bool,
+    arrays: Sequence[jax.Array], mesh: Mesh, stacked: tuple[bool, ...], mean: bool
 ) -> list[jax.Array]:
     """Adds up arrays of which each device has its replica's part; each device gets the
     sum or the mean."""
+    team = Team(mesh.size)
 
-    def on_each(*blocks: jax.Array) -> list[jax.Array]:
-        mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
-        sums = _psum([summable(x, mean=mean) for x in mine], AXIS)
-        found = [x / mesh.size for x in sums] if mean else sums
-        return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
+    def on_each(_: Any, __: Any, parts: Sequence[jax.Array]) -> tuple[Any, Any]:
+        return team.all_reduce(parts, mean=mean), ()
 
-    over = jax.shard_map(
-        on_each,
-        mesh=mesh,
-        in_specs=_spec(AXIS),
-        out_specs=_spec(AXIS),
-        # Off: the sum is equal everywhere, and each device shall have it as its rows.
-        check_vma=False,
-    )
-    found: list[jax.Array] = over(*arrays)
-    return found
+    mine = [Spread(array, flag) for array, flag in zip(arrays, stacked, strict=True)]
+    found, _ = mapped_over(on_each, team.local, mesh, mine)((), ())
+    return [each.array for each in found]
 
 
 reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_reduced)
