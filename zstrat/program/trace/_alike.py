@@ -13,12 +13,8 @@ Law of the file: where that is not known for certain the call is traced by itsel
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
@@ -27,7 +23,6 @@ from zstrat.variables import (
     CopyHome,
     Detached,
     DeviceHome,
-    Module,
     ShardedVariable,
     Variable,
     VariableUse,
@@ -36,8 +31,10 @@ from zstrat.variables import (
     use_watcher,
 )
 
+from ._reach import reached
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from zstrat.variables import VariableHandle, VariableSpec
 
@@ -47,33 +44,6 @@ if TYPE_CHECKING:
 MAX_REACHED: Final = 3000
 """Objects that are looked at for what a body has captured. One with more is traced by
 itself, as it was before anything was shared."""
-
-
-_OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
-"""Packages whose objects are not looked into, but for modules and step functions."""
-
-_OTHERS: Final = frozenset(
-    (
-        "absl",
-        "chex",
-        "einops",
-        "equinox",
-        "flax",
-        "grain",
-        "haiku",
-        "jaxtyping",
-        "keras",
-        "orbax",
-        "scipy",
-        "tensorflow",
-        "torch",
-        "treescope",
-    )
-)
-"""Packages that hold variables of zstrat in objects at most, not in their own modules
-and classes."""
-
-_LEAVES: Final = frozenset({str, bytes, float, complex, bool, type(None), CodeType})
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,87 +154,18 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
     variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
     numbers = {id(variable) for variable in (*variables, *given.variables)}
     keys = set(given.keys)
-    seen: dict[int, Any] = {}  # they stay, or others would get their numbers
-    waiting = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        if len(seen) > MAX_REACHED:
+    roots = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
+    for count, thing in enumerate(reached(roots)):
+        if count >= MAX_REACHED:
             return True
         if isinstance(thing, AbstractVariable):
             parts = (Variable, ShardedVariable)
             mine = thing.components if isinstance(thing, parts) else ()
             if any(part.spec.key in keys for part in mine):
                 return True
-        elif type(thing) is int:
-            if thing in numbers:  # slots[id(v)]
-                return True
-        elif type(thing) not in _LEAVES:
-            waiting += _held(thing)
+        elif type(thing) is int and thing in numbers:  # slots[id(v)]
+            return True
     return False
-
-
-def _held(thing: Any) -> Iterable[Any]:
-    """What an object refers to, as far as variables lie there."""
-    if isinstance(thing, FunctionType):
-        apart = thing.__globals__, thing.__builtins__
-        parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
-        return parts if _is_known(thing.__module__) else [*parts, *_named_by(thing)]
-    if isinstance(thing, weakref.ref):
-        return [thing()]
-    if isinstance(thing, ModuleType):
-        return []  # by the names of functions alone
-    if isinstance(thing, type):
-        return [] if _is_known(thing.__module__) else gc.get_referents(thing)
-    if not isinstance(thing, Module) and _package(type(thing).__module__) in _OURS:
-        # Of a step function in the body, and of one that jax has wrapped.
-        return [getattr(thing, name, None) for name in ("body", "__wrapped__")]
-    return [type(thing), *gc.get_referents(thing)]
-
-
-def _named_by(thing: FunctionType) -> list[Any]:
-    """Globals, and what lies in modules, which are reached from a global or from an
-    ``import`` in the body."""
-    names = dict.fromkeys(_names(thing.__code__))
-    cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]
-    found = [
-        known[x]
-        for known in (thing.__globals__, sys.modules)
-        for x in names
-        if x in known
-    ]
-    modules = [x for x in (*found, *cells) if isinstance(x, ModuleType)]
-    seen = set()
-    while modules:
-        module = modules.pop()
-        if module.__name__ in seen or _is_known(module.__name__):
-            continue
-        seen.add(module.__name__)
-        here = [vars(module)[name] for name in names if name in vars(module)]
-        modules += [x for x in here if isinstance(x, ModuleType)]
-        found += here
-    return found
-
-
-def _package(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def _is_known(module: str | None) -> bool:
-    """Whether it is no module of a user, which alone knows variables."""
-    package = _package(module)
-    if package in _OURS or package in _OTHERS:
-        return True
-    return package in sys.stdlib_module_names and package != "__main__"
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def is_plain(plan: Plan) -> bool:

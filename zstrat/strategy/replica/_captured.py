@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.program import Function
+from zstrat.program.trace import is_known, reached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-
-    Module = dict[str, Any]
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
@@ -42,7 +41,7 @@ _MAX_ITEMS: Final = 32
 _DEPTH: Final = 3
 """Levels of functions in cells of functions that are marked by their parts."""
 
-_MAX_REACHED: Final = 10_000
+_MAX_REACHED: Final = 100_000
 """Objects that are looked at for functions that one may call."""
 
 _OF_PARTS: Final = frozenset(
@@ -281,57 +280,25 @@ def _in_words(value: Any) -> str:
 
 
 def beneath(fn: Any) -> list[types.FunctionType]:
-    """The functions that ``fn`` may call, as far as they are of one module.
+    """The functions that ``fn`` may call, as far as they are of its module, and
+    closures of other modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
     called = innermost(fn)
-    left = [(fn, {} if called is None else called.__globals__)]
-    reached: dict[tuple[int, int], Any] = {}
-    found: dict[int, types.FunctionType] = {}
-    while left and len(reached) < _MAX_REACHED:
-        value, home = left.pop()
-        if (id(value), id(home)) in reached:
-            continue
-        reached[id(value), id(home)] = value
-        if isinstance(value, types.FunctionType):
-            is_here = value.__globals__ is home
-            if not is_here and is_global(value):
-                continue
-            if is_here or "__wrapped__" not in vars(value):
-                found[id(value)] = value
-                home = value.__globals__
-                left += [(inner, home) for inner in captured_values(value)]
-            else:
-                left += [(inner, home) for inner in own_values(value)]
-        else:
-            left += [(inner, home) for inner in _parts(value, home)]
-        called = innermost(value)
-        if called is not None and called.__globals__ is home:
-            left.append((called, home))
-    return [*found.values()]
+    home = None if called is None else called.__globals__
+    return [
+        each
+        for each in itertools.islice(reached([fn], only_code=True), _MAX_REACHED)
+        if isinstance(each, types.FunctionType)
+        and (each.__globals__ is home or _is_closure(each))
+    ]
 
 
-def _parts(value: Any, home: Module) -> Iterable[Any]:
-    """What a value that is no function is made of, as far as functions lie there."""
-    match value:
-        case Function():
-            return (value.body,)
-        case types.MethodType():
-            return value.__func__, type(value.__self__)
-        case functools.partial():
-            return value.func, *value.args, *value.keywords.values()
-        case staticmethod() | classmethod():
-            return (value.__func__,)
-        case property():
-            return value.fget, value.fset
-        case functools.cached_property():
-            return (value.func,)
-        case type():
-            name = home.get("__name__")
-            own = [kind for kind in value.__mro__ if kind.__module__ == name]
-            return [member for kind in own for member in vars(kind).values()]
-    return (type(value),)
+def _is_closure(fn: types.FunctionType) -> bool:
+    is_wrapper = "__wrapped__" in vars(fn)
+    module = fn.__globals__.get("__name__")
+    return not (is_wrapper or is_global(fn) or is_known(module))
 
 
 class FunctionDependencies:
@@ -341,7 +308,7 @@ class FunctionDependencies:
     A name that is not bound counts, too: one may hide a builtin, later.
     """
 
-    __slots__ = ("_held", "_places")
+    __slots__ = ("_functions", "_held", "_places")
 
     def __init__(
         self,
@@ -353,9 +320,10 @@ class FunctionDependencies:
             read = functools.partial(functools.partial, fn.__globals__.get)
             for name in global_names(fn.__code__):
                 places[id(fn.__globals__), name] = read(name, NOT_BOUND)
-        for fn in functions:
-            if fn not in compared:
-                places.update(((id(fn), n), x) for n, x in enumerate(_own_places(fn)))
+        others = [fn for fn in functions if fn not in compared]
+        self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in others]
+        for fn in others:
+            places.update(((id(fn), n), x) for n, x in enumerate(_own_places(fn)))
         values = [read() for read in places.values()]
         held = [*values]
         self._places = [
@@ -366,6 +334,9 @@ class FunctionDependencies:
 
     def are_same(self) -> bool:
         """Whether each place has what it had, or an equal number, say."""
+        for fn, code, defaults in self._functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults:
+                return False
         for read, known, mark in self._places:
             value = read()
             if id(value) != known and _mark(value, [], [], 0) != mark:
@@ -379,9 +350,7 @@ class FunctionDependencies:
 
 
 def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
-    """Readers of the code, cells and defaults of a function."""
-    for name in ("__code__", "__defaults__"):
-        yield functools.partial(getattr, fn, name)
+    """Readers of the cells and the keywords' defaults of a function."""
     for cell in fn.__closure__ or ():
         yield functools.partial(_contents, cell)
     code = fn.__code__
