@@ -5,6 +5,7 @@ import types
 import warnings
 from collections import deque
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -215,6 +216,21 @@ def asked_number(beside):
     return lambda v: id(v) in numbers
 
 
+def asked_function_of_c(beside):
+    is_mine = {id(beside.mine)}.__contains__
+    return lambda v: is_mine(id(v))
+
+
+def asked_partial_of_jax(beside):
+    return jax.tree_util.Partial(lambda mine, v: v is mine, beside.mine)
+
+
+def asked_tuple_of_optax(beside):
+    mine = beside.mine
+    kept = optax.GradientTransformation(None, lambda v: v is mine)
+    return lambda v: kept.update(v)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -225,6 +241,9 @@ def asked_number(beside):
         asked_method,
         asked_deque,
         asked_number,
+        asked_function_of_c,
+        asked_partial_of_jax,
+        asked_tuple_of_optax,
     ],
 )
 def test_a_body_that_compares_with_what_it_reaches(home, asked):

@@ -57,7 +57,19 @@ def custom(x):
 custom.defjvp(lambda p, t: (custom(*p), t[0]))
 
 compiled = jax.jit(jax.checkpoint(lambda x: x * RATE), static_argnums=())
+
+
+class Wrapper:
+    def __init__(self, f):
+        functools.update_wrapper(self, f)
+        self.f = f
+
+    def __call__(self, x):
+        return self.f(x)
+
+
 checkpointed = jax.checkpoint(helper)
+by_object = Wrapper(helper)
 mapped = jax.vmap(helper)
 
 
@@ -107,12 +119,14 @@ WAYS = {
     "custom_jvp": lambda x: custom(x),
     "checkpoint": lambda x: checkpointed(x),
     "vmap": lambda x: mapped(x),
+    "an object that wraps": lambda x: by_object(x),
     "a method": lambda x: model.loss(x),
     "of a base class": lambda x: model.base(x),
     "a call": lambda x: model(x),
     "static": lambda x: Model.static(x),
     "of a class": lambda x: Model.of_class(x),
     "of one made in it": lambda x: Pair(x).scaled(),
+    "a method of a captured object": (lambda kept: lambda x: kept[0].base(x))([model]),
     "a method that is run": model.base,
     "a wrapper that is run": wrapped,
     "a checkpoint that is run": checkpointed,

@@ -63,14 +63,13 @@ from ._table import absent as absent
 from ._table import reaching as reaching
 from ._tracing import KeepsCopies as KeepsCopies
 from ._tracing import TraceRecorder as TraceRecorder
-from ._tracing import asked_hash as asked_hash
-from ._tracing import asked_name as asked_name
+from ._tracing import VariableUse as VariableUse
 from ._tracing import is_staging as is_staging
-from ._tracing import meet as meet
-from ._tracing import met as met
+from ._tracing import note_use as note_use
 from ._tracing import recorder as recorder
 from ._tracing import refuse_read as refuse_read
 from ._tracing import refuse_update as refuse_update
+from ._tracing import use_watcher as use_watcher
 from ._tree import Module as Module
 from ._tree import create_variables as create_variables
 from ._tree import unwatch as unwatch

@@ -29,7 +29,8 @@ from ._table import Table
 from ._tracing import (
     RunsWithValues,
     TraceRecorder,
-    asked_name,
+    VariableUse,
+    note_use,
     recorder,
     refuse_read,
     refuse_update,
@@ -94,8 +95,7 @@ class AbstractVariable(ArrayOperators):
     @property
     def name(self) -> str:
         """The name that the variable was given."""
-        if (told := asked_name.get()) is not None:
-            told(self)
+        note_use(VariableUse.NAME, self)
         return self._spec.name
 
     @property

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import jax
 import numpy as np
 
-from ._tracing import asked_hash, recorder
+from ._tracing import VariableUse, note_use, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -234,8 +234,7 @@ class ArrayOperators(abc.ABC):
     # Elementwise ``==`` and hashing by identity, as torch does: variables are keys of
     # dicts and members of sets, where Python looks at identity first.
     def __hash__(self) -> int:
-        if (told := asked_hash.get()) is not None:
-            told(self)
+        note_use(VariableUse.HASH, self)
         return id(self)
 
     __iadd__ = _refused("+=", "assign_add")

@@ -15,6 +15,7 @@ free to read.
 
 from __future__ import annotations
 
+import enum
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from jax.extend.core import get_opaque_trace_state
 from .gradients._gradient_call import UpdateRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from ._home import VariableHandle
     from ._spec import VariableSpec
@@ -55,32 +56,29 @@ class TraceRecorder(UpdateRecorder, Protocol):
         ...
 
 
-asked_name: Final[ContextVar[Callable[[object], None] | None]] = ContextVar(
-    "zstrat_asked_name", default=None
+class VariableUse(enum.Enum):
+    """What a body that is traced does with a variable."""
+
+    VALUE = enum.auto()
+    """Reads or updates it."""
+    NAME = enum.auto()
+    """Asks for its name, its device or its strategy."""
+    HASH = enum.auto()
+    """Looks for it in a dict or a set."""
+
+
+use_watcher: Final[ContextVar[Callable[[Any, VariableUse], None] | None]] = ContextVar(
+    "zstrat_use_watcher", default=None
 )
-"""Told of each variable whose name, device or strategy Python asks for. Whoever sets it
-resets it."""
+"""Called at each use of a variable. Whoever sets it resets it."""
 
 
-asked_hash: Final[ContextVar[Callable[[object], None] | None]] = ContextVar(
-    "zstrat_asked_hash", default=None
-)
-"""Told of each variable that Python looks for in a dict or a set. Whoever sets it
-resets it."""
-
-
-met: Final[ContextVar[Callable[[VariableHandle], None] | None]] = ContextVar(
-    "zstrat_met_variables", default=None
-)
-"""Told of each handle that a body reads or updates. Whoever sets it resets it."""
-
-
-def meet(variables: Iterable[VariableHandle]) -> None:
-    """A body reads or updates these."""
-    told = met.get()
-    if told is not None:
+def note_use(use: VariableUse, *variables: object) -> None:
+    """Reports a use of variables to the watcher, if there is one."""
+    watcher = use_watcher.get()
+    if watcher is not None:
         for variable in variables:
-            told(variable)
+            watcher(variable, use)
 
 
 @runtime_checkable

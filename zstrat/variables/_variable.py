@@ -35,7 +35,7 @@ from ._narrowing import NarrowingWarning, narrow, outside
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
-from ._tracing import asked_name
+from ._tracing import VariableUse, note_use
 
 if TYPE_CHECKING:
     import weakref
@@ -130,8 +130,7 @@ class Variable(AbstractVariable):
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
         variable that several devices have, the first one's."""
-        if (told := asked_name.get()) is not None:
-            told(self)
+        note_use(VariableUse.NAME, self)
         home = self._home
         if isinstance(home, NamesDevices):
             return home.device_name()
@@ -145,8 +144,7 @@ class Variable(AbstractVariable):
         Raises:
             RuntimeError: This handle came from another task, where the strategy is.
         """
-        if (told := asked_name.get()) is not None:
-            told(self)
+        note_use(VariableUse.NAME, self)
         if isinstance(self._home, Detached):
             raise RuntimeError(
                 f"{self._spec} came from another task, and its strategy stayed there: "

@@ -28,6 +28,8 @@ from ._iterator import StepIterator as StepIterator
 from ._made_up import BodyProgram as BodyProgram
 from ._made_up import MadeUp as MadeUp
 from ._made_up import body_program as body_program
+from ._reach import is_known as is_known
+from ._reach import reached as reached
 from ._refusals import LOOKS as LOOKS
 from ._refusals import is_of_shapes as is_of_shapes
 from ._refusals import lookup_inside as lookup_inside

@@ -13,13 +13,8 @@ Law of the file: where that is not known for certain the call is traced by itsel
 
 from __future__ import annotations
 
-import functools
-import sys
-import weakref
-from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
@@ -28,54 +23,27 @@ from zstrat.variables import (
     CopyHome,
     Detached,
     DeviceHome,
-    Module,
     ShardedVariable,
     Variable,
-    asked_hash,
-    asked_name,
+    VariableUse,
     joined,
-    met,
     stand_in,
+    use_watcher,
 )
 
+from ._reach import reached
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from zstrat.variables import VariableHandle, VariableSpec
 
     from ._plan import Plan, PlannedUpdate
     from ._signature import CutCall
 
-MAX_REACHED: Final = 1000
+MAX_REACHED: Final = 3000
 """Objects that are looked at for what a body has captured. One with more is traced by
 itself, as it was before anything was shared."""
-
-
-_OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
-"""Packages whose objects are not looked into, but for modules and step functions."""
-
-_OTHERS: Final = frozenset(
-    [
-        "absl",
-        "chex",
-        "einops",
-        "equinox",
-        "flax",
-        "grain",
-        "haiku",
-        "jaxtyping",
-        "keras",
-        "orbax",
-        "scipy",
-        "tensorflow",
-        "torch",
-        "treescope",
-    ]
-)
-"""Packages that hold variables of zstrat in objects at most, not in their own modules
-and classes."""
-
-_LEAVES: Final = frozenset({str, bytes, float, complex, bool, type(None), CodeType})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +115,11 @@ class StandIns:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches while the body is traced inside."""
-        before, named = met.set(self.met), asked_name.set(self.named)
-        hashed = asked_hash.set(self.looked_for)
+        before = use_watcher.set(self._used)
         try:
             yield
         finally:
-            met.reset(before)
-            asked_name.reset(named)
-            asked_hash.reset(hashed)
+            use_watcher.reset(before)
 
     def leaf(self, leaf: Any) -> Any:
         """What the body is given in place of a leaf of the arguments."""
@@ -166,24 +131,19 @@ class StandIns:
             return made
         return leaf
 
-    def met(self, variable: VariableHandle) -> None:
-        """The body uses one: of an argument's, only the stand-in is known to be it."""
-        if variable.spec.key in self._made and id(variable) not in self._own:
-            self.is_general = False
-
-    def named(self, variable: object) -> None:
-        """The body asks for a name or a device."""
-        if id(variable) in self._own:
-            self.is_general = False
-
-    def looked_for(self, variable: object) -> None:
-        """The body looks for one in a dict or a set.
+    def _used(self, variable: Any, use: VariableUse) -> None:
+        """The body uses one: of an argument's, only the stand-in is known to be it, and
+        its name and its hash are not those of the others.
 
         Raises:
-            LookedForError: It is a stand-in.
+            LookedForError: It looks for a stand-in in a dict or a set.
         """
-        if id(variable) in self._own:
-            self.is_general = False
+        is_own = id(variable) in self._own
+        if use is not VariableUse.VALUE:
+            self.is_general = self.is_general and not is_own
+        elif variable.spec.key in self._made:
+            self.is_general = self.is_general and is_own
+        if is_own and use is VariableUse.HASH:
             raise LookedForError
 
 
@@ -194,134 +154,18 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
     variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
     numbers = {id(variable) for variable in (*variables, *given.variables)}
     keys = set(given.keys)
-    seen: dict[int, Any] = {}  # they stay, or others would get their numbers
-    waiting = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        if len(seen) > MAX_REACHED:
+    roots = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
+    for count, thing in enumerate(reached(roots)):
+        if count >= MAX_REACHED:
             return True
         if isinstance(thing, AbstractVariable):
             parts = (Variable, ShardedVariable)
             mine = thing.components if isinstance(thing, parts) else ()
             if any(part.spec.key in keys for part in mine):
                 return True
-        elif type(thing) is int:
-            if thing in numbers:  # slots[id(v)]
-                return True
-        elif type(thing) not in _LEAVES:
-            waiting += _held(thing)
+        elif type(thing) is int and thing in numbers:  # slots[id(v)]
+            return True
     return False
-
-
-def _held(thing: Any) -> Iterable[Any]:
-    """What an object refers to, as far as variables lie there."""
-    if isinstance(thing, FunctionType):
-        return _held_by_function(thing)
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, MethodType):
-        return [thing.__func__, thing.__self__]
-    if isinstance(thing, dict):
-        return [*thing.keys(), *thing.values()]
-    if isinstance(thing, list | tuple | set | frozenset | deque):
-        return [type(thing), *thing]
-    if isinstance(thing, weakref.ref | staticmethod | classmethod):
-        inner = thing() if isinstance(thing, weakref.ref) else thing.__func__
-        return [inner]
-    if isinstance(thing, property):
-        return [thing.fget]
-    if isinstance(thing, ModuleType):
-        return []  # by the names of functions alone
-    if isinstance(thing, type):
-        return [] if _is_known(thing.__module__) else [*vars(thing).values()]
-    is_module = isinstance(thing, Module)
-    if not is_module and _package(type(thing).__module__) in _OURS:
-        # Of a step function in the body, and of one that jax has wrapped.
-        return [getattr(thing, name, None) for name in ("body", "__wrapped__")]
-    return [*type(thing).__mro__, *_attributes(thing)]
-
-
-def _held_by_function(thing: FunctionType) -> Iterable[Any]:
-    cells = [cell for cell in thing.__closure__ or () if _is_full(cell)]
-    found = [cell.cell_contents for cell in cells]
-    if not _is_known(thing.__module__):
-        found += _named_by(thing)
-    defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-    return [*found, *defaults, *vars(thing).values()]
-
-
-def _named_by(thing: FunctionType) -> list[Any]:
-    """Globals, and what lies in modules, which are reached from a global or from an
-    ``import`` in the body."""
-    names = dict.fromkeys(_names(thing.__code__))
-    known = thing.__globals__
-    found = [known[name] for name in names if name in known]
-    cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_full(cell)]
-    imported = [sys.modules[name] for name in names if name in sys.modules]
-    modules = [x for x in (*found, *cells, *imported) if isinstance(x, ModuleType)]
-    seen = set()
-    while modules:
-        module = modules.pop()
-        if module.__name__ in seen or _is_known(module.__name__):
-            continue
-        seen.add(module.__name__)
-        here = [vars(module)[name] for name in names if name in vars(module)]
-        modules += [x for x in here if isinstance(x, ModuleType)]
-        found += here
-    return found
-
-
-def _package(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def _is_known(module: str | None) -> bool:
-    """Whether it is no module of a user, which alone knows variables."""
-    package = _package(module)
-    if package in _OURS or package in _OTHERS:
-        return True
-    return package in sys.stdlib_module_names and package != "__main__"
-
-
-def _attributes(thing: Any) -> Iterable[Any]:
-    """The attributes of a thing: in its dict, and in slots."""
-    slots = [
-        member
-        for kind in type(thing).__mro__
-        for member in vars(kind).values()
-        if isinstance(member, MemberDescriptorType)
-    ]
-    found = [member.__get__(thing) for member in slots if _is_set(member, thing)]
-    try:
-        return [*found, *vars(thing).values()]
-    except TypeError:  # it has no room for any other
-        return found
-
-
-def _is_set(member: MemberDescriptorType, thing: Any) -> bool:
-    try:
-        member.__get__(thing)
-    except AttributeError:
-        return False
-    return True
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def is_plain(plan: Plan) -> bool:

@@ -35,9 +35,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
     Table,
+    VariableUse,
     copy_home,
     lives_here,
-    meet,
+    note_use,
     operands_of,
     reaching,
     recorder,
@@ -184,7 +185,7 @@ class Capture:
         Raises:
             RuntimeError: An optimizer has updated it in this step.
         """
-        meet((variable,))
+        note_use(VariableUse.VALUE, variable)
         if not self._is_region and (copy := copy_home(variable)) is not None:
             return row_of(self, copy)
         value = self._current(variable)
@@ -198,7 +199,7 @@ class Capture:
             RuntimeError: Under a transformation of jax.
         """
         target, op, operands, optimizer = update
-        meet(target.components)
+        note_use(VariableUse.VALUE, *target.components)
         if len(operands) > 1 and not isinstance(target, Table):
             # Of rows, as if it were in parts: what is not there is named, with the line
             # that meant it, before anything is sent.
@@ -218,7 +219,7 @@ class Capture:
                 updated the variable.
         """
         variable, op = update.variable, update.op
-        meet((variable,))
+        note_use(VariableUse.VALUE, variable)
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
         key = variable.spec.key
@@ -228,7 +229,7 @@ class Capture:
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable, ``[count, ...]``."""
-        meet((variable,))
+        note_use(VariableUse.VALUE, variable)
         return spread(variable, self._current(variable))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
@@ -237,7 +238,7 @@ class Capture:
         Raises:
             RuntimeError: Under a transformation of jax.
         """
-        meet((variable,))
+        note_use(VariableUse.VALUE, variable)
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, "an update of copies")
         self.moves.put(variable, copies)
@@ -263,7 +264,7 @@ class Capture:
             RuntimeError: Under a transformation of jax, or this step has updated the
                 table.
         """
-        meet(table.components)
+        note_use(VariableUse.VALUE, *table.components)
         if not self._is_home():
             raise _refusals.lookup_inside(table)
         if all(map(self._knows, table.components)):
@@ -286,7 +287,7 @@ class Capture:
         """
         call = replace(call, where=call.where or here())
         variables = call.variables
-        meet(variables)
+        note_use(VariableUse.VALUE, *variables)
         if not self._is_home():
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer

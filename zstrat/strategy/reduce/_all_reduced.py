@@ -1,32 +1,24 @@
 """Values of which each device has its replica's, reduced where they lie.
 
-One program for all values and all their devices: it packs the values, adds each pack by
-an all-reduce, which XLA carries out as the devices hang together, and takes the packs
-apart. A pack is many values as one flat array, so that few large arrays travel in place
-of many small ones. Then each device has the result, and nothing is copied but to
-devices that had no value.
+One program for all values and all their devices adds them by one all-reduce, which XLA
+carries out as the devices are connected, and cuts or combines as it likes. Then each
+device has the result, and nothing is copied but to devices that had no value.
 
 Laws of the file: no value is brought to another device to be reduced there; a value
-whose parts share a device is not reduced here. All replicas pack alike, so an element
-meets its like in the packs of the others.
+whose parts share a device is not reduced here.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import AXIS
-from zstrat.strategy.replica._columns import summable
+from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
     Mirrored,
@@ -35,6 +27,7 @@ from zstrat.strategy.replica._per_replica import (
 )
 from zstrat.strategy.replica._spread import (
     Spread,
+    mapped_over,
     mesh_of,
     mesh_over,
     one_array,
@@ -43,77 +36,18 @@ from zstrat.strategy.replica._spread import (
 from zstrat.variables import is_staging
 
 from ._places import places, put
-from ._values import concatenate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from jax.sharding import Mesh
 
-    from zstrat.strategy.replica._columns import Column
-
-
-def in_packs(
-    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
-) -> list[Any]:
-    """What ``total`` makes of each column; if ``count`` is not 0, of that many packs of
-    all columns that may share an array.
-
-    ``total`` computes with each element by itself, so it does not matter in which pack
-    an element is.
-    """
-    if not columns or count == 0:
-        return [total(column) for column in columns]
-    groups: dict[Any, list[int]] = {}
-    for number, parts in enumerate(columns):
-        # What is not distributed is a column of one part.
-        groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
-    found: dict[int, Any] = {}
-    for numbers in groups.values():
-        pieces = _packed([columns[n] for n in numbers], count, total)
-        found.update(zip(numbers, pieces, strict=True))
-    return [found[n] for n in range(len(columns))]
-
-
-def _packed(
-    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
-) -> list[Any]:
-    """`in_packs` of columns of one dtype and length. The packs are equal, but the last
-    one has the remainder, too."""
-    flat = [
-        concatenate([part.reshape(-1) for part in parts], 0)
-        for parts in zip(*columns, strict=True)
-    ]
-    size = flat[0].size // count
-    packs = zip(*[_cut(x, [size * n for n in range(count)]) for x in flat], strict=True)
-    whole = concatenate([total(pack).reshape(-1) for pack in packs], 0)
-    shapes = [np.shape(column[0]) for column in columns]
-    ends = [*itertools.accumulate(map(math.prod, shapes))]
-    pieces = _cut(whole, [0, *ends[:-1]])
-    return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
-
-
-def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
-    """The array in pieces, each of which begins at one of ``starts``."""
-    ends = [*starts[1:], array.size]
-    return [array[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-# jax's stubs leave these untyped.
-_spec: Final[Any] = PartitionSpec
-_psum: Final[Any] = jax.lax.psum
-
 
 def all_reduced(
-    op: ReduceOp, values: Sequence[DistributedValues], packs: int
+    op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
     """The sums or means of those values, by number, that lie on devices of their own:
-    on each of these. Those on the same devices are one program.
-
-    Args:
-        packs: Of how many arrays those of one dtype are made; 0 leaves them as they
-            are.
-    """
+    on each of these. Those on the same devices are one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
         if (apart := spread_out(value)) is not None:
@@ -123,11 +57,10 @@ def all_reduced(
     for mesh, mine in groups.items():
         stacked = tuple([x.stacked for x in mine.values()])
         arrays = [x.array for x in mine.values()]
-        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN, packs)
-        for number, total, flag in zip(
-            mine, settled(totals, totals), stacked, strict=True
-        ):
-            found[number] = Mirrored.of_whole(total, mesh.size, stacked=flag)
+        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
+        for number, total in zip(mine, settled(totals, totals), strict=True):
+            is_scalar = total.shape == (mesh.size,) and mine[number].stacked
+            found[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
     return found
 
 
@@ -204,34 +137,18 @@ def _is_addable(array: jax.Array) -> bool:
 
 
 def _reduced(
-    arrays: Sequence[jax.Array],
-    mesh: Mesh,
-    stacked: tuple[bool, ...],
-    mean: bool,
-    packs: int,
+    arrays: Sequence[jax.Array], mesh: Mesh, stacked: tuple[bool, ...], mean: bool
 ) -> list[jax.Array]:
     """Adds up arrays of which each device has its replica's part; each device gets the
     sum or the mean."""
+    team = Team(mesh.size)
 
-    def total(parts: Column) -> jax.Array:
-        summed: jax.Array = _psum(parts[0], AXIS)
-        return summed / mesh.size if mean else summed
+    def on_each(_: Any, __: Any, parts: Sequence[jax.Array]) -> tuple[Any, Any]:
+        return team.all_reduce(parts, mean=mean), ()
 
-    def on_each(*blocks: jax.Array) -> list[jax.Array]:
-        mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
-        found = in_packs([(summable(x, mean=mean),) for x in mine], packs, total)
-        return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
-
-    over = jax.shard_map(
-        on_each,
-        mesh=mesh,
-        in_specs=_spec(AXIS),
-        out_specs=_spec(AXIS),
-        # Off: the sum is equal everywhere, and each device shall have it as its rows.
-        check_vma=False,
-    )
-    found: list[jax.Array] = over(*arrays)
-    return found
+    mine = [Spread(array, flag) for array, flag in zip(arrays, stacked, strict=True)]
+    found, _ = mapped_over(on_each, team.local, mesh, mine)((), ())
+    return [each.array for each in found]
 
 
-reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_reduced)
+reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_reduced)

@@ -2,8 +2,7 @@
 
 XLA reduces inside of steps; this is what ``strategy.extended`` asks outside of them. A
 program may write its own, as for TF: a class with the hooks, given to the strategy.
-Those that TF has by name follow. They pack values as TF does it, so that few large
-arrays travel in place of many small ones.
+Those that TF has by name follow.
 
 Laws of the file. What may be given is checked before a hook is called; a hook decides
 how, and what it returns is the result. That is the same whichever class of ours it
@@ -17,16 +16,14 @@ import abc
 from typing import TYPE_CHECKING, Any, final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.trace import is_narrowed
 from zstrat.strategy._devices import device_named, task_names
-from zstrat.strategy.replica._columns import by_kind, is_sparse, require_alike, summable
+from zstrat.strategy.replica._columns import is_sparse, require_alike, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, PerReplica
 
-from ._all_reduced import all_reduced, at, in_packs
+from ._all_reduced import all_reduced, at
 from ._options import CommunicationOptions
 from ._places import for_each, places, put
 from ._values import (
@@ -198,52 +195,8 @@ def _options(options: object) -> object:
     return CommunicationOptions() if options is None else options
 
 
-class _InPacks(CrossDeviceOps):
-    """What adds arrays of one shape and dtype.
-
-    ``num_packs``: into how many arrays a batch of values is packed; 0 for none.
-    """
-
-    num_packs = 0
-
-    @abc.abstractmethod
-    def _total(self, parts: Column) -> Any:
-        """The sum of arrays of one shape and dtype, one for each replica, where they
-        lie. Their dtype holds the sum (`summable`)."""
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: DistributedValues,
-        destinations: Any,
-        options: Any,
-    ) -> Any:
-        pairs = [(per_replica_value, destinations)]
-        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
-
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
-    ) -> list[Any]:
-        def reduced(parts: Column) -> Any:
-            total = self._total(parts)
-            return total if reduce_op is ReduceOp.SUM else total / len(parts)
-
-        found: list[Any] = by_kind(
-            [_parts(value, reduce_op) for value, _ in value_destination_pairs],
-            is_sparse,
-            lambda dense: in_packs(dense, self.num_packs, reduced),
-            lambda sparse: [reduce_slices(reduce_op, parts) for parts in sparse],
-        )
-        return [
-            for_each(put(value, places(destination)), destination)
-            for value, (_, destination) in zip(
-                found, value_destination_pairs, strict=True
-            )
-        ]
-
-
 @final
-class ReductionToOneDevice(_InPacks):
+class ReductionToOneDevice(CrossDeviceOps):
     """Copies all values to one device and reduces them there.
 
     Args:
@@ -263,19 +216,33 @@ class ReductionToOneDevice(_InPacks):
         self.reduce_to_device = _chosen(reduce_to_device)
         self.accumulation_fn = accumulation_fn or _added
 
-    def _total(self, parts: Column) -> Any:
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Any,
+        options: Any,
+    ) -> Any:
+        parts = _parts(per_replica_value, reduce_op)
+        if is_sparse(parts):
+            total: Any = reduce_slices(reduce_op, parts)
+        else:
+            total = self.accumulation_fn(self._on_one_device(parts))
+            if reduce_op is ReduceOp.MEAN:
+                total = total / len(parts)
+        return for_each(put(total, places(destinations)), destinations)
+
+    def _on_one_device(self, parts: Column) -> list[Any]:
         device = self.reduce_to_device
         if device is None or any(map(is_narrowed, parts)):
-            here = computable(parts)
-        else:
-            here = [jax.device_put(part, device) for part in parts]
-        return self.accumulation_fn(here)
+            return computable(parts)
+        return [jax.device_put(part, device) for part in parts]
 
 
-class _AllReduce(_InPacks):
+class _AllReduce(CrossDeviceOps):
     """Leaves the reduction to XLA, in one program for all the devices, where each
-    replica's value is on a device of its own. All else is brought together where the
-    first value is, and summed there."""
+    replica's value is on a device of its own. All else goes to `ReductionToOneDevice`.
+    """
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -284,25 +251,28 @@ class _AllReduce(_InPacks):
             )
         self.num_packs = num_packs
 
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Any,
+        options: Any,
+    ) -> Any:
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
     ) -> list[Any]:
         pairs = value_destination_pairs
-        found = all_reduced(reduce_op, [value for value, _ in pairs], self.num_packs)
-        rest = [pair for number, pair in enumerate(pairs) if number not in found]
-        others = iter(super().batch_reduce_implementation(reduce_op, rest, options))
+        found = all_reduced(reduce_op, [value for value, _ in pairs])
+        other = ReductionToOneDevice()
         return [
             for_each(at(found[number], places(destination)), destination)
             if number in found
-            else next(others)
-            for number, (_, destination) in enumerate(pairs)
+            else other.reduce_implementation(reduce_op, value, destination, options)
+            for number, (value, destination) in enumerate(pairs)
         ]
-
-    def _total(self, parts: Column) -> Any:
-        there = computable(parts)
-        of = jnp if any(isinstance(part, jax.Array) for part in there) else np
-        stacked = of.stack(there)
-        return stacked.sum(0, dtype=stacked.dtype)
 
 
 @final
@@ -313,10 +283,10 @@ class NcclAllReduce(_AllReduce):
     device of its own, are reduced by one program on these devices, whatever the
     destination: a result for other devices is copied there. `IndexedSlices` are
     concatenated, and all else (numpy, values in a step, several on one device) is
-    stacked where the first value is, and summed there.
+    summed where the first value is.
 
     Args:
-        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
+        num_packs: TF's. Changes nothing: XLA combines what travels.
 
     Raises:
         ValueError: It is negative.
@@ -329,7 +299,7 @@ class HierarchicalCopyAllReduce(_AllReduce):
     `NcclAllReduce` is, under TF's other name.
 
     Args:
-        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
+        num_packs: TF's. Changes nothing: XLA combines what travels.
 
     Raises:
         ValueError: It is negative.

@@ -1,18 +1,15 @@
-"""What a function of Python has captured: by what it is known, and in words.
-
-Captured are the cells of its closure, its defaults, and the globals that it names: what
-it loads by name, not the attributes of the same name. Laws: values always come in the
-same order, and with the same length as their words.
+"""What a function of Python depends on besides its arguments.
 
 A function is known by its place in the source, which is the identity of its code, and
-by *marks* of what it has captured. What is no more than its value is known by that:
-numbers, also those of numpy, text, and what is made of parts that never change (tuples,
-slices, functions, methods, partials). Anything else is known by which object it is. So
-a lambda that is made anew at each call is the same one. Law of marks: they are made at
-each call of ``run``, and ask nothing of what they find but its type.
+by *marks* of its own cells and defaults. A value that is no more than its parts is
+marked by them: numbers, also those of numpy, text, and what is made of parts that never
+change (tuples, slices, functions, methods, partials). Anything else is marked by its
+identity. So a lambda that is made again at each call is the same one. Law of marks:
+they are made at each call of ``run``, and ask nothing of a value but its type.
 
-Beneath a function are those of its module that it may call: helpers, whatever decorates
-them, and the methods of classes.
+Everything else that a function depends on has a fixed place (`FunctionDependencies`):
+globals, and the cells, defaults and codes of the functions of its module that it may
+call. Those are helpers, whatever decorates them, and the methods of classes.
 """
 
 from __future__ import annotations
@@ -27,11 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.program import Function
+from zstrat.program.trace import is_known, reached
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
-
-    Module = dict[str, Any]
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
@@ -43,11 +39,10 @@ _MAX_ITEMS: Final = 32
 """Items of a tuple that are compared at a call: a shape has fewer."""
 
 _DEPTH: Final = 3
-"""How deep functions that capture functions are looked into; the objects themselves are
-compared beneath."""
+"""Levels of functions in cells of functions that are marked by their parts."""
 
-MAX_FUNCTIONS: Final = 1000
-"""How many are looked into beneath one."""
+_MAX_REACHED: Final = 100_000
+"""Objects that are looked at for functions that one may call."""
 
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
@@ -82,11 +77,9 @@ def named(
     """
     if type(fn) is types.FunctionType:
         compared.append(fn)
-        # By the identity of the code, which closures made anew share; `FunctionCache`
-        # holds the code, so that its number is nobody else's meanwhile.
-        return id(fn.__code__), tuple(
-            [_mark(value, captured, compared, depth) for value in captured_values(fn)]
-        )
+        # `FunctionCache` holds the code, so that no other object gets its id meanwhile.
+        values = [_mark(value, captured, compared, depth) for value in own_values(fn)]
+        return id(fn.__code__), (id(fn.__globals__), *values)
     match fn:
         case Function():
             place, marks = named(fn.body, captured, compared, depth)
@@ -161,17 +154,19 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 def own_values(fn: types.FunctionType) -> list[Any]:
     """What a function has captured but for globals: cells and defaults."""
-    found: list[Any] = []
-    for cell in fn.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(NOT_BOUND)
+    found = [_contents(cell) for cell in fn.__closure__ or ()]
     if fn.__defaults__:
         found += fn.__defaults__
     if fn.__kwdefaults__:
         found += fn.__kwdefaults__.values()
     return found
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NOT_BOUND
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
@@ -236,32 +231,28 @@ def is_partial(fn: Any) -> bool:
     return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
 
 
-def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
-    """What the function has captured, and what that is, for a person."""
-    for place, value in zip(_places(fn), captured_values(fn), strict=True):
-        yield place, in_words(value)
+def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
+    """Each place of what ``fn`` has captured, for a person, with the mark of what is
+    there, and what that is."""
+    for place, value in _captured(fn):
+        yield place, _mark(value, [], [], 0), _in_words(value)
 
 
-def in_words(value: Any) -> str:
-    """A captured value in words. Two values have the same words only where they count
-    as the same."""
-    kind = type(value)
-    if kind in PLAIN or isinstance(value, np.generic):
-        return f"{value!r:.60}"
-    if value is NOT_BOUND:
-        return "not bound"
-    if isinstance(value, types.FunctionType) and not is_global(value):
-        return f"<function {value.__qualname__}>"  # may be made anew at each call
-    if kind is tuple:
-        return f"({', '.join(map(in_words, value[:_MAX_ITEMS]))})"
-    if kind is slice:
-        return f"slice{in_words((value.start, value.stop, value.step))}"
-    if kind is types.MethodType:
-        return f"{in_words(value.__func__)} of {in_words(value.__self__)}"
-    if kind is functools.partial:
-        given = *value.args, *value.keywords.values()
-        return f"partial({in_words(value.func)}, {in_words(given)})"
-    return f"<{kind.__qualname__} at {id(value):#x}>"
+def _captured(fn: Any) -> Iterator[tuple[str, Any]]:
+    match fn:
+        case types.FunctionType():
+            yield from zip(_places(fn), captured_values(fn), strict=True)
+        case Function():
+            yield from _captured(fn.body)
+        case types.MethodType():
+            yield "the object that it is a method of", fn.__self__
+        case functools.partial():
+            for number, value in enumerate(fn.args):
+                yield f"args[{number}] of the partial", value
+            for name, value in fn.keywords.items():
+                yield f"{name!r} of the partial", value
+        case _:
+            yield "the object that is called", fn
 
 
 def _places(fn: types.FunctionType) -> Iterator[str]:
@@ -277,82 +268,98 @@ def _places(fn: types.FunctionType) -> Iterator[str]:
             yield f"global {name!r} of {fn.__globals__.get('__name__')}"
 
 
+def _in_words(value: Any) -> str:
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, np.generic):
+        return f"{value!r:.60}"
+    if value is NOT_BOUND:
+        return "not bound"
+    if kind is tuple:
+        return f"({', '.join(map(_in_words, value[:_MAX_ITEMS]))})"
+    return f"<{kind.__qualname__} at {id(value):#x}>"
+
+
 def beneath(fn: Any) -> list[types.FunctionType]:
-    """The function and those that it may call, as far as they are of one module.
+    """The functions that ``fn`` may call, as far as they are of its module, and
+    closures of other modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
     called = innermost(fn)
-    home = {} if called is None else called.__globals__
-    found: dict[tuple[int, int], types.FunctionType] = {}
-    left = [(each, home) for each in _functions(fn, home)]
-    while left and len(found) < MAX_FUNCTIONS:
-        each, caller = left.pop()
-        # Its own globals are those of a library (functools.wraps): what it names there
-        # is no matter of the user's module.
-        is_wrapper = each.__globals__ is not caller and "__wrapped__" in vars(each)
-        known = caller if is_wrapper else each.__globals__
-        if (id(each), id(known)) in found:
-            continue
-        found[id(each), id(known)] = each
-        for value in own_values(each) if is_wrapper else captured_values(each):
-            left += [
-                (inner, known)
-                for inner in _functions(value, known)
-                if not is_global(inner) or inner.__globals__ is known
-            ]
-    homes = {known for _, known in found}
-    return [each for each in found.values() if id(each.__globals__) in homes]
+    home = None if called is None else called.__globals__
+    return [
+        each
+        for each in itertools.islice(reached([fn], only_code=True), _MAX_REACHED)
+        if isinstance(each, types.FunctionType)
+        and (each.__globals__ is home or _is_closure(each))
+    ]
 
 
-def _functions(value: Any, known: Module) -> Iterator[types.FunctionType]:
-    """The functions of Python that a value is made of; beneath what wraps them, and in
-    classes, those of one module."""
-    match value:
-        case types.FunctionType():
-            yield value
-        case Function():
-            yield from _functions(value.body, known)
-        case types.MethodType():
-            yield from _functions(value.__func__, known)
-            yield from _methods(type(value.__self__), known)
-        case functools.partial():
-            for each in (value.func, *value.args, *value.keywords.values()):
-                yield from _functions(each, known)
-        case type():
-            yield from _methods(value, known)
-        case _:
-            yield from _methods(type(value), known)
-    wrapped = wrapped_in(value)
-    if wrapped is not None:
-        for each in _functions(wrapped, known):
-            if each.__globals__ is known:
-                yield each
+def _is_closure(fn: types.FunctionType) -> bool:
+    is_wrapper = "__wrapped__" in vars(fn)
+    module = fn.__globals__.get("__name__")
+    return not (is_wrapper or is_global(fn) or is_known(module))
 
 
-def _methods(kind: type, known: Module) -> Iterator[types.FunctionType]:
-    home = known.get("__name__")
-    for each in kind.__mro__:
-        if each.__module__ != home:
-            continue
-        for member in vars(each).values():
-            for value in _accessors(member):
-                for fn in _functions(value, known) if callable(value) else ():
-                    if fn.__globals__ is known:
-                        yield fn
+class FunctionDependencies:
+    """What has a fixed place: the globals of some functions, and the cells, defaults
+    and codes of those that are not compared at each call by their marks.
+
+    A name that is not bound counts, too: one may hide a builtin, later.
+    """
+
+    __slots__ = ("_functions", "_held", "_places")
+
+    def __init__(
+        self,
+        compared: Sequence[types.FunctionType],
+        functions: Iterable[types.FunctionType],
+    ) -> None:
+        places: dict[Hashable, Callable[[], Any]] = {}
+        for fn in (*compared, *functions):
+            read = functools.partial(functools.partial, fn.__globals__.get)
+            for name in global_names(fn.__code__):
+                places[id(fn.__globals__), name] = read(name, NOT_BOUND)
+        others = [fn for fn in functions if fn not in compared]
+        self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in others]
+        for fn in others:
+            places.update(((id(fn), n), x) for n, x in enumerate(_own_places(fn)))
+        values = [read() for read in places.values()]
+        held = [*values]
+        self._places = [
+            (read, id(value), _mark(value, held, [], 0))
+            for read, value in zip(places.values(), values, strict=True)
+        ]
+        self._held = CapturedObjects(held)
+
+    def are_same(self) -> bool:
+        """Whether each place has what it had, or an equal number, say."""
+        for fn, code, defaults in self._functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults:
+                return False
+        for read, known, mark in self._places:
+            value = read()
+            if id(value) != known and _mark(value, [], [], 0) != mark:
+                return False
+        # Last: had an object gone meanwhile, its id may have been met above.
+        return self._held.are_there()
+
+    def may_return(self) -> bool:
+        """Whether all that was there still exists, so that it can be there again."""
+        return self._held.are_there()
 
 
-def _accessors(member: Any) -> tuple[Any, ...]:
-    match member:
-        case staticmethod() | classmethod():
-            return (member.__func__,)
-        case property():
-            return member.fget, member.fset
-        case functools.cached_property():
-            return (member.func,)
-        case type():
-            return ()  # of its own
-    return (member,)
+def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
+    """Readers of the cells and the keywords' defaults of a function."""
+    for cell in fn.__closure__ or ():
+        yield functools.partial(_contents, cell)
+    code = fn.__code__
+    if code.co_kwonlyargcount:  # else what is set there is of no use
+        yield functools.partial(getattr, fn, "__kwdefaults__")
+    if fn.__kwdefaults__ is not None:
+        first = code.co_argcount
+        for name in code.co_varnames[first : first + code.co_kwonlyargcount]:
+            yield functools.partial(fn.__kwdefaults__.get, name, NOT_BOUND)
 
 
 class CapturedObjects:

@@ -1,18 +1,16 @@
 """The compiled steps of functions that ``run`` is given outside of a step.
 
-A function is known by its code and by what it has captured: cells of its closure,
-defaults, globals that it names, the object that it is a method of. So a lambda that is
-made anew for each call is the same function as long as it captures the same objects,
-and one that captures other ones, or whose global was bound anew, is another; a global
-of a function of the same module that it calls, too. What happens *inside* a captured
-object (an item of a list, a global of another module) is not seen, as by
-``tf.function``.
+A function is known by its code and by what it depends on besides its arguments: cells
+of its closure, defaults, globals that it names, the object that it is a method of, and
+the same of the functions of its module that it may call. So a lambda that is made again
+for each call is the same function as long as it captures the same objects; one that
+captures others, or whose global was bound to another, is another function. What happens
+*inside* a captured object (an item of a list, a global of another module) is not seen,
+as by ``tf.function``.
 
-The function itself and what it has captured are compared at each call. What is beneath
-them, the functions of its module that it may call, is only watched, in one flat list
-(`FunctionDependencies`): whether each name and each cell still has the object that it
-had when the function was traced, and each function its code and defaults. A helper is
-looked into when a step is made, and never at a call.
+Marks of the function are made and compared at each call. Everything else has a fixed
+place, and is compared there, in one flat list (`FunctionDependencies`). The functions
+that it may call are looked for when a step is made, never at a call.
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
@@ -42,137 +40,19 @@ from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 
 from ._captured import (
-    NOT_BOUND,
-    PLAIN,
     CapturedObjects,
+    FunctionDependencies,
     beneath,
     captured_words,
-    global_names,
-    in_words,
     is_partial,
     named,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Callable,
-        Hashable,
-        Iterable,
-        Iterator,
-        KeysView,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    Module = dict[str, Any]
-
-
-class FunctionDependencies:
-    """What some functions are bound to: their names and cells, their code and defaults.
-
-    A name that nothing is bound to counts, too: one may hide a builtin, later.
-    """
-
-    __slots__ = ("_absent", "_cells", "_functions", "_given", "_held", "_names")
-
-    def __init__(self, functions: Iterable[types.FunctionType]) -> None:
-        of_one = {id(fn): fn for fn in functions}.values()
-        self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in of_one]
-        # A function without such arguments has no use for what is set there.
-        with_keywords = [fn for fn in of_one if fn.__code__.co_kwonlyargcount]
-        self._given = [(fn, fn.__kwdefaults__) for fn in with_keywords]
-        cells = {id(x): x for fn in of_one for x in fn.__closure__ or ()}
-        places = {(id(x[0]), x[1]): x for fn in of_one for x in _places(fn)}
-        values = [known.get(name, NOT_BOUND) for known, name in places.values()]
-        contents = [_contents(cell) for cell in cells.values()]
-        self._names = [
-            (known.get, name, id(value), _plain(value))
-            for (known, name), value in zip(places.values(), values, strict=True)
-            if value is not NOT_BOUND
-        ]
-        self._cells = [
-            (cell, id(value), _plain(value))
-            for cell, value in zip(cells.values(), contents, strict=True)
-        ]
-        # Apart from the others and by module: mostly these are names of builtins, and
-        # one call in C looks for all of them.
-        self._absent = _by_module(
-            place
-            for place, value in zip(places.values(), values, strict=True)
-            if value is NOT_BOUND
-        )
-        self._held = CapturedObjects([*values, *contents])
-
-    def are_same(self) -> bool:
-        """Whether all names, cells and codes are bound as they were."""
-        if not self._functions:
-            return True
-        for fn, code, defaults in self._functions:
-            if fn.__code__ is not code or fn.__defaults__ is not defaults:
-                return False
-        for get, name, known, value in self._names:
-            found = get(name, NOT_BOUND)
-            # Nearly always it is the very object. Another one is no change either if it
-            # is an equal number or text, as in `_captured`.
-            if id(found) != known and not _are_alike(found, value):
-                return False
-        for cell, known, value in self._cells:
-            found = _contents(cell)
-            if id(found) != known and not _are_alike(found, value):
-                return False
-        for names, absent in self._absent:
-            if not names.isdisjoint(absent):
-                return False
-        if self._given and not self._are_given_the_same():
-            return False
-        # Last: had an object gone meanwhile, its number may have been met above.
-        return self._held.are_there()
-
-    def are_there(self) -> bool:
-        """Whether what they were bound to is still there, so that they can be bound so
-        again."""
-        return self._held.are_there()
-
-    def _are_given_the_same(self) -> bool:
-        return all(fn.__kwdefaults__ is given for fn, given in self._given)
-
-
-def _places(fn: types.FunctionType) -> Iterator[tuple[Module, str]]:
-    """The globals that a function may name, and those of its defaults that are in a
-    dict."""
-    code = fn.__code__
-    for name in global_names(code):
-        yield fn.__globals__, name
-    if fn.__kwdefaults__ is not None:
-        first = code.co_argcount
-        for name in code.co_varnames[first : first + code.co_kwonlyargcount]:
-            yield fn.__kwdefaults__, name
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return NOT_BOUND
-
-
-def _by_module(
-    places: Iterable[tuple[Module, str]],
-) -> list[tuple[KeysView[str], set[str]]]:
-    found: dict[int, tuple[KeysView[str], set[str]]] = {}
-    for known, name in places:
-        found.setdefault(id(known), (known.keys(), set()))[1].add(name)
-    return list(found.values())
-
-
-def _plain(value: Any) -> Any:
-    return value if type(value) in PLAIN else NOT_BOUND
-
-
-def _are_alike(found: Any, value: Any) -> bool:
-    """Whether it is the same number or text, if another object."""
-    kind = type(value)
-    return type(found) is kind and kind in PLAIN and repr(found) == repr(value)
+    Words = dict[str, tuple[Hashable, str]]
+    """By place the mark and the words of what a function has captured."""
 
 
 MAX_STEPS: Final = 256
@@ -218,7 +98,7 @@ class CachedStep:
     marks: Hashable
     held: CapturedObjects
     """The objects that ``marks`` names by their identity."""
-    watched: FunctionDependencies
+    dependencies: FunctionDependencies
     origin: weakref.ref[Any] | None
     why_not: str | None = None
 
@@ -229,11 +109,12 @@ class CachedStep:
 
     def is_of(self, marks: Hashable) -> bool:
         """Whether it does what a function with these marks does now."""
-        return self.marks == marks and self.held.are_there() and self.watched.are_same()
+        is_alike = self.marks == marks and self.held.are_there()
+        return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
         """Whether a function with these marks can ever be given again."""
-        return self.held.are_there() and self.watched.are_there()
+        return self.held.are_there() and self.dependencies.may_return()
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +123,7 @@ class StepPlace:
 
     steps: list[CachedStep] = field(default_factory=list)
     replaced: int = 0
-    words: dict[str, str] = field(default_factory=dict)
+    words: Words = field(default_factory=dict)
     """What the last function had captured."""
 
     def find(self, marks: Hashable) -> CachedStep | None:
@@ -300,13 +181,18 @@ class FunctionCache:
             Function(_called_like(self._make(), fn)),
             marks,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
-            FunctionDependencies(x for x in functions if x not in compared),
+            FunctionDependencies(compared, functions),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
-        return self._add(name, made, _words(fn, functions))
+        words: Words = {
+            place: (mark, text)
+            for each in (fn, *functions)
+            for place, mark, text in captured_words(each)
+        }
+        return self._add(name, made, words)
 
-    def _add(self, name: int, made: CachedStep, words: dict[str, str]) -> CachedStep:
+    def _add(self, name: int, made: CachedStep, words: Words) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
             found = place.find(made.marks)
@@ -330,14 +216,18 @@ class FunctionCache:
                 del self._places[name]
 
 
-def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) -> None:
+def _tell(name: str, times: int, before: Words, now: Words) -> None:
     if times not in WARN_AT and times % WARN_AT[-1]:
         return
+    absent = None, "not there"
+    pairs = {
+        place: (before.get(place, absent), now.get(place, absent))
+        for place in (*before, *now)
+    }
     changed = [
-        f"{place} was {before.get(place, 'not there')} and is "
-        f"{now.get(place, 'not there')}"
-        for place in dict.fromkeys((*before, *now))
-        if before.get(place) != now.get(place)
+        f"{place} was {was[1]} and is {found[1]}"
+        for place, (was, found) in pairs.items()
+        if was[0] != found[0]
     ]
     warnings.warn(
         f"run was given {name!r} for the {times}th time with something else that it "
@@ -348,26 +238,6 @@ def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) ->
         RetraceWarning,
         stacklevel=outside(),
     )
-
-
-def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
-    """What a function and those beneath it have captured."""
-    words = {place: is_ for each in functions for place, is_ in captured_words(each)}
-    match fn:
-        case Function():
-            words |= _words(fn.body, [])
-        case types.MethodType():
-            words["the object that it is a method of"] = in_words(fn.__self__)
-        case functools.partial():
-            for number, value in enumerate(fn.args):
-                words[f"args[{number}] of the partial"] = in_words(value)
-            for name, value in fn.keywords.items():
-                words[f"{name!r} of the partial"] = in_words(value)
-        case types.FunctionType():
-            pass
-        case _:
-            words["the object that is called"] = in_words(fn)
-    return words
 
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:

@@ -1,0 +1,161 @@
+"""The objects that a function holds: what it may reach when it is called.
+
+Looked into are functions (cells, defaults, globals by their names), modules by the
+names in functions, classes, and whatever the garbage collector finds in objects; not
+packages that are known to hold nothing of a user's.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import weakref
+from collections import deque
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.variables import AbstractVariable, Module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
+"""Packages whose objects are not looked into, but for modules and step functions."""
+
+_OTHERS: Final = frozenset(
+    (
+        "absl",
+        "chex",
+        "einops",
+        "equinox",
+        "flax",
+        "grain",
+        "haiku",
+        "jaxtyping",
+        "keras",
+        "orbax",
+        "scipy",
+        "tensorflow",
+        "torch",
+        "treescope",
+    )
+)
+"""Packages that hold variables of zstrat in objects at most, not in their own modules
+and classes."""
+
+_LEAVES: Final = frozenset(
+    {str, bytes, int, float, complex, bool, type(None), CodeType}
+)
+
+_CONTAINERS: Final = (
+    Module,
+    partial,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    deque,
+)
+"""Types of what is looked into whichever package has made it."""
+
+
+_OF_PYTHON: Final = ("builtins", "collections", "functools")
+"""Modules of the types that functions and containers are made of."""
+
+_MAX_ITEMS: Final = 1000
+"""Items of a container of functions: one with more is data."""
+
+
+def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
+    """The roots and the objects that they hold, each once, the nearest first. Not
+    looked into are variables.
+
+    Args:
+        only_code: Of an object only its class counts, and what it wraps; large
+            containers do not.
+    """
+    seen: dict[int, Any] = {}  # they stay, or others would get their ids
+    waiting = deque(roots)
+    while waiting:
+        thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        yield thing
+        kind = type(thing)
+        if kind in _LEAVES or isinstance(thing, AbstractVariable):
+            continue
+        held = _held(thing)
+        if only_code and not isinstance(thing, type):
+            is_code = kind.__module__ in _OF_PYTHON or issubclass(kind, partial)
+            if not (_is_ours(kind) or (is_code and len(held) <= _MAX_ITEMS)):
+                held = [kind, inspect.getattr_static(thing, "__wrapped__", None)]
+        waiting += held
+
+
+def _held(thing: Any) -> list[Any]:
+    """What an object refers to, as far as variables lie there."""
+    if isinstance(thing, FunctionType):
+        apart = thing.__globals__, thing.__builtins__
+        parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
+        return parts if is_known(thing.__module__) else [*parts, *_named_by(thing)]
+    if isinstance(thing, weakref.ref):
+        return [thing()]
+    if isinstance(thing, ModuleType):
+        return []  # by the names of functions alone
+    if isinstance(thing, type):
+        return [] if is_known(thing.__module__) else gc.get_referents(thing)
+    if not isinstance(thing, _CONTAINERS) and _is_ours(type(thing)):
+        # Of a step function in the body, and of one that jax has wrapped.
+        return [getattr(thing, name, None) for name in ("body", "__wrapped__")]
+    return [type(thing), *gc.get_referents(thing)]
+
+
+def _named_by(thing: FunctionType) -> list[Any]:
+    """Globals, and what lies in modules, which are reached from a global or from an
+    ``import`` in the body."""
+    names = dict.fromkeys(_names(thing.__code__))
+    cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]
+    found = [
+        known[x]
+        for known in (thing.__globals__, sys.modules)
+        for x in names
+        if x in known
+    ]
+    modules = [x for x in (*found, *cells) if isinstance(x, ModuleType)]
+    seen = set()
+    while modules:
+        module = modules.pop()
+        if module.__name__ in seen or is_known(module.__name__):
+            continue
+        seen.add(module.__name__)
+        here = [vars(module)[name] for name in names if name in vars(module)]
+        modules += [x for x in here if isinstance(x, ModuleType)]
+        found += here
+    return found
+
+
+def _is_ours(kind: type) -> bool:
+    return _package(kind.__module__) in _OURS
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def is_known(module: str | None) -> bool:
+    """Whether it is no module of a user, which alone knows variables."""
+    package = _package(module)
+    if package in _OURS or package in _OTHERS:
+        return True
+    return package in sys.stdlib_module_names and package != "__main__"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
