@@ -92,7 +92,7 @@ chaos: $(VENV)/.dev
 # ARGS="--mutation NAME" breaks zstrat on purpose.
 SEEDS ?= 0-2000
 simulate: $(VENV)/.dev
-	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) -m simulation $(SEEDS) $(ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=tests/testing $(PY) -m simulation $(SEEDS) $(ARGS)
 
 # Minutes less: ARGS="--sessions 20 --closures 20000".
 soak: $(VENV)/.dev

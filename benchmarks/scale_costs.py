@@ -3,7 +3,7 @@
 Not in time on the clock: so it does not matter much what else the machine does. The
 real program, parameter server and worker are measured as processes, over tcp; links and
 endpoints by themselves, as many as a large cluster has; what grows with the number of
-workers in the simulator (`tests/simulation`), without sockets.
+workers in the simulator (`tests/testing/simulation`), without sockets.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def simulated(workers: int, steps: int) -> float:
     Raises:
         AssertionError: It does not keep the contract.
     """
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "testing"))
     from simulation import Meter, Scenario, run_scenario
 
     scenario = Scenario(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -23,6 +24,7 @@ from simulation.__main__ import main, seeds_in
 
 from zstrat.ps import CHANGES
 
+HERE = Path(__file__).parent
 REPLAYED = (3, 22, 41)
 
 
@@ -86,7 +88,7 @@ def test_a_seed_is_the_same_in_every_process():
     hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     ran = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": hashes},
+        env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": str(HERE)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -99,7 +99,7 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
 def _held(thing: Any) -> list[Any]:
     """What an object refers to, as far as variables lie there."""
     if isinstance(thing, FunctionType):
-        apart = thing.__globals__, thing.__builtins__
+        apart = thing.__globals__, getattr(thing, "__builtins__", None)
         parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
         return parts if is_known(thing.__module__) else [*parts, *_named_by(thing)]
     if isinstance(thing, weakref.ref):

@@ -1,6 +1,6 @@
 """Runs many seeds on all cores, and says which ones did not keep the contract.
 
-PYTHONPATH=tests python -m simulation 0-2000
+PYTHONPATH=tests/testing python -m simulation 0-2000
 python -m simulation 1234 --tell
 python -m simulation 0-200 --mutation "the ledger forgets"
 """
