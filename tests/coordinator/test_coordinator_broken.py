@@ -260,7 +260,7 @@ def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world):
     coordinator = world.coordinator()
     world.on_loop(world.ps[0].kill, "silent for 5 s")
     world.until(lambda: world.session.cluster.outage_error)
-    with pytest.raises(PSUnavailableError, match=r"\b5\b") as raised:
+    with pytest.raises(PSUnavailableError) as raised:
         coordinator.join()
     assert not raised.value.lost
     assert "lost" not in str(raised.value)

@@ -116,7 +116,7 @@ def test_a_closure_that_kills_workers_is_reported_and_bystanders_are_spared(worl
     for _ in range(3):
         world.until(lambda: deadly.is_ready or not all(w.alive for w in world.workers))
         world.on_loop(back)
-    with pytest.raises(WorkerLostError, match=r"\b3\b") as raised:
+    with pytest.raises(WorkerLostError) as raised:
         deadly.fetch()
     assert raised.value.peer.count("/job:worker/task:") == 3
     with pytest.raises(WorkerLostError):

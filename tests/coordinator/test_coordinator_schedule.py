@@ -232,7 +232,7 @@ def test_shutdown_cancels_and_a_new_coordinator_goes_on(world):
     coordinator.shutdown()
     coordinator.shutdown()
     for value in values:
-        with pytest.raises(CancelledError, match="reschedule"):
+        with pytest.raises(CancelledError):
             value.fetch()
     with pytest.raises(ClosedError):
         coordinator.schedule(constant)

@@ -237,7 +237,7 @@ def test_too_few_files_are_data_or_an_error(tmp_path):
     assert allotment.policy is AutoShardPolicy.DATA
     assert allotment.ends_with_others
     files = dataset.with_options(Options(AutoShardPolicy.FILE))
-    with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
+    with pytest.raises(ValueError, match="not enough files, 1 for 2 workers"):
         allotted(files, Worker(2, 1))
     with pytest.raises(ValueError, match=r"AutoShardPolicy\.FILE.*DATA"):
         allotted(

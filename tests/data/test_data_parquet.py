@@ -150,7 +150,7 @@ def test_too_few_row_groups(tmp_path):
     dataset = Dataset.from_parquet(numbers(tmp_path, [4]), batch_size=2)
     assert allotted(dataset, Worker(2, 0)).policy is AutoShardPolicy.DATA
     strict = dataset.with_options(Options(AutoShardPolicy.FILE))
-    with pytest.raises(ValueError, match=r"\b1\b"):
+    with pytest.raises(ValueError, match=r"not enough files, 1 .*row groups count"):
         allotted(strict, Worker(2, 0))
 
 

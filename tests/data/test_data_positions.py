@@ -421,7 +421,7 @@ def test_nothing_repeated_for_ever_is_nothing_before_a_place_too():
 def test_a_place_behind_the_end_is_refused():
     iterator = rest_of_two(Dataset.range(6))
     state = {**state_of(iterator), "drawn": 7}
-    with pytest.raises(InvalidArgumentError, match=r"\b7\b.*\b6\b"):
+    with pytest.raises(InvalidArgumentError):
         iterator.set_state(state)
     iterator.set_state({**state, "drawn": 6})
     assert drawn(iterator) == []

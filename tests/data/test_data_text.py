@@ -78,13 +78,13 @@ def files(tmp_path):
 def test_files_of_text_and_of_numbers_are_no_batch(files):
     dataset = Dataset.from_npy(files(np.arange(2), np.array(["x", "yz"])))
     assert [batch.tolist() for batch in dataset.batch(2)] == [[0, 1], ["x", "yz"]]
-    with pytest.raises(ValueError, match=r"\b1\b.*\[\]"):
+    with pytest.raises(ValueError, match=r"1\.npy, which has rows \[\] of text, with"):
         list(dataset.batch(3))
 
 
 def test_files_of_text_and_of_bytes_are_no_batch(files):
     dataset = Dataset.from_npy(files(np.array(["x"]), np.array([b"y"])))
-    with pytest.raises(ValueError, match=r"\[\]"):
+    with pytest.raises(ValueError, match=r"rows \[\] of text of bytes, with those of"):
         list(dataset.batch(2))
 
 
@@ -99,5 +99,5 @@ def test_archives_of_text_and_of_numbers_are_no_batch(tmp_path):
     np.savez(tmp_path / "0.npz", x=np.zeros((1, 2)), y=np.array(["a"]))
     np.savez(tmp_path / "1.npz", x=np.zeros((1, 2)), y=np.array([1]))
     dataset = Dataset.from_npz([tmp_path / "0.npz", tmp_path / "1.npz"]).batch(2)
-    with pytest.raises(ValueError, match=r"\[2\].*\[\].*\[\]"):
+    with pytest.raises(ValueError, match=r"x \[2\], y \[\], with .* y \[\] of text"):
         list(dataset)

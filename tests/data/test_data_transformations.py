@@ -154,7 +154,7 @@ def test_unbatch():
     assert batches.repeat().unbatch().cardinality() == INFINITE_CARDINALITY
     assert plain(Dataset.from_tensors(np.zeros((0, 2))).unbatch()) == []
     unlike = Dataset.from_tensors((np.zeros(2), np.zeros(3)))
-    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b"):
+    with pytest.raises(ValueError, match="Encountered 2 and 3"):
         list(unlike.unbatch())
 
 

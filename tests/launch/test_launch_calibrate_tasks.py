@@ -83,7 +83,7 @@ def test_measurements_say_whether_they_are_of_one_host(
 
 def test_more_ranks_than_tasks(cluster):
     cluster = {"worker": cluster["worker"][:1]}
-    with pytest.raises(ValueError, match=r"\b2\b.*\b1\b"):
+    with pytest.raises(ValueError, match="2 ranks: the cluster has 1"):
         part_of(cluster, Calibration(2, (4,)), 0)
 
 

@@ -289,9 +289,9 @@ async def test_who_may_not_have_a_copy_kept():
     async with World() as world:
         hosted = await world.host(view=2)
         other = world.links[1]
-        with pytest.raises(StaleSessionError, match=r"\b2\b"):
+        with pytest.raises(StaleSessionError):
             await world.host(view=1)
-        with pytest.raises(StaleSessionError, match=r"\b2\b"):
+        with pytest.raises(StaleSessionError):
             await world.ask(other, DropStore(SESSION, 0, 1))
         with pytest.raises(StaleSessionError):
             await world.ask(other, HostStore(SESSION + 2, 0, 9))

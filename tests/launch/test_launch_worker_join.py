@@ -58,7 +58,7 @@ def join(server):
 
 
 async def test_a_worker_that_no_program_takes_ends(join):
-    with pytest.raises(DeadlineExceededError, match="no program has opened a session"):
+    with pytest.raises(DeadlineExceededError):
         await join.stay(0, Worker(comes=0))
 
 

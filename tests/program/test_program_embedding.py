@@ -176,7 +176,7 @@ def test_refusals(home):
         jax.jit(lambda ids: zs.embedding_lookup(table, ids))(IDS)
     with pytest.raises(ValueError, match="must be integers"):
         zs.function(lambda x: zs.embedding_lookup(table, x))(np.float32([1.0]))
-    with pytest.raises(IndexError, match=r"\b11\b"):
+    with pytest.raises(IndexError, match="no row 11"):
         zs.function(lambda: zs.embedding_lookup(table, [3, 11]))()
 
 

@@ -193,7 +193,7 @@ def test_refusals(home, params):
     loss = plain_loss
     with pytest.raises(TypeError, match=r"\[0\].*\['c'\].*'count'"):
         zs.grad(loss)({"c": count}, 1.0, None)
-    with pytest.raises(TypeError, match=r"\[0\].*\[0\]"):
+    with pytest.raises(TypeError, match=r"args\[0\]\[0\], int32 array"):
         zs.grad(loss)([np.int32(1)], 1.0, None)
     with pytest.raises(ValueError, match=r"argnums=3.*\b1\b"):
         zs.grad(loss, 3)(params)

@@ -44,7 +44,7 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         rows = zs.embedding_lookup(table, ids)
         table.scatter_add(IndexedSlices(rows, jnp.flip(index)))
 
-    with pytest.raises(ValueError, match=r"\[1\]"):
+    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
         update(fits, wide)
 
     @zs.function
@@ -52,7 +52,7 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         rows = zs.embedding_lookup(table, ids)
         table.scatter_add(IndexedSlices(rows, index))
 
-    with pytest.raises(ValueError, match=r"\[1\]"):
+    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
         other_ids(fits, wide)
     with pytest.raises(IndexError, match=r"\b4294967297\b"):
         zs.function(lambda ids: zs.embedding_lookup(table, ids))(wide)
@@ -269,7 +269,7 @@ def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
     def step(x):
         return x
 
-    with pytest.warns(NarrowingWarning, match=r"\[0\]"):
+    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
         step(np.array([1 + 1e-12]))
     with pytest.warns(NarrowingWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
         step(np.array([2**40]))

@@ -176,7 +176,7 @@ async def test_another_program_is_refused_with_words_and_spoils_nothing(programs
     await programs.come(12)
     with pytest.raises(AlreadyExistsError, match=r"'w'.*'v'"):
         programs.new(1, "v")
-    with pytest.raises(AlreadyExistsError, match=r"\b1\b"):
+    with pytest.raises(AlreadyExistsError):
         programs.new(1, value=np.zeros(4, "f4"))
     with pytest.raises(AlreadyExistsError, match="'mine'"):
         await programs.optimizer(name="yours")

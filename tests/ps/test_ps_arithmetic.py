@@ -223,7 +223,7 @@ def test_scalars_have_no_rows_and_integers_no_zero_divisor():
             np.dtype("f8"),
             "v",
         )
-    with pytest.raises(InvalidArgumentError, match=r"\b0\b"):
+    with pytest.raises(InvalidArgumentError):
         check(
             UpdateOp.SCATTER_DIV,
             (np.zeros(1, int), np.zeros(1, int)),

@@ -152,7 +152,7 @@ def test_what_is_no_array_of_bytes_is_refused():
     for arrays in ((), (np.ones(3),), (np.ones(1, "u1"), np.ones(1, "u1"))):
         with pytest.raises(InvalidArgumentError, match="'mine'"):
             store.plan_binding(1, arrays)
-    with pytest.raises(NotFoundError, match=r"\b5\b"):
+    with pytest.raises(NotFoundError):
         store.plan_binding(5, ())
 
 

@@ -70,7 +70,7 @@ async def test_a_primary_that_comes_back_serves_nobody_until_it_is_told(
         with pytest.raises(NotPrimaryError):
             await copies.ask(asked, service)
     assert (await copies.ask(OpenSession(SESSION, 0, 1, []), service)).resumed
-    with pytest.raises(StaleSessionError, match=r"\b0\b"):
+    with pytest.raises(StaleSessionError):
         await copies.ask(DetachBackup(SESSION, 0), service)
     assert await copies.ask(DetachBackup(SESSION, 2), service) == Done()
     assert not (await copies.ask(push(1), service)).applied

@@ -66,7 +66,7 @@ async def test_a_promoted_backup_has_the_session(copies):
     assert await copies.ask(push(0), copies.backup, worker) == Pushed(False, [JUMP + 1])
     assert await copies.ask(PromoteBackup(SESSION, 2), copies.backup) == Done()
     assert await copies.ask(PromoteBackup(SESSION, 4), copies.backup) == Done()
-    with pytest.raises(StaleSessionError, match=r"\b3\b"):
+    with pytest.raises(StaleSessionError):
         await copies.ask(PromoteBackup(SESSION, 3), copies.backup)
 
 
@@ -158,7 +158,7 @@ async def test_older_views_are_refused(copies):
         AttachBackup(SESSION, 4, "nowhere:1", copies.incarnation),
         DetachBackup(SESSION, 4),
     ):
-        with pytest.raises(StaleSessionError, match=r"\b5\b"):
+        with pytest.raises(StaleSessionError):
             await copies.ask(asked)
     for view in (1, 4):
         with pytest.raises(StaleSessionError):

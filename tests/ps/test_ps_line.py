@@ -256,7 +256,7 @@ async def test_own_updates_outlast_the_patience_with_a_line_that_is_silent(rig):
     rig.line.lose("silent for 5 s", gone=False, keep_pushes=True)
     later = rig.client.update(DELTA)
     for asked in (pull, later):
-        with pytest.raises(PSUnavailableError, match=r"\b5\b") as raised:
+        with pytest.raises(PSUnavailableError) as raised:
             await asked
         assert "lost" not in str(raised.value)
     await rig.heal()

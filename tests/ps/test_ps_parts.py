@@ -45,7 +45,7 @@ def test_it_forgets_what_is_over_and_remembers_so_much(monkeypatch):
     parts, ledger = Parts("ps"), Ledger()
     for step in (1, 2, 3):
         apply(parts, ledger, 0, "a", step=step)
-    with pytest.raises(ResourceExhaustedError, match=r"\b3\b"):
+    with pytest.raises(ResourceExhaustedError):
         parts.take(4, 1, 0, ["a"], ledger)
     apply(parts, ledger, 0, "a", step=3)
     ledger.raise_to(3)

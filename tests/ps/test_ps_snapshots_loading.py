@@ -202,7 +202,7 @@ async def test_files_that_are_not_there_or_not_whole(rig, tmp_path):
         await load(f"{tmp_path}/other", "1/0/")
     with pytest.raises(NotFoundError, match="'x'"):
         await load(path, "x")
-    with pytest.raises(InvalidArgumentError, match=r"\b3\b.*\b5\b"):
+    with pytest.raises(InvalidArgumentError):
         await load(path, "1/0/", 3, 5)
     with pytest.raises(InvalidArgumentError, match="'part'"):
         await load("part", "1/0/")

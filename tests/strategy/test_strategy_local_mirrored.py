@@ -277,7 +277,7 @@ def test_axes_of_one_array_are_checked(eight):
             eight.reduce(op, value, 1.0)
         with pytest.raises(ValueError, match="axis="):
             eight.reduce(op, scalars, 0)
-    with pytest.raises(ValueError, match=r"\b1\b"):
+    with pytest.raises(ValueError, match="rank of at least 1"):
         eight.gather(scalars, 0)
     with pytest.raises(ValueError, match="DistributedValues"):
         eight.reduce("sum", 1.0, None)

@@ -165,7 +165,7 @@ def test_all_gather_of_shapes_that_do_not_fit(two):
     for axis in (1, -1):
         with pytest.raises(ValueError, match=r"all_gather.*\b1\b"):
             two.run(gathered(axis), (value,))
-    with pytest.raises(ValueError, match=r"\b2\b"):
+    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
         two.run(gathered(2), (value,))
 
 

@@ -85,7 +85,7 @@ def test_an_assignment_of_another_system(tpu_resolver):
         mesh_shape=[1, 1, 1, 2], device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]
     )
     assignment = DeviceAssignment.build(topology)
-    with pytest.raises(ValueError, match=r"\b1\b.*\b2\b.*\[8\]"):
+    with pytest.raises(ValueError, match=r"1 tasks of 2 devices.*this job have \[8\]"):
         zs.TPUStrategy(tpu_resolver, assignment)
 
 
@@ -191,7 +191,7 @@ def test_the_checks_of_annotations_and_their_order(make_tpu):
     assert strategy.experimental_replicate_to_logical_devices(x) is x
     with_one = zs.TPUStrategy()
     assert with_one.experimental_split_to_logical_devices(x, [1, 1]) is x
-    with pytest.raises(ValueError, match=r"\b1\b"):
+    with pytest.raises(ValueError, match="only total of 1 logical devices in replica"):
         with_one.experimental_assign_to_logical_device(x, 1)
 
 
@@ -259,7 +259,7 @@ def test_the_program_of_a_step_computes_with_tiles(make_tpu):
 
 def test_replicas_on_devices_of_other_processes_are_refused(tpu_resolver, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with pytest.raises(NotImplementedError, match=r"\b1\b.*\[0\]"):
+    with pytest.raises(NotImplementedError):
         zs.TPUStrategy(tpu_resolver)
 
 

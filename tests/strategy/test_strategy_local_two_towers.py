@@ -364,5 +364,5 @@ def test_what_is_for_the_cross_tower_context(distribution):
 def test_there_must_be_so_many_devices():
     with pytest.raises(ValueError, match="num_gpus_per_worker=9"):
         distribute.ParameterServerStrategy(num_gpus_per_worker=9)
-    with pytest.raises(ValueError, match=r"\b0\b"):
+    with pytest.raises(ValueError, match="expected 0 or more"):
         distribute.ParameterServerStrategy(num_gpus_per_worker=-1)

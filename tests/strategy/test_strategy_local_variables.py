@@ -340,7 +340,7 @@ def test_copies_of_another_strategy_are_refused(two):
     v = variable(two, 1.0, A.NONE)
     two.run(lambda: v.assign(number()))
     three = zs.MirroredStrategy([f"CPU:{n}" for n in range(3)])
-    with pytest.raises(ValueError, match=r"\b2\b"):
+    with pytest.raises(ValueError, match="one value for each of 2 replicas"):
         three.run(lambda: v.value())
 
 

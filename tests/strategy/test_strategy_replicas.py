@@ -99,7 +99,7 @@ def test_a_batch_that_does_not_split_evenly_is_refused(four):
     def step(iterator):
         return four.strategy.run(lambda x: x.sum(), args=(next(iterator),))
 
-    with pytest.raises(ValueError, match=r"\b7\b.*\b4\b"):
+    with pytest.raises(ValueError, match=r"7 elements does not split evenly.*4"):
         function(step).plan((batches(X[:7]),))
 
 
@@ -245,7 +245,7 @@ def test_per_replica_arguments_are_handed_out(four):
     for runs in (strategy.run, lambda *given: run(four, lambda: strategy.run(*given))):
         result = runs(lambda x: 2 * x, (uneven,))
         assert [v.tolist() for v in result.values] == [[2.0] * n for n in (1, 2, 3, 4)]
-    with pytest.raises(ValueError, match=r"\b2\b"):
+    with pytest.raises(ValueError, match="has 2 values"):
         strategy.run(lambda x: x, args=(PerReplica((1, 2)),))
 
 

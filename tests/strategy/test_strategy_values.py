@@ -152,7 +152,7 @@ def test_tensorflows_examples_of_gather(make_cluster):
 
 @pytest.mark.shows("gather(axis=)")
 def test_gather_refuses_what_does_not_fit(three, one):
-    with pytest.raises(ValueError, match=r"\b1\b"):
+    with pytest.raises(ValueError, match="rank of at least 1"):
         three.gather(PerReplica((1, 2, 3)), 0)
     uneven = PerReplica(tuple(np.ones((1, n)) for n in (2, 3, 3)))
     assert three.gather(uneven, 1).shape == (1, 8)

@@ -261,9 +261,9 @@ def test_cores_of_a_holed_mesh_are_dealt_out_task_by_task():
 
 
 def test_a_holed_mesh_has_no_strides_and_may_have_too_few():
-    with pytest.raises(ValueError, match=r"\b2\b"):
+    with pytest.raises(ValueError, match=r"needs a whole mesh, and 2 devices"):
         DeviceAssignment.build(HOLED, computation_stride=[2, 1, 1, 1])
-    with pytest.raises(ValueError, match=r"\b4\b.*\b2\b.*\b6\b"):
+    with pytest.raises(ValueError, match=r"requested 4 replicas of 2 cores.* has 6"):
         DeviceAssignment.build(HOLED, [1, 1, 1, 2], num_replicas=4)
 
 

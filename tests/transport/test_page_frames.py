@@ -174,7 +174,7 @@ def test_who_has_the_token():
     "wrong", ["", "short", "a" * 15, "a b" * 9, "ü" * 20, "a\n" * 9]
 )
 def test_a_token_that_could_be_guessed_or_breaks_a_header_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"\b16\b.*\b128\b"):
+    with pytest.raises(ValueError, match="16 to 128 letters, digits"):
         PageToken(wrong)
 
 

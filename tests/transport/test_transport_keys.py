@@ -428,7 +428,7 @@ def test_a_readable_secret_is_refused(folder):
         Security.load(folder, "ps")
     (folder / "ps.secret").chmod(0o600)
     folder.chmod(0o755)
-    with pytest.raises(PermissionDeniedError, match=r"\b700\b"):
+    with pytest.raises(PermissionDeniedError):
         Security.load(folder, "ps")
 
 

@@ -208,7 +208,7 @@ async def test_too_many_open_requests_are_refused(net):
     _, address, _ = await net.serve(handler=lambda remote, message: never)
     link, _ = await net.open(address, settings=Settings(limits=Limits(requests=2)))
     waiting = [link.submit(Inspect()), link.submit(Inspect())]
-    with pytest.raises(BusyError, match=r"\b2\b"):
+    with pytest.raises(BusyError):
         link.submit(Inspect())
     await link.close()
     assert all(isinstance(each.exception(), ClosedError) for each in waiting)

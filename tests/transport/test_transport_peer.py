@@ -162,7 +162,7 @@ def test_a_deadline_passes_once_and_the_late_answer_is_dropped(pair):
 def test_too_many_open_requests_are_refused_on_both_sides(pair):
     for token in range(8):
         pair.client.request(Inspect(), token, 10.0)
-    with pytest.raises(BusyError, match=r"\b8\b"):
+    with pytest.raises(BusyError):
         pair.client.request(Inspect(), 8, 10.0)
     server = new_peer(hello("ps", 0), False, Limits(requests=2))
     client = new_peer(hello("worker", 1), True)

@@ -21,7 +21,7 @@ from zstrat.wire import CancelSteps, Goodbye, Inspect
 async def test_another_protocol_is_refused_at_once(net):
     _, address, _ = await net.serve()
     link, _ = net.link(address, protocol=77)
-    with pytest.raises(VersionMismatchError, match=r"\b77\b"):
+    with pytest.raises(VersionMismatchError):
         await link.wait_open(soon())
     with pytest.raises(VersionMismatchError):
         await link.wait_open(soon())
@@ -150,7 +150,7 @@ async def test_a_link_that_was_not_started_says_so():
     link = Link("h:1", hello("chief", 0, 1), name="ps", settings=Settings())
     with pytest.raises(RuntimeError, match="not started"):
         link.submit(Inspect())
-    with pytest.raises(ValueError, match=r"\b0\b"):
+    with pytest.raises(ValueError, match="port above 0"):
         Link("h:0", hello("chief", 0, 1), name="ps", settings=Settings())
     await link.close()
 

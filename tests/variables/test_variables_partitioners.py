@@ -57,7 +57,7 @@ def test_another_axis():
     assert MaxSizePartitioner(160)((10, 8), F32, axis=1) == [1, 2]
     assert MinSizePartitioner(160, 8)((10, 8), F32, axis=1) == [1, 2]
     for partitioner in (fixed, MinSizePartitioner(), MaxSizePartitioner(4)):
-        with pytest.raises(ValueError, match=r"\b2\b"):
+        with pytest.raises(ValueError, match="Cannot partition variable along axis 2"):
             partitioner((3, 4), F32, axis=2)
 
 

@@ -141,7 +141,7 @@ def test_pickled_it_is_a_handle_of_its_components():
     assert (far.name, far.shape, far.table) == (w.name, w.shape, w.table)
     assert hash(far.table) == hash(w.table)
     assert far.variables[0].sharded_container is far
-    with pytest.raises(RuntimeError, match=r"\b0\b"):
+    with pytest.raises(RuntimeError, match=r"'part 0'.*came from another task"):
         far.value()
     with pytest.raises(RuntimeError, match="CPU"):
         far.sparse_read([1])

@@ -205,7 +205,7 @@ def test_integers_that_fit_are_converted_and_python_ones_are_int32():
     variable.assign(np.array([0, 255], np.int64))
     assert variable.numpy().tolist() == [0, 255]
     rows = zv.IndexedSlices(np.array([-1]), [0])
-    with pytest.raises(ValueError, match=r"\b1\b"):
+    with pytest.raises(ValueError, match=r"contains -1.*uint8"):
         variable.scatter_add(rows)
 
 
@@ -303,7 +303,7 @@ def test_sparse_read_keeps_the_order_of_the_indices():
     rows = variable.sparse_read([[2, 0], [2, 1]])
     assert rows.shape == (2, 2, 2)
     np.testing.assert_array_equal(rows[0], [[4.0, 5.0], [0.0, 1.0]])
-    with pytest.raises(IndexError, match=r"\b3\b"):
+    with pytest.raises(IndexError, match="no row 3"):
         variable.sparse_read([3])
     with pytest.raises(ValueError, match="'Variable'"):
         variable.sparse_read([0.5])

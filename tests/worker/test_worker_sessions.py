@@ -77,7 +77,7 @@ async def test_a_second_coordinator_waits_for_the_loss_of_the_first(world):
     digest = await world.ship(double)
     second = FakeRemote(Job.CHIEF, 78, pid=2)
     take = OpenSession(2000, 0, 1, ["0"])
-    with pytest.raises(BusyError, match=r"\b1\b"):
+    with pytest.raises(BusyError):
         await world.ask(take, second)
     assert await world.run(digest, [1], world.arguments(np.float32(1))) == [2]
     world.worker.lost(world.remote, "silent")

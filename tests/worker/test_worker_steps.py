@@ -365,7 +365,7 @@ async def test_large_results_stay_until_fetched(world):
     assert [a.shape for a in fetched.arrays] == [(100_000,), ()]
     assert world.worker.statistics()["kept_bytes"] == 400_004
     world.worker.handle(world.remote, DropResults(world.session, [5, 6]))
-    with pytest.raises(NotFoundError, match=r"\b5\b"):
+    with pytest.raises(NotFoundError):
         await world.ask(Fetch(world.session, 5))
     assert world.worker.statistics()["kept_bytes"] == 0
 
