@@ -268,11 +268,11 @@ def test_sparse_gradients_are_concatenated(on_all):
         equal(result.values, np.tile(values, 2))
 
 
-def test_sparse_gradients_become_dense(on_all):
+@pytest.mark.parametrize("module", [np, jnp])
+def test_sparse_gradients_become_dense(on_all, module):
     def mine(rank):
-        return zs.IndexedSlices(
-            np.ones((2, 2), np.float32), np.array([0, rank]), (3, 2)
-        )
+        values = module.ones((2, 2), module.float32)
+        return zs.IndexedSlices(values, module.array([0, rank]), (3, 2))
 
     for result in on_all(lambda g: g.all_reduce(mine(g.rank), densify=True)):
         np.testing.assert_array_equal(result, [[4, 4], [1, 1], [1, 1]])

@@ -9,12 +9,10 @@ from collectives_groups import ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.collectives import ReduceOp
-from zstrat.collectives._leaves import leaf_of
+from zstrat.collectives.group._arguments import CallOptions
 from zstrat.collectives.group._operations import (
     ALONE,
     CallFactory,
-    CallOptions,
     all_reduce,
     broadcast,
 )
@@ -25,9 +23,8 @@ SMALL = [np.full(size, at, np.float32) for at, size in enumerate([10, 15, 25, 1,
 
 def calls_of(arrays, bytes_per_pack=0, in_place=False):
     options = CallOptions(1.0, bytes_per_pack=bytes_per_pack)
-    factory = CallFactory(0, 2, 1, "words", math.inf, options)
-    leaves = [leaf_of(array) for array in arrays]
-    return next(all_reduce(factory, leaves, ReduceOp.SUM, in_place))
+    request = all_reduce(2, arrays, "sum", in_place, False, options)
+    return next(request.make(CallFactory(0, 2, 1, "words", math.inf, options)))
 
 
 def contents(calls):
@@ -47,7 +44,8 @@ def test_broadcasts_share_calls_as_well(rank):
     options = CallOptions(1.0, bytes_per_pack=100)
     factory = CallFactory(rank, 2, 1, "words", math.inf, options)
     arrays = [*SMALL, np.full(ALONE // 4, 7, np.float32)]
-    calls = next(broadcast(factory, [leaf_of(array) for array in arrays], root=0))
+    request = broadcast(2, arrays, root=0, in_place=False, options=options)
+    calls = next(request.make(factory))
     assert [call.target.size for call in calls] == [ALONE // 4, 50, 25]
     if rank == 0:
         assert contents(calls) == [[7], [4, 3, 2], [1, 0]]

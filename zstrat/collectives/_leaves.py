@@ -6,6 +6,7 @@ was given; large results lie at multiples of 64 bytes, where jax takes them as t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import zlib
@@ -22,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from zstrat.rows import runs, sums
 from zstrat.wire import name_of
 
 if TYPE_CHECKING:
@@ -96,6 +98,27 @@ def is_slices(node: object) -> TypeGuard[SlicesLike]:
     if found is None:
         found = _ARE_SLICES[kind] = isinstance(node, SlicesLike)
     return found
+
+
+def dense(slices: SlicesLike) -> Any:
+    """The whole array: of numpy if the slices are, as jax would cut 64 bits."""
+    values, indices, shape = slices.values, slices.indices, slices.dense_shape
+    are_numpy = isinstance(values, np.ndarray) and isinstance(indices, np.ndarray)
+    if shape is None or not are_numpy:
+        return slices.to_dense()
+    inside = (indices >= 0) & (indices < shape[0])
+    found = runs(indices[inside])
+    whole = np.zeros(shape, values.dtype)
+    whole[found.unique] = sums(found, values[inside])
+    return whole
+
+
+def with_rows(slices: Any, divisor: int | None, values: Any, indices: Any) -> Any:
+    """The slices of all ranks. Whoever adds them up later has the mean if each of them
+    is divided by the number of ranks now."""
+    if divisor is not None:
+        values = values / divisor
+    return dataclasses.replace(slices, values=values, indices=indices)
 
 
 def leaf_of(origin: Any) -> ArrayLeaf:

@@ -41,7 +41,8 @@ from .connecting import (
     devices_of,
     objection_to,
 )
-from .membership import Membership, Turnover, WorkerSessions
+from .membership import Membership
+from .membership._turnover import Turnover, WorkerSessions
 from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
 from .replication import Replication

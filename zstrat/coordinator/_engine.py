@@ -47,6 +47,12 @@ class ClosureEngine:
         )
         self.waiters: Final = Waiters(self)
         """Calls of the user that wait."""
+        self.wait_value: Callable[[RemoteValue, float | None], None] = (
+            self.waiters.wait_value
+        )
+        self.wait_value_async: Callable[[RemoteValue], Awaitable[None]] = (
+            self.waiters.wait_value_async
+        )
         self.notes: ProgramNotes | None = None
         """Where what happens is noted while a time line is taken."""
         self.lock = threading.Lock()

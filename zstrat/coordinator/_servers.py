@@ -14,7 +14,8 @@ import contextlib
 import math
 import secrets
 from collections import Counter
-from typing import TYPE_CHECKING, Final, final
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, final
 
 import numpy as np
 
@@ -31,10 +32,10 @@ from zstrat.wire import (
 )
 
 from .connecting import HailedTask
-from .recovery import entry_of, steady
+from .recovery import entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from zstrat.ps import PsClient
     from zstrat.transport import MakeTaskLink
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from zstrat.wire import InitialEntry
 
     from ._cluster import Cluster
-    from .recovery import Inventory, Patient
+    from .recovery import Inventory, Recovery
+    from .replication import Replication
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
@@ -61,6 +63,24 @@ _PIECE: Final = 4 * 2**20
 """Bytes of a slot that are read with one message."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def steady(
+    method: Callable[Concatenate[ParameterServers, P], Awaitable[T]],
+) -> Callable[Concatenate[ParameterServers, P], Coroutine[Any, Any, T]]:
+    """Repeats a request, which may be made twice, when lost servers are back."""
+
+    @wraps(method)
+    async def asked(self: ParameterServers, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.patient is None:
+            return await method(self, *args, **kwargs)
+        return await self.patient.through(partial(method, self, *args, **kwargs))
+
+    return asked
+
+
 @final
 class ParameterServers:
     """All methods raise what a lost parameter server raises, and what the servers say.
@@ -76,7 +96,7 @@ class ParameterServers:
         self._patience: Final = patience
 
     @property
-    def patient(self) -> Patient | None:
+    def patient(self) -> Recovery | Replication | None:
         """Repeats requests when lost servers are back; None: nothing does."""
         return self._cluster.recovery or self._cluster.replication
 

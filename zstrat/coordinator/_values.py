@@ -72,22 +72,13 @@ class Result:
         self.name, self.treedef = name, treedef
 
 
-class ValueWaiters(Protocol):
-    """Waits until a value is settled (`Waiters` of the engine)."""
-
-    def wait_value(self, value: RemoteValue, timeout: float | None) -> None: ...
-
-    async def wait_value_async(self, value: RemoteValue) -> None: ...
-
-
 class ValueSource(Protocol):
     """The engine of a value, which brings results that were kept on their worker."""
 
     bring: Callable[[Kept], list[np.ndarray]]
     bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
-
-    @property
-    def waiters(self) -> ValueWaiters: ...
+    wait_value: Callable[[RemoteValue, float | None], None]
+    wait_value_async: Callable[[RemoteValue], Awaitable[None]]
 
     def fetched(self, error: Exception) -> None: ...
 
@@ -165,7 +156,7 @@ class RemoteValue(Unfetched):
             Exception: What the step function raised, every time.
         """
         try:
-            self._engine.waiters.wait_value(self, timeout)
+            self._engine.wait_value(self, timeout)
             return self._numpy(self._settled(self._engine.bring))
         except KeyboardInterrupt as interrupt:
             self._engine.interrupted(interrupt)
@@ -190,7 +181,7 @@ class RemoteValue(Unfetched):
 
     async def _fetch_async(self) -> Any:
         try:
-            await self._engine.waiters.wait_value_async(self)
+            await self._engine.wait_value_async(self)
             result = self._result
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(

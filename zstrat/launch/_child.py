@@ -240,16 +240,17 @@ def quoted_end(log: Path) -> str:
 
 def end_words(code: int) -> str:
     """How a process ended, by its exit code; -N is that of signal N."""
-    if code < 0:
-        return f"was ended by {signal_name(-code)}"
-    return f"ended with exit code {code}"
-
-
-def signal_name(number: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was ended by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
+        return f"was ended by signal {-code}"
+
+
+def shell_code(code: int) -> int:
+    """An exit code as shells have it: 128 + N for signal N."""
+    return code if code >= 0 else 128 - code
 
 
 def wait_ready(children: Iterable[Child], deadline: float) -> None:

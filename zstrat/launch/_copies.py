@@ -19,14 +19,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.cluster import free_ports
+from zstrat.transport import on_own_thread
 
-from ._child import end_words, inherited
+from ._child import end_words, inherited, shell_code
 from ._runtime_dir import divided
 
 if TYPE_CHECKING:
@@ -125,14 +125,13 @@ class _CopiesRun:
         give it: above 128 it was a signal."""
         while True:
             code = await self._process(index)
-            of_shell = code if code >= 0 else 128 - code
             if not code or self._is_ending:
-                return of_shell
+                return shell_code(code)
             ended = f"worker:{index} {end_words(code)}"
             if not self._left:
                 self._is_ending = True  # others that fail now were brought down by it
                 self._write(f"{ended}: ending the others")
-                return of_shell
+                return shell_code(code)
             self._left -= 1
             self._write(f"{ended}: starting it anew")
 
@@ -143,7 +142,7 @@ class _CopiesRun:
             async with asyncio.TaskGroup() as group:
                 relay = self._relay(index, process.stdout)
                 group.create_task(relay, name=f"output of worker:{index}")
-                code = await _exit_of(process)
+                code = await on_own_thread(process.wait)
                 # What it started ends with it, and lets go of its output.
                 _signal(process.pid, signal.SIGKILL)
                 self._groups.discard(process.pid)
@@ -207,27 +206,6 @@ async def _line_of(reader: asyncio.StreamReader) -> bytes:
         return end.partial
     except asyncio.LimitOverrunError:
         return await reader.read(_LONGEST_LINE)
-
-
-async def _exit_of(process: subprocess.Popen[bytes]) -> int:
-    """The exit code, once it has ended. On a thread of its own: copies are few, and
-    their end is what is waited for."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def wait() -> None:
-        code = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop did not wait for it
-            loop.call_soon_threadsafe(_settle, ended, code)
-
-    name = f"zstrat waits for {process.pid}"
-    threading.Thread(target=wait, name=name, daemon=True).start()
-    return await ended
-
-
-def _settle(ended: asyncio.Future[int], code: int) -> None:
-    if not ended.done():
-        ended.set_result(code)
 
 
 def _signal(group: int, number: int) -> None:

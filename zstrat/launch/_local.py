@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import os
 import shutil
 import signal
 import time
-import weakref
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
-from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.cluster import SimpleClusterResolver
 from zstrat.config import GRACE, environment, settings_from
-from zstrat.errors import ClosedError, DeadlineExceededError
+from zstrat.errors import DeadlineExceededError
 from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
@@ -28,8 +26,10 @@ from ._runtime_dir import (
     share,
     virtual,
 )
+from ._started_tasks import StartedTasks
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 
-class LocalCluster:
+class LocalCluster(StartedTasks[Child]):
     """Parameter servers and workers as processes of this machine.
 
     A context manager; without ``with`` the daemons end when the object is collected or
@@ -115,14 +115,10 @@ class LocalCluster:
         folder = RunFolder(directory)
         place = RuntimeDir.of(self.lane, folder.path)
         self.directory = place.folder
-        self._children: dict[str, Child] = {}
-        self._parts: Final = (
-            os.getpid(),
-            self._children,
-            self._settings.timeouts.drain,
-            self.directory if directory is None else None,
-        )
-        self._end = weakref.finalize(self, _end, *self._parts)
+        children: dict[str, Child] = {}
+        drain = self._settings.timeouts.drain
+        remove = self.directory if directory is None else None
+        super().__init__(children, f"over {self.lane}", _end, children, drain, remove)
         kept = KeptLogs(directory is None)
         try:
             folder.make()
@@ -132,19 +128,11 @@ class LocalCluster:
                     path = place.folder / f"{name}.log" if logs == "files" else None
                     bind = place.address(name)
                     child = Child(job, index, bind, path, variables, kept)
-                    self._children[child.task] = child
-            self._start(self._children.values())
+                    children[child.task] = child
+            self._start(children.values())
         except BaseException:  # to the caller, who has no cluster that he could stop
             self.stop()
             raise
-
-    @property
-    def spec(self) -> ClusterSpec:
-        """Where the tasks are."""
-        jobs: dict[str, list[str]] = {}
-        for child in self._children.values():
-            jobs.setdefault(child.job, []).append(child.address)
-        return ClusterSpec(jobs)
 
     @property
     def settings(self) -> Settings:
@@ -161,33 +149,19 @@ class LocalCluster:
         Raises:
             ClosedError: The cluster was closed.
         """
-        if not self._end.alive:
-            raise ClosedError(
-                f"{self!r}: it was closed, and its daemons have ended; make a new "
-                "LocalCluster"
-            )
+        self._check_open()
         return SimpleClusterResolver(self.spec)
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names such as "ps:0", parameter servers first."""
-        return tuple(self._children)
 
     def pid(self, task: str) -> int:
         """Process id of ``task``, such as "worker:1"."""
-        return self._child(task).pid
-
-    def log(self, task: str) -> str:
-        """What ``task`` has logged so far; "" if the logs go to the terminal."""
-        path = self._child(task).log
-        return "" if path is None else path.read_text("utf-8", "replace")
+        return self._task(task).pid
 
     def is_running(self, task: str) -> bool:
-        return self._child(task).is_running
+        return self._task(task).is_running
 
     def kill(self, task: str) -> None:
         """Ends ``task`` as a power cut does (SIGKILL); returns when it is gone."""
-        self._child(task).kill()
+        self._task(task).kill()
 
     def terminate(self, task: str) -> int:
         """Asks ``task`` to drain and end; returns its exit code.
@@ -195,7 +169,7 @@ class LocalCluster:
         Raises:
             DeadlineExceededError: It did not end within twice ``timeouts.drain``.
         """
-        child = self._child(task)
+        child = self._task(task)
         child.signal(signal.SIGTERM)
         patience = 2 * self._settings.timeouts.drain
         code = child.wait(time.monotonic() + patience)
@@ -208,42 +182,27 @@ class LocalCluster:
     def stop_task(self, task: str) -> None:
         """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers.
         Returns when it is."""
-        self._child(task).signal(signal.SIGSTOP)
+        self._task(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:
         """Lets a frozen task go on (SIGCONT)."""
-        self._child(task).signal(signal.SIGCONT)
+        self._task(task).signal(signal.SIGCONT)
 
     def restart(self, task: str) -> None:
         """Starts ``task`` again at the address that it had; kills it if it runs.
 
         Returns when it serves. Raises as the constructor does.
         """
-        child = self._child(task)
+        child = self._task(task)
         if child.is_running:
             child.kill()
         self._start([child])
 
-    def stop(self) -> None:
-        """Drains and ends all daemons, workers first; kills what does not end in time.
+    def _address(self, task: str) -> str:
+        return self._task(task).address
 
-        Calling it again does nothing, or goes on with what Ctrl-C has interrupted.
-        """
-        if self._end.alive:
-            _end(*self._parts)
-            self._end.detach()
-
-    close = stop
-
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        state = "running" if self._end.alive else "stopped"
-        return f"<LocalCluster {' '.join(self._children)} over {self.lane}, {state}>"
+    def _log_file(self, task: str) -> Path | None:
+        return self._task(task).log
 
     def _start(self, children: Iterable[Child]) -> None:
         fresh = list(children)
@@ -253,15 +212,6 @@ class LocalCluster:
         if self._coordinates:
             import_coordinator()
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
-
-    def _child(self, task: str) -> Child:
-        try:
-            return self._children[task]
-        except KeyError:
-            known = ", ".join(self._children)
-            raise ValueError(
-                f"no task {task!r} in this cluster, only {known}"
-            ) from None
 
 
 def _count(name: str, given: int, least: int) -> int:
@@ -274,13 +224,8 @@ def _count(name: str, given: int, least: int) -> int:
     raise TypeError(f"{name}={given!r}: expected a whole number, {least} or more")
 
 
-def _end(
-    program: int, tasks: Mapping[str, Child], drain: float, folder: Path | None
-) -> None:
-    """Workers first: what they still push needs the parameter servers. A process that
-    the program has forked ends without them."""
-    if os.getpid() != program:
-        return
+def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
+    """Workers first: what they still push needs the parameter servers."""
     children = list(tasks.values())
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]

@@ -47,7 +47,7 @@ from ._executor import Executor, WorkerThread
 from ._resources import Load, Resources
 from ._server_links import ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
-from ._step_runner import Prepare, RunEager, StepRunner
+from ._step_runner import StepRunner
 from ._worker_session import Owned, WorkerSession
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
     from zstrat.transport import MakeTaskLink, Remote
+
+    from ._step_runner import Prepare, RunEager
 
 
 class MakeExecutor(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
 from zstrat.program import (
@@ -51,27 +51,19 @@ if TYPE_CHECKING:
     from ._needs import Needs
     from ._resources import Arguments, Resources
 
-
-class Prepare(Protocol):
+    Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
     """`zstrat.program.prepare`."""
-
-    def __call__(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], /
-    ) -> Prepared: ...
-
-
-class RunEager(Protocol):
+    RunEager = Callable[
+        [
+            Function,
+            tuple[Any, ...],
+            Mapping[str, Any],
+            Home,
+            Callable[[StepIterator], Any],
+        ],
+        StepResult,
+    ]
     """`zstrat.program.run_eager`."""
-
-    def __call__(
-        self,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        home: Home,
-        draw: Callable[[StepIterator], Any],
-        /,
-    ) -> StepResult: ...
 
 
 @final

@@ -12,7 +12,7 @@ names all at the same time.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import (
     CollectiveTimeoutError,
@@ -123,14 +123,10 @@ def verdict(
     )
 
 
-class Ask(Protocol):
-    """Sends the question to a rank."""
-
-    def __call__(self, rank: int, *, deadline: float) -> asyncio.Future[Message]: ...
-
-
 async def inquire(
-    inquiry: FailureInquiry, ranks: Sequence[int], ask: Ask, deadline: float
+    inquiry: FailureInquiry,
+    ranks: Sequence[int],
+    ask: Callable[[int], asyncio.Future[Message]],
 ) -> None:
     """Asks ``ranks`` and whom they name, until all have answered or it is too late.
 
@@ -141,7 +137,7 @@ async def inquire(
     def go_on(more: Iterable[int]) -> None:
         for rank in more:
             try:
-                asking[ask(rank, deadline=deadline)] = rank
+                asking[ask(rank)] = rank
             except ZstratError as error:  # the link is closed, or full of questions
                 inquiry.silent(rank, f"cannot be asked: {error}")
 

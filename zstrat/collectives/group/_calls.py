@@ -1,27 +1,33 @@
 """The collectives that a group offers: what its users call, blocking or not.
 
 A method with an underscore makes the request of an operation: it has the parameters,
-and what it is given is checked (`_requests`) in the caller's thread. The two public
+and what it is given is checked (`_operations`) in the caller's thread. The two public
 methods of that name have the same parameters. One carries the request out and waits,
 the other one only begins it; both leave numbers and threads to the group.
 """
 
 from __future__ import annotations
 
-import abc
 import inspect
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from . import _requests as requests
+from zstrat.errors import ClosedError
+from zstrat.transport import require_own
+
+from . import _operations as operations
+from ._arguments import CallOptions
+from ._invitation import not_negative, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.collectives._terms import ReduceOp
 
-    from ._operations import CallOptions
+    from ._invitation import Invitation
+    from ._operations import OperationRequest
     from ._pending import Pending
-    from ._requests import OperationRequest
+    from ._runtime import GroupRuntime
+    from ._scheduler import OperationScheduler
 
 P = ParamSpec("P")
 Owner = TypeVar("Owner")
@@ -51,15 +57,26 @@ def parameters_of(
     return sign
 
 
-class GroupCalls(abc.ABC):
-    """The operations; their numbers and the way they go are those of `Group`."""
+class GroupCalls:
+    """The operations of a `Group`, which sets what is declared here."""
+
+    _invited: Invitation
+    _runtime: GroupRuntime
+    _work: OperationScheduler
+    """Carries the operations of its generation out."""
+    _is_closed: bool
 
     @property
-    @abc.abstractmethod
     def size(self) -> int:
         """Number of ranks."""
+        return self._work.generation.size
 
-    @abc.abstractmethod
+    def _check_open(self) -> None:
+        group = f"group {self._invited.name!r}"
+        if self._is_closed:
+            raise ClosedError(f"{group} is closed")
+        require_own(self._runtime.node.loop, group)
+
     def _options(
         self,
         timeout: float | None,
@@ -73,14 +90,22 @@ class GroupCalls(abc.ABC):
         Raises:
             ValueError: ``timeout`` is not above 0, or ``bytes_per_pack`` below it.
         """
+        invited = self._invited
+        seconds = positive("timeout", timeout, invited.timeout)
+        packs = invited.bytes_per_pack
+        if bytes_per_pack is not None:
+            packs = not_negative("bytes_per_pack", bytes_per_pack)
+        return CallOptions(seconds, tag, compression, algorithm, packs)
 
-    @abc.abstractmethod
-    def _wait(self, request: OperationRequest) -> Any:
-        """Carries the operation out; its result."""
-
-    @abc.abstractmethod
     def _start(self, request: OperationRequest) -> Pending[Any]:
         """Begins the operation."""
+        self._check_open()
+        return self._work.launch(request, blocking=False)
+
+    def _wait(self, request: OperationRequest) -> Any:
+        """Carries the operation out; its result."""
+        self._check_open()
+        return self._work.carry_out(request)
 
     def _all_reduce(
         self,
@@ -96,7 +121,7 @@ class GroupCalls(abc.ABC):
         bytes_per_pack: int | None = None,
     ) -> OperationRequest:
         options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
-        return requests.all_reduce(self.size, tree, op, in_place, densify, options)
+        return operations.all_reduce(self.size, tree, op, in_place, densify, options)
 
     @parameters_of(_all_reduce)
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +187,7 @@ class GroupCalls(abc.ABC):
         algorithm: str | None = None,
     ) -> OperationRequest:
         options = self._options(timeout, tag, algorithm)
-        return requests.all_gather(tree, axis, options)
+        return operations.all_gather(tree, axis, options)
 
     @parameters_of(_all_gather)
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +222,7 @@ class GroupCalls(abc.ABC):
         algorithm: str | None = None,
     ) -> OperationRequest:
         options = self._options(timeout, tag, algorithm)
-        return requests.reduce_scatter(self.size, tree, op, options)
+        return operations.reduce_scatter(self.size, tree, op, options)
 
     @parameters_of(_reduce_scatter)
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +262,7 @@ class GroupCalls(abc.ABC):
         algorithm: str | None = None,
     ) -> OperationRequest:
         options = self._options(timeout, tag, algorithm)
-        return requests.broadcast(self.size, tree, root, in_place, options)
+        return operations.broadcast(self.size, tree, root, in_place, options)
 
     @parameters_of(_broadcast)
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +310,7 @@ class GroupCalls(abc.ABC):
         timeout: float | None = None,
     ) -> OperationRequest:
         options = self._options(timeout, tag)
-        return requests.all_to_all(self.size, array, splits, options)
+        return operations.all_to_all(self.size, array, splits, options)
 
     @parameters_of(_all_to_all)
     def all_to_all(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,10 +340,10 @@ class GroupCalls(abc.ABC):
 
     def barrier(self, *, tag: str | None = None, timeout: float | None = None) -> None:
         """Returns when all ranks have called it. Raises: as `all_reduce`."""
-        self._wait(requests.barrier(self._options(timeout, tag)))
+        self._wait(operations.barrier(self._options(timeout, tag)))
 
     def barrier_async(
         self, *, tag: str | None = None, timeout: float | None = None
     ) -> Pending[None]:
         """As `barrier`, but returns at once what can be awaited."""
-        return self._start(requests.barrier(self._options(timeout, tag)))
+        return self._start(operations.barrier(self._options(timeout, tag)))

@@ -207,8 +207,8 @@ class Generation:
         question = AskCall(self.ticket, key)
         # Loop time and the monotonic clock are the same clock.
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
-        ask = partial(self.mesh.ask, message=question)
-        await inquire(inquiry, ranks, ask, deadline)
+        ask = partial(self.mesh.ask, message=question, deadline=deadline)
+        await inquire(inquiry, ranks, ask)
         if inquiry.has_ended_elsewhere and self.broken is None:
             self._notice_came = self._loop.create_future()
             with suppress(TimeoutError):

@@ -12,12 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
-from zstrat.transport import on_own_thread, require_own
+from zstrat.transport import on_own_thread
 
 from ._calls import GroupCalls, parameters_of
 from ._forming import form
-from ._invitation import invitation_of, not_negative, positive
-from ._operations import CallOptions
+from ._invitation import invitation_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._forming import FormingRequest
-    from ._pending import Pending
-    from ._requests import OperationRequest
-    from ._scheduler import OperationScheduler
 
 _ANEW: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
@@ -93,7 +89,6 @@ class Group(GroupCalls):
         self._is_closed = self._is_released = False
         self._has_formed = False
         """A generation, which is that of ``_work``."""
-        self._work: OperationScheduler
         self._closing = threading.Lock()
         self._leaving = threading.Lock()
         """Held by whoever leaves a generation: one that was cancelled may still do."""
@@ -152,11 +147,6 @@ class Group(GroupCalls):
     def rank(self) -> int:
         """Number of this process in the group, from 0 on."""
         return self._work.generation.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._work.generation.size
 
     @property
     def generation(self) -> int:
@@ -288,31 +278,3 @@ class Group(GroupCalls):
         # On the loop, which has cancelled by now a forming that was given up.
         if self._has_formed:
             await self._runtime.node.leave(self._work.generation, reason, drain)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"group {self.name!r} is closed")
-        require_own(self._runtime.node.loop, f"group {self.name!r}")
-
-    def _options(
-        self,
-        timeout: float | None,
-        tag: str | None,
-        algorithm: str | None = None,
-        compression: str | None = None,
-        bytes_per_pack: int | None = None,
-    ) -> CallOptions:
-        invited = self._invited
-        seconds = positive("timeout", timeout, invited.timeout)
-        packs = invited.bytes_per_pack
-        if bytes_per_pack is not None:
-            packs = not_negative("bytes_per_pack", bytes_per_pack)
-        return CallOptions(seconds, tag, compression, algorithm, packs)
-
-    def _start(self, request: OperationRequest) -> Pending[Any]:
-        self._check_open()
-        return self._work.launch(request, blocking=False)
-
-    def _wait(self, request: OperationRequest) -> Any:
-        self._check_open()
-        return self._work.carry_out(request)

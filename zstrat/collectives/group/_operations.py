@@ -1,4 +1,8 @@
-"""What the methods of a group do, as steps: calls, then more calls, then a result.
+"""The operations of a group: each checks what it is given, puts it in words, and says
+in which steps it is carried out.
+
+A request has no number yet, and nothing is sent: no other rank ever hears of what is
+refused here. The words are what ranks compare, so they hold all that has to be alike.
 
 A step is a list of calls that go out together; the next step begins when all of them
 are over. The last thing is a function that makes the user's result; it runs in the
@@ -8,19 +12,33 @@ blocking and asynchronous callers and any lane.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from zstrat.collectives._buckets import Bucket, buckets
+from zstrat.collectives._buckets import buckets
 from zstrat.collectives._engine import CallKind, CollectiveCall
+from zstrat.collectives._leaves import dense, flatten, is_slices, leaf_of, with_rows
 from zstrat.collectives._terms import ReduceOp
 from zstrat.collectives.schedules._algorithms import ALGORITHMS
 from zstrat.config import MiB
 from zstrat.transport import POOL
 
+from ._arguments import (
+    CallOptions,
+    check_axis,
+    check_reducible,
+    check_sparse,
+    check_splits,
+    check_writable,
+    packs,
+    read_only,
+    words_of,
+)
 from ._keys import about, key_of
 
 if TYPE_CHECKING:
@@ -38,17 +56,6 @@ PACK: Final = 4 * MiB
 left of a result keeps no more than this of others in memory."""
 
 _LENGTHS: Final = np.dtype(np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """What a caller says about any operation. ``timeout`` in seconds."""
-
-    timeout: float
-    tag: str | None = None
-    compression: str | None = None
-    algorithm: str | None = None
-    bytes_per_pack: int = 0
 
 
 @dataclass(slots=True)
@@ -80,7 +87,10 @@ class CallFactory:
     ) -> CollectiveCall:
         """The next call of the operation."""
         part, self.parts = self.parts, self.parts + 1
-        options, tag = self.options, self.options.tag
+        options, tag, algorithm = self.options, self.options.tag, self.options.algorithm
+        # An operation may take calls of other kinds, whose algorithms are others.
+        if algorithm != "auto" and algorithm not in ALGORITHMS[kind.value]:
+            algorithm = None
         return CollectiveCall(
             key_of(tag, self.number, part),
             kind,
@@ -96,224 +106,315 @@ class CallFactory:
             tag,
             options.compression,
             f"{tag}/{self.words}/{part}",
-            options.algorithm if _knows(kind, options.algorithm) else None,
+            algorithm,
             is_frozen,
         )
 
 
-def _knows(kind: CallKind, algorithm: str | None) -> bool:
-    """An operation may take calls of other kinds, whose algorithms are others."""
-    return algorithm in ALGORITHMS[kind.value] or algorithm == "auto"
+class OperationRequest(NamedTuple):
+    """An operation in words, what makes its steps, and how it is to be carried out."""
+
+    words: str
+    make: Callable[[CallFactory], Steps]
+    options: CallOptions
 
 
 def all_reduce(
-    factory: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp, in_place: bool
-) -> Steps:
-    """Every leaf reduced over all ranks; small ones share calls, the last go first."""
-    flats = [leaf.flat for leaf in leaves]
-    sizes = [(flat.dtype, flat.size) for flat in flats]
-    results: dict[int, np.ndarray] = {}
-    calls = []
-    for bucket in buckets(sizes, factory.options.bytes_per_pack or PACK, ALONE):
-        source = bucket.flat(flats, POOL.empty)
-        target = _target(leaves, bucket, source, in_place)
-        frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
-        calls.append(
-            factory.call(CallKind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
-        )
-        results.update(zip(bucket.members, bucket.split(target), strict=True))
-    yield calls
+    size: int,
+    tree: Any,
+    op: ReduceOp | str,
+    in_place: bool,
+    densify: bool,
+    options: CallOptions,
+) -> OperationRequest:
+    """Reduces every array over all ranks, and gathers IndexedSlices."""
+    op = ReduceOp.of(op)
+    if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
+        return _all_reduce_array(size, tree, op, in_place, options)
+    found, rebuild, where = flatten(tree)
+    if densify:
+        found = [dense(x) if is_slices(x) else x for x in found]
+    sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
+    leaves = [leaf_of(x) for at, x in enumerate(found) if at not in sparse]
+    check_reducible(size, op, leaves, options.compression)
+    if in_place:
+        check_writable(leaves, sparse)
+    rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
+    check_reducible(size, op, rows[::2])
+    check_sparse(op, rows)
+    kind, more = CallKind.ALL_REDUCE, (op.value, packs(leaves, options), where)
+    words = words_of(kind, [*leaves, *rows], options, *more, free=rows)
 
-    return lambda: _all_delivered(leaves, results, in_place)
+    def steps(factory: CallFactory) -> Steps:
+        calls, results = _packed(factory, kind, leaves, in_place, op=op)
+        if not rows:
+            yield calls
+            return lambda: rebuild(_delivered(leaves, results, in_place))
+        gathering = _gathered(factory, rows, [0] * len(rows))
+        yield calls + next(gathering)  # the lengths travel with what is reduced
+        gathered = yield from gathering
+
+        def finish() -> Any:
+            arrays = iter(_delivered(leaves, results, in_place))
+            slices = iter(gathered())
+            divisor = size if op is ReduceOp.MEAN else None
+            return rebuild(
+                [
+                    with_rows(sparse[at], divisor, next(slices), next(slices))
+                    if at in sparse
+                    else next(arrays)
+                    for at in range(len(found))
+                ]
+            )
+
+        return finish
+
+    return OperationRequest(words, steps, options)
 
 
-def all_reduce_array(
-    factory: CallFactory, array: np.ndarray, op: ReduceOp, in_place: bool
-) -> Steps:
+def _all_reduce_array(
+    size: int,
+    array: np.ndarray,
+    op: ReduceOp,
+    in_place: bool,
+    options: CallOptions,
+) -> OperationRequest:
     """`all_reduce` of one array in C order, where there is nothing to pack."""
-    source = array.reshape(-1)
-    target = source if in_place else POOL.empty(source.size, source.dtype)
-    yield [factory.call(CallKind.ALL_REDUCE, source, target, op=op)]
-    return lambda: array if in_place else target.reshape(array.shape)
+    # Text, as it is a key: what is none is refused with words that name it.
+    compression = None if options.compression is None else str(options.compression)
+    algorithm = None if options.algorithm is None else str(options.algorithm)
+    words = _array_words(size, array.dtype, array.shape, op, compression, algorithm)
+    if in_place and not array.flags.writeable:
+        raise read_only()
+
+    def steps(factory: CallFactory) -> Steps:
+        source = array.reshape(-1)
+        target = source if in_place else POOL.empty(source.size, source.dtype)
+        yield [factory.call(CallKind.ALL_REDUCE, source, target, op=op)]
+        return lambda: array if in_place else target.reshape(array.shape)
+
+    return OperationRequest(words, steps, options)
+
+
+@lru_cache(maxsize=1024)
+def _array_words(
+    size: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    op: ReduceOp,
+    compression: str | None,
+    algorithm: str | None,
+) -> str:
+    """The operation on such an array, in words. A program reduces the same arrays at
+    each step: what its calls have in common is checked and written once.
+
+    Raises: as `all_reduce`.
+    """
+    leaf = dataclasses.replace(leaf_of(np.empty(0, dtype)), shape=shape)
+    check_reducible(size, op, [leaf], compression)
+    options = CallOptions(1.0, None, compression, algorithm)
+    return words_of(CallKind.ALL_REDUCE, [leaf], options, op.value)
 
 
 def broadcast(
-    factory: CallFactory, leaves: Sequence[ArrayLeaf], root: int, in_place: bool = False
-) -> Steps:
-    """The root's leaves on all ranks; small ones share calls, the last go first."""
+    size: int, tree: Any, root: int, in_place: bool, options: CallOptions
+) -> OperationRequest:
+    """Gives the arrays of the root to all ranks."""
+    if not 0 <= root < size:
+        raise ValueError(f"root={root}: expected a rank below {size}")
+    found, rebuild, where = flatten(tree)
+    leaves = [leaf_of(each) for each in found]
+    if in_place:
+        check_writable(leaves, ())
+    kind, more = CallKind.BROADCAST, (f"root={root}", packs(leaves, options), where)
+    words = words_of(kind, leaves, options, *more)
+
+    def steps(factory: CallFactory) -> Steps:
+        calls, results = _packed(factory, kind, leaves, in_place, root=root)
+        is_root = factory.rank == root
+        copies = _copies(leaves, results) if is_root and not in_place else {}
+
+        def keep() -> None:
+            """The root may change its arrays when this is over, or the calls."""
+            while copies:
+                at, copy = copies.popitem()
+                np.copyto(copy, results[at])
+                results[at] = copy
+
+        factory.meanwhile = keep
+        yield calls
+
+        def finish() -> Any:
+            keep()
+            if not is_root:
+                return rebuild(_delivered(leaves, results, in_place))
+            return rebuild(
+                [
+                    x.origin if in_place or x.is_jax else results[at].reshape(x.shape)
+                    for at, x in enumerate(leaves)
+                ]
+            )
+
+        return finish
+
+    return OperationRequest(words, steps, options)
+
+
+def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
+    """Concatenates the arrays of all ranks, in the order of ranks."""
+    found, rebuild, where = flatten(tree)
+    leaves, axes = [], []
+    for each in map(leaf_of, found):
+        ndim = len(each.shape)
+        if not -ndim <= axis < ndim:
+            raise ValueError(
+                f"all_gather along axis {axis}: an array of shape {each.shape} has "
+                "no such axis"
+            )
+        axes.append(axis % ndim)
+        leaves.append(each if not axis % ndim else each.moved(axis))
+    more = (f"axis={axis}", where)
+    words = words_of(CallKind.ALL_GATHER, leaves, options, *more, free=leaves)
+
+    def steps(factory: CallFactory) -> Steps:
+        finish = yield from _gathered(factory, leaves, axes)
+        return lambda: rebuild(finish())
+
+    return OperationRequest(words, steps, options)
+
+
+def reduce_scatter(
+    size: int, tree: Any, op: ReduceOp | str, options: CallOptions
+) -> OperationRequest:
+    """Reduces every array over all ranks and cuts it along its first axis: rank r keeps
+    the r-th part. The first ``n mod size`` ranks have one row more."""
+    op = ReduceOp.of(op)
+    found, rebuild, where = flatten(tree)
+    leaves = [leaf_of(each) for each in found]
+    check_reducible(size, op, leaves)
+    kind = CallKind.REDUCE_SCATTER
+    check_axis(kind, leaves)
+    words = words_of(kind, leaves, options, op.value, where)
+
+    def steps(factory: CallFactory) -> Steps:
+        calls, results = [], []
+        for leaf in leaves:
+            short, more = divmod(leaf.shape[0], size)
+            rows = [short + (rank < more) for rank in range(size)]
+            sizes = [each * leaf.row for each in rows]
+            target = POOL.empty(sizes[factory.rank], leaf.flat.dtype)
+            calls.append(
+                factory.call(
+                    kind, leaf.flat, target, op=op, sizes=sizes, is_frozen=leaf.is_jax
+                )
+            )
+            results.append(target.reshape(rows[factory.rank], *leaf.shape[1:]))
+        yield calls
+        return lambda: rebuild(
+            [leaf.back(result) for leaf, result in zip(leaves, results, strict=True)]
+        )
+
+    return OperationRequest(words, steps, options)
+
+
+def all_to_all(
+    size: int, array: Any, splits: Sequence[int] | None, options: CallOptions
+) -> OperationRequest:
+    """Gives part j of the first axis to rank j; the result is what came, in the order
+    of ranks. ``splits``: rows for each rank; None: as many for each."""
+    leaf, kind = leaf_of(array), CallKind.ALL_TO_ALL
+    check_axis(kind, [leaf])
+    check_splits(size, leaf.shape[0], splits)
+    words = words_of(kind, [leaf], options, free=[] if splits is None else [leaf])
+
+    def steps(factory: CallFactory) -> Steps:
+        if splits is None:
+            rows = np.full(size * size, leaf.shape[0] // size, _LENGTHS)
+        else:
+            rows = np.empty(size * size, _LENGTHS)
+            mine, sizes = np.array(splits, _LENGTHS), [size] * size
+            yield [factory.call(CallKind.ALL_GATHER, mine, rows, sizes=sizes)]
+        incoming = int(rows[factory.rank :: size].sum())
+        target = POOL.empty(incoming * leaf.row, leaf.flat.dtype)
+        sizes = [int(each) * leaf.row for each in rows]
+        yield [
+            factory.call(kind, leaf.flat, target, sizes=sizes, is_frozen=leaf.is_jax)
+        ]
+        return lambda: leaf.back(target.reshape(incoming, *leaf.shape[1:]))
+
+    return OperationRequest(words, steps, options)
+
+
+def barrier(options: CallOptions) -> OperationRequest:
+    """Lets no rank through before all have come."""
+
+    def steps(factory: CallFactory) -> Steps:
+        nothing = np.empty(0, np.uint8)
+        yield [factory.call(CallKind.BARRIER, nothing, nothing)]
+        return lambda: None
+
+    return OperationRequest("barrier()", steps, options)
+
+
+def _packed(
+    factory: CallFactory,
+    kind: CallKind,
+    leaves: Sequence[ArrayLeaf],
+    in_place: bool,
+    *,
+    op: ReduceOp = ReduceOp.SUM,
+    root: int = 0,
+) -> tuple[list[CollectiveCall], dict[int, np.ndarray]]:
+    """Calls in which small leaves go together, the last ones first, and the result of
+    each leaf."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
-    is_root = factory.rank == root
+    is_broadcast = kind is CallKind.BROADCAST
+    calls: list[CollectiveCall] = []
     results: dict[int, np.ndarray] = {}
-    calls = []
     for bucket in buckets(sizes, factory.options.bytes_per_pack or PACK, ALONE):
-        if is_root or _is_own(leaves, bucket, in_place):
-            target = bucket.flat(flats, POOL.empty)
+        first = leaves[bucket.members[0]]
+        # The result is made where the user wants it.
+        is_own = in_place and not bucket.is_packed and first.is_view
+        if is_broadcast and factory.rank != root and not is_own:
+            source = POOL.empty(sum(bucket.counts), bucket.dtype)
         else:
-            target = POOL.empty(sum(bucket.counts), bucket.dtype)
-        frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
+            source = bucket.flat(flats, POOL.empty)
+        target = source
+        if not (is_broadcast or is_own or bucket.is_packed):
+            target = POOL.empty(source.size, source.dtype)
+        frozen = first.is_jax and not bucket.is_packed
         calls.append(
-            factory.call(
-                CallKind.BROADCAST, target, target, root=root, is_frozen=frozen
-            )
+            factory.call(kind, source, target, op=op, root=root, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
-    copies = _copies(leaves, results) if is_root and not in_place else {}
-
-    def keep() -> None:
-        """The root may change its arrays when this is over, or the calls."""
-        while copies:
-            at, copy = copies.popitem()
-            np.copyto(copy, results[at])
-            results[at] = copy
-
-    factory.meanwhile = keep
-    yield calls
-
-    def finish() -> list[Any]:
-        keep()
-        if not is_root:
-            return _all_delivered(leaves, results, in_place)
-        if in_place:
-            return [leaf.origin for leaf in leaves]
-        return [_kept(leaf, results[at]) for at, leaf in enumerate(leaves)]
-
-    return finish
+    return calls, results
 
 
-def all_gather(
+def _gathered(
     factory: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
 ) -> Steps:
-    """Leaves of all ranks, one behind the other along their first axis, which is put
+    """Leaves of all ranks, one after the other along their first axis, which is put
     where ``axes`` says in the results."""
+    kind = CallKind.ALL_GATHER
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(factory.size * len(leaves), _LENGTHS)
     sizes = [len(leaves)] * factory.size
-    yield [factory.call(CallKind.ALL_GATHER, lengths, table, sizes=sizes)]
+    yield [factory.call(kind, lengths, table, sizes=sizes)]
     calls, results = [], []
     for at, leaf in enumerate(leaves):
         rows = [int(each) for each in table[at :: len(leaves)]]
         sizes = [each * leaf.row for each in rows]
         target = POOL.empty(sum(sizes), leaf.flat.dtype)
         calls.append(
-            factory.call(
-                CallKind.ALL_GATHER,
-                leaf.flat,
-                target,
-                sizes=sizes,
-                is_frozen=leaf.is_jax,
-            )
+            factory.call(kind, leaf.flat, target, sizes=sizes, is_frozen=leaf.is_jax)
         )
         results.append(target.reshape(sum(rows), *leaf.shape[1:]))
     yield calls
-
-    def finish() -> list[Any]:
-        return [
-            leaf.back(np.moveaxis(result, 0, axis))
-            for leaf, result, axis in zip(leaves, results, axes, strict=True)
-        ]
-
-    return finish
-
-
-def reduce_scatter(
-    factory: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp
-) -> Steps:
-    """Every leaf reduced over all ranks, and cut along its first axis: rank r keeps the
-    r-th part. The first ``n mod size`` ranks have one row more."""
-    calls, results = [], []
-    for leaf in leaves:
-        row = leaf.row
-        short, more = divmod(leaf.shape[0], factory.size)
-        rows = [short + (rank < more) for rank in range(factory.size)]
-        target = POOL.empty(rows[factory.rank] * row, leaf.flat.dtype)
-        sizes = [each * row for each in rows]
-        calls.append(
-            factory.call(
-                CallKind.REDUCE_SCATTER,
-                leaf.flat,
-                target,
-                op=op,
-                sizes=sizes,
-                is_frozen=leaf.is_jax,
-            )
-        )
-        results.append(target.reshape(rows[factory.rank], *leaf.shape[1:]))
-    yield calls
     return lambda: [
-        leaf.back(result) for leaf, result in zip(leaves, results, strict=True)
+        leaf.back(np.moveaxis(result, 0, axis))
+        for leaf, result, axis in zip(leaves, results, axes, strict=True)
     ]
-
-
-def all_to_all(
-    factory: CallFactory, leaf: ArrayLeaf, splits: Sequence[int] | None
-) -> Steps:
-    """Part j of the first axis goes to rank j; the result is what came, in the order of
-    ranks. ``splits``: rows for each rank; None: as many for each."""
-    size, row = factory.size, leaf.row
-    if splits is None:
-        rows = np.full(size * size, leaf.shape[0] // size, _LENGTHS)
-    else:
-        rows = np.empty(size * size, _LENGTHS)
-        mine = np.array(splits, _LENGTHS)
-        yield [factory.call(CallKind.ALL_GATHER, mine, rows, sizes=[size] * size)]
-    incoming = int(rows[factory.rank :: size].sum())
-    target = POOL.empty(incoming * row, leaf.flat.dtype)
-    yield [
-        factory.call(
-            CallKind.ALL_TO_ALL,
-            leaf.flat,
-            target,
-            sizes=[int(each) * row for each in rows],
-            is_frozen=leaf.is_jax,
-        )
-    ]
-    return lambda: leaf.back(target.reshape(incoming, *leaf.shape[1:]))
-
-
-def barrier(factory: CallFactory) -> Steps:
-    """No rank is through before all have come."""
-    nothing = np.empty(0, np.uint8)
-    yield [factory.call(CallKind.BARRIER, nothing, nothing)]
-    return lambda: None
-
-
-def rebuilt(steps: Steps, rebuild: Callable[[list[Any]], Any]) -> Steps:
-    """The same steps, with another result made of theirs."""
-    finish = yield from steps
-    return lambda: rebuild(finish())
-
-
-def together(*many: Steps) -> Steps:
-    """Several operations as one, whose result is the list of theirs: what they call at
-    a step goes out together."""
-    finishes: dict[int, Finish] = {}
-    while len(finishes) < len(many):
-        calls: list[CollectiveCall] = []
-        for at, steps in enumerate(many):
-            if at not in finishes:
-                try:
-                    calls += next(steps)
-                except StopIteration as end:
-                    finishes[at] = end.value
-        if len(finishes) < len(many):
-            yield calls
-    return lambda: [finishes[at]() for at in range(len(many))]
-
-
-def _target(
-    leaves: Sequence[ArrayLeaf], bucket: Bucket, source: np.ndarray, in_place: bool
-) -> np.ndarray:
-    """Where the reduced bucket goes: over what was packed for it, or what is ours."""
-    if bucket.is_packed or _is_own(leaves, bucket, in_place):
-        return source
-    return POOL.empty(source.size, source.dtype)
-
-
-def _is_own(leaves: Sequence[ArrayLeaf], bucket: Bucket, in_place: bool) -> bool:
-    """Whether the result of a bucket can be made where the user wants it."""
-    first = leaves[bucket.members[0]]
-    return in_place and not bucket.is_packed and first.is_view
 
 
 def _copies(
@@ -328,23 +429,14 @@ def _copies(
     }
 
 
-def _kept(leaf: ArrayLeaf, result: np.ndarray) -> Any:
-    return leaf.origin if leaf.is_jax else _given(leaf, result)
-
-
-def _given(leaf: ArrayLeaf, result: np.ndarray) -> Any:
-    return leaf.back(result.reshape(leaf.shape))
-
-
-def _all_delivered(
+def _delivered(
     leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray], in_place: bool
 ) -> list[Any]:
-    return [_delivered(leaf, results[at], in_place) for at, leaf in enumerate(leaves)]
-
-
-def _delivered(leaf: ArrayLeaf, result: np.ndarray, in_place: bool) -> Any:
+    """The results as users get them: written into their arrays if ``in_place``."""
     if not in_place:
-        return _given(leaf, result)
-    if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:
-        leaf.origin[...] = result.reshape(leaf.shape)
-    return leaf.origin
+        return [x.back(results[at].reshape(x.shape)) for at, x in enumerate(leaves)]
+    for at, leaf in enumerate(leaves):
+        result = results[at]
+        if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:
+            leaf.origin[...] = result.reshape(leaf.shape)
+    return [leaf.origin for leaf in leaves]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ._executors import CallTurn
     from ._generation import Generation
-    from ._requests import OperationRequest
+    from ._operations import OperationRequest
 
 IN_FLIGHT: Final = 1024
 """Operations of one group that may be under way: each holds memory of its caller."""

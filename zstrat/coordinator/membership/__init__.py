@@ -9,5 +9,3 @@ from ._membership import Membership as Membership
 from ._membership import MoveWorker as MoveWorker
 from ._membership import RefuseWorker as RefuseWorker
 from ._membership import ReleaseWorker as ReleaseWorker
-from ._turnover import Turnover as Turnover
-from ._turnover import WorkerSessions as WorkerSessions

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import check_address, check_told
@@ -31,6 +31,7 @@ from ._resolver_watch import ResolverWatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator.connecting import TaskSession
 
     from ._membership import Change
@@ -47,26 +48,6 @@ GOODBYE_SECONDS: Final = 2.0
 """For a worker that is let go to hear that its session is over."""
 
 
-class WorkerDispatcher(Protocol):
-    """What gives closures to workers (`Dispatcher`)."""
-
-    def admit(self, task: TaskSession) -> None:
-        """A worker may come: a new one, or another process in the place of one."""
-        ...
-
-    async def retire_worker(
-        self, task: TaskSession, reason: str, patience: float
-    ) -> None:
-        """Gives a worker nothing any more, and waits until it has ended what it runs,
-        or is lost, or ``patience`` seconds have passed."""
-        ...
-
-    def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
-        """A worker goes: the others get what it has. Unless ``for_good`` its place is
-        kept, for a process at another address."""
-        ...
-
-
 @final
 class WorkerSessions:
     """Our sessions on the workers of one cluster. On the loop.
@@ -80,12 +61,12 @@ class WorkerSessions:
     ) -> None:
         self.tasks: Final = tasks
         """By place; the sessions on workers that were let go are closed, and stay."""
-        self.dispatcher: WorkerDispatcher | None = None
+        self.dispatcher: Dispatcher | None = None
         """Told of newcomers, and of workers that go."""
         self._make = make
         self._is_closing = False
 
-    def attach(self, dispatcher: WorkerDispatcher) -> None:
+    def attach(self, dispatcher: Dispatcher) -> None:
         """From now on this dispatcher gives closures to the workers."""
         self.dispatcher = dispatcher
         for task in self.tasks:

@@ -4,5 +4,4 @@ from ._profile import MAX_BYTES as MAX_BYTES
 from ._profile import SECONDS as SECONDS
 from ._profile import Profile as Profile
 from ._profile import profile as profile
-from ._span_export import OpenTelemetryExport as OpenTelemetryExport
 from ._timeline_run import TimelineRun as TimelineRun

@@ -25,19 +25,10 @@ from ._profile import WAITING, timeline_of
 from ._timeline_run import TimelineBounds, TimelineRun
 
 if TYPE_CHECKING:
-    from typing import Protocol
-
-    from zstrat.coordinator._core import CoordinatorCore
+    from zstrat.coordinator._coordinator import CoordinatorFace
     from zstrat.telemetry.timeline import ReadableSpan, SpanExporter
 
     from ._timeline_run import CollectedRun
-
-    class Sampled(Protocol):
-        """A coordinator."""
-
-        @property
-        def _core(self) -> CoordinatorCore: ...
-
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -75,7 +66,7 @@ class OpenTelemetryExport:
 
     def __init__(
         self,
-        coordinator: Sampled,
+        coordinator: CoordinatorFace,
         exporter: SpanExporter | None = None,
         *,
         every: float = 10.0,

@@ -6,8 +6,6 @@ from __future__ import annotations
 from ._inventory import Inventory as Inventory
 from ._inventory import RestorePoint as RestorePoint
 from ._inventory import entry_of as entry_of
-from ._recovery import Patient as Patient
 from ._recovery import Recovery as Recovery
 from ._recovery import count as count
-from ._recovery import steady as steady
 from ._session_renewal import SessionRenewal as SessionRenewal

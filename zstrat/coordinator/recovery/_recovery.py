@@ -23,13 +23,9 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
-from functools import partial, wraps
 from typing import (
     TYPE_CHECKING,
-    Any,
-    Concatenate,
     Final,
-    ParamSpec,
     Protocol,
     TypeVar,
     final,
@@ -40,7 +36,7 @@ from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, Zstr
 from ._inventory import Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import ClusterTasks, TaskSession
@@ -51,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: to boot a machine."""
@@ -396,40 +391,6 @@ async def until_settled(
             pairs = zip(servers, since, strict=True)
             if not any([await each.settled(before, error) for each, before in pairs]):
                 raise
-
-
-class Patient(Protocol):
-    """`Recovery`, or what else gets servers that were lost back."""
-
-    async def through(
-        self, work: Callable[[], Awaitable[T]], *, again: bool = True
-    ) -> T: ...
-
-
-class Recovered(Protocol):
-    """Asks parameter servers, which ``patient`` gets back when they are lost; None: no
-    one does."""
-
-    @property
-    def patient(self) -> Patient | None: ...
-
-
-S = TypeVar("S", bound=Recovered)
-
-
-def steady(
-    method: Callable[Concatenate[S, P], Awaitable[T]],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Has a request that may be made twice go `Patient.through`."""
-
-    @wraps(method)
-    async def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        patient = self.patient
-        if patient is None:
-            return await method(self, *args, **kwargs)
-        return await patient.through(partial(method, self, *args, **kwargs))
-
-    return asked
 
 
 def _is_back(task: TaskSession) -> bool:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING, Final
 
-from zstrat.launch._child import inherited
+from zstrat.launch._child import inherited, shell_code
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.signals import handle
 
@@ -58,4 +58,4 @@ def run_beside(fleet: Fleet, command: Sequence[str]) -> int:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    return code if code >= 0 else 128 - code
+    return shell_code(code)

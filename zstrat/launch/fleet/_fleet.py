@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import queue
 import shutil
 import time
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
-from zstrat.cluster import ClusterSpec, FunctionClusterResolver
+from zstrat.cluster import FunctionClusterResolver
 from zstrat.config import GRACE, daemon_variables, environment, settings_from
 from zstrat.errors import (
-    ClosedError,
     DeadlineExceededError,
     UnavailableError,
     VersionMismatchError,
@@ -27,10 +24,11 @@ from zstrat.errors import (
 )
 from zstrat.launch._child import KeptLogs, quoted_end
 from zstrat.launch._runtime_dir import RunFolder
+from zstrat.launch._started_tasks import StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
-from ._engine import End, TaskLaunch
+from ._engine import End, FleetTask, TaskLaunch
 from ._keys import RunKeys
 from .state import (
     BeginFailed,
@@ -47,12 +45,13 @@ from .state import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from zstrat.config import Settings
 
-    from ._engine import Engine, FleetTask, RunningTask
+    from ._engine import Engine, RunningTask
     from .state import FleetOrder
 
 log = logging.getLogger("zstrat.launch")
@@ -185,9 +184,11 @@ class FleetThread:
             case StartTask(task, attempt, bind):
                 self._start(task, attempt, bind)
             case DrainTask(task):
-                self._running[task].drain()
+                if task in self._running:
+                    self._running[task].drain()
             case KillTask(task):
-                self._running[task].kill()
+                if task in self._running:
+                    self._running[task].kill()
             case FleetNote(words, task, is_failure):
                 if is_failure:
                     self.failed.add(task)
@@ -212,21 +213,11 @@ class FleetThread:
             mistake = (
                 error if isinstance(error, ZstratError) else UnavailableError(words)
             )
-            self._running[task] = _Nothing()
+            self._running.pop(task, None)
             hear.ended(End(f"could not be started: {error}", mistake=mistake))
 
 
-class _Nothing:
-    """What never began."""
-
-    def drain(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
-class Fleet:
+class Fleet(StartedTasks[FleetTask]):
     """Parameter servers and workers on the machines of an engine.
 
     A context manager; without ``with`` the tasks end when the object is collected or
@@ -284,9 +275,9 @@ class Fleet:
         """What a strategy is given to be let in; it takes them by itself if it is given
         this object."""
         self.engine = engine.name
-        self._tasks = {task.name: task for task in tasks}
+        by_name = {task.name: task for task in tasks}
         plan = FleetPlan(
-            self._tasks,
+            by_name,
             keys,
             told,
             self.directory if logs == "files" else None,
@@ -295,17 +286,8 @@ class Fleet:
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)
         remove = self.directory if directory is None else keys.folder
-        self._parts: Final = os.getpid(), self._thread, remove
-        self._end = weakref.finalize(self, _end, *self._parts)
+        super().__init__(by_name, f"by {engine.name}", _end, self._thread, remove)
         self._begin(folder, keys)
-
-    @property
-    def spec(self) -> ClusterSpec:
-        """Where the tasks are now."""
-        jobs: dict[str, list[str]] = {}
-        for name, task in self._tasks.items():
-            jobs.setdefault(task.job, []).append(self._thread.state.address(name))
-        return ClusterSpec(jobs)
 
     @property
     def resolver(self) -> FunctionClusterResolver:
@@ -316,19 +298,13 @@ class Fleet:
         Raises:
             ClosedError: The fleet was closed.
         """
-        if not self._end.alive:
-            raise ClosedError(f"{self!r}: it was closed, and its tasks have ended")
+        self._check_open()
         return FunctionClusterResolver(lambda: self.spec)
 
     @property
     def keys(self) -> Path:
         """The folder of the keys of this run, for ``ZSTRAT_KEYS`` of other programs."""
         return self.directory / "keys"
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names such as "ps:0", parameter servers first."""
-        return tuple(self._tasks)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -338,13 +314,6 @@ class Fleet:
     def where(self, task: str) -> str:
         """The host of ``task``, as the engine calls it."""
         return self._task(task).where
-
-    def log(self, task: str) -> str:
-        """What ``task`` has logged so far; "" if the logs go to the terminal."""
-        path = self._log_file(task)
-        if path is None or not path.exists():
-            return ""
-        return path.read_text("utf-8", "replace")
 
     def is_running(self, task: str) -> bool:
         """Whether it serves, as far as is known here."""
@@ -364,27 +333,6 @@ class Fleet:
             return False
         self._thread.over.get()
         return True
-
-    def stop(self) -> None:
-        """Drains and ends all tasks, workers first; kills what does not end in time.
-
-        Calling it again does nothing, or goes on with what Ctrl-C has interrupted.
-        """
-        if self._end.alive:
-            _end(*self._parts)
-            self._end.detach()
-
-    close = stop
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        state = "running" if self._end.alive else "stopped"
-        return f"<Fleet {' '.join(self._tasks)} by {self.engine}, {state}>"
 
     def _begin(self, folder: RunFolder, keys: RunKeys) -> None:
         try:
@@ -411,21 +359,14 @@ class Fleet:
             return ""
         return quoted_end(self._thread.kept.take(path))
 
-    def _task(self, name: str) -> FleetTask:
-        try:
-            return self._tasks[name]
-        except KeyError:
-            known = ", ".join(self._tasks)
-            raise ValueError(f"no task {name!r} in this fleet, only {known}") from None
+    def _address(self, task: str) -> str:
+        return self._thread.state.address(task)
 
     def _log_file(self, task: str) -> Path | None:
         return self._thread.plan.log(self._task(task).name)
 
 
-def _end(program: int, thread: FleetThread, remove: Path) -> None:
-    """A process that the program has forked ends without them."""
-    if os.getpid() != program:
-        return
+def _end(thread: FleetThread, remove: Path) -> None:
     try:
         thread.end()
     finally:

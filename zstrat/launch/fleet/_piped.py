@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.cluster import host_and_port
 from zstrat.config import MISTAKEN
 from zstrat.errors import UnavailableError, VersionMismatchError
-from zstrat.launch._child import inherited, signal_name
+from zstrat.launch._child import end_words, inherited
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
@@ -291,9 +291,7 @@ class _Conversation:
         with self._lock:
             _hang_up(process)
         _stream(process.stdout).close()
-        words = f"on {self._where()} ended with exit code {code}"
-        if code < 0:
-            words = f"on {self._where()} was ended by {signal_name(-code)}"
+        words = f"on {self._where()} {end_words(code)}"
         why = "" if self._is_ending else self._why(code)
         # A daemon that says 2 would end so again; not one that served already: what it
         # was told was right, but its port, say, may be somebody else's just now.

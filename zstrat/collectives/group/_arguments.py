@@ -1,0 +1,146 @@
+"""What is given to an operation of a group: checked, and put in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zstrat.collectives._compression import Compression, Compressor
+from zstrat.collectives._leaves import described
+from zstrat.collectives._reduction import reduction_of
+from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives.schedules._algorithms import algorithm_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from zstrat.collectives._engine import CallKind
+    from zstrat.collectives._leaves import ArrayLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a caller says about any operation. ``timeout`` in seconds."""
+
+    timeout: float
+    tag: str | None = None
+    compression: str | None = None
+    algorithm: str | None = None
+    bytes_per_pack: int = 0
+
+
+def packs(leaves: Sequence[ArrayLeaf], options: CallOptions) -> str:
+    """How small arrays share calls, where that is not as for everybody."""
+    packs = options.bytes_per_pack
+    return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
+
+
+def words_of(
+    kind: CallKind,
+    leaves: Sequence[ArrayLeaf],
+    options: CallOptions,
+    *more: str,
+    free: Sequence[ArrayLeaf] = (),
+) -> str:
+    """An operation in words; ``free`` are leaves whose first axis may differ.
+
+    Raises:
+        ValueError: There is no such algorithm for the operation, or none for what is
+            compressed; says which.
+    """
+    _check_algorithm(kind, options)
+    words = [described(leaves, free), *filter(None, more)]
+    if options.compression is not None:
+        words.append(f"compression={options.compression!r}")
+    if options.algorithm is not None:
+        words.append(f"algorithm={options.algorithm!r}")
+    return f"{kind.value}({', '.join(words)})"
+
+
+def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
+    if options.algorithm not in (None, "auto"):
+        found = algorithm_named(kind.value, options.algorithm)
+        if options.compression is not None and not found.is_compressible:
+            raise ValueError(
+                f"algorithm {options.algorithm!r} with "
+                f"compression={options.compression!r}: every rank finishes by itself, "
+                "so nothing may be rounded on the way: name another one"
+            )
+
+
+def check_reducible(
+    size: int, op: ReduceOp, leaves: Iterable[ArrayLeaf], compression: str | None = None
+) -> None:
+    for dtype in {leaf.flat.dtype for leaf in leaves}:
+        reduction = reduction_of(op, dtype, size)
+        if compression is not None:
+            Compressor(Compression.of(compression)).codec("", reduction)
+
+
+def check_axis(kind: CallKind, leaves: Sequence[ArrayLeaf]) -> None:
+    for leaf in leaves:
+        if not leaf.shape:
+            raise ValueError(
+                f"{kind.value}: expected arrays with an axis, got a number"
+            )
+
+
+def check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
+    if sparse:
+        raise TypeError("in_place: IndexedSlices change their length")
+    for leaf in leaves:
+        if leaf.is_jax or not isinstance(leaf.origin, np.ndarray):
+            raise TypeError(
+                f"in_place: {type(leaf.origin).__name__} cannot be written to: give "
+                "numpy arrays, or take what is returned"
+            )
+        if not leaf.origin.flags.writeable:
+            raise read_only()
+    if len(leaves) > 1:
+        _check_apart(leaves)
+
+
+def read_only() -> ValueError:
+    return ValueError(
+        "in_place: an array is read-only: give a copy that may be written to, or leave "
+        "in_place out and take what is returned"
+    )
+
+
+def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
+    """Memory that stands in a tree twice would be written to twice."""
+    spans = sorted(
+        (start, start + leaf.flat.nbytes)
+        for leaf in leaves
+        for start in [leaf.flat.ctypes.data]
+        if leaf.flat.size
+    )
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise ValueError(
+            "in_place: the same memory stands at two places of the tree: give each "
+            "array once"
+        )
+
+
+def check_sparse(op: ReduceOp, rows: Sequence[ArrayLeaf]) -> None:
+    if rows and op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise TypeError(
+            f"{op.value} of IndexedSlices: expected SUM or MEAN; use densify=True"
+        )
+
+
+def check_splits(size: int, rows: int, splits: Sequence[int] | None) -> None:
+    if splits is None and rows % size:
+        raise ValueError(
+            f"all_to_all of {rows} rows among {size} ranks: they do not divide; "
+            "say with splits= how many each rank gets"
+        )
+    if splits is not None and (
+        len(splits) != size or sum(splits) != rows or min(splits) < 0
+    ):
+        raise ValueError(
+            f"splits={list(splits)}: expected {size} counts that add up to {rows}"
+        )
