@@ -216,7 +216,7 @@ def test_integers_are_drawn_alike(dtype):
     [
         (initializers.normal(1.0), "int32"),
         (initializers.glorot_uniform(), "int8"),
-        (initializers.he_normal(), "HeNormal"),
+        (initializers.he_normal(), "complex64"),
         (initializers.uniform(0, 1), "bool"),
         (initializers.uniform(), "int32"),
         (initializers.uniform(-1, 3), "uint8"),

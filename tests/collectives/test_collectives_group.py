@@ -241,7 +241,7 @@ def test_all_to_all(on_all, rows):
 
 
 @pytest.mark.parametrize(
-    "all_to_all",
+    "splits",
     [
         [[1, 0, 4], [2, 2, 0], [0, 3, 1]],
         # Not all ranks see the largest part; all cut theirs alike.

@@ -183,10 +183,10 @@ def test_a_fleet_that_ends_starts_nothing():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("start=", 0), ("drain=", -1), ("window=", 0), ("restarts=", -1)],
+    [("start", 0), ("drain", -1), ("window", 0), ("restarts", -1)],
 )
 def test_a_patience_that_cannot_be(name, value):
-    told = {"start=": 1.0, "drain=": 1.0, "window=": 1.0, "restarts=": 1, name: value}
+    told = {"start": 1.0, "drain": 1.0, "window": 1.0, "restarts": 1, name: value}
     with pytest.raises(ValueError, match=name):
         FleetPatience(**told)
 

@@ -79,7 +79,7 @@ def scatters(draw):
 def test_scatters_do_what_one_row_after_the_other_does(case, in_place):
     op, value, indices, rows = case
     if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and value.dtype.kind == "c":
-        with pytest.raises(InvalidArgumentError, match="SCATTER_MAX"):
+        with pytest.raises(InvalidArgumentError):
             check(op, (indices, rows), value.shape, value.dtype, "v")
         return
     check(op, (indices, rows), value.shape, value.dtype, "v")

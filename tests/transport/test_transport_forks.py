@@ -33,10 +33,10 @@ async def main():
         if (child := os.fork()) == 0:
             for each in own:
                 os.fstat(each)
-            print("begun", flush=True)
+            os.write(1, b"begun\\n")  # in one piece, among what the parent says
             while True:
                 signal.pause()
-        print(child, flush=True)
+        os.write(1, b"%d\\n" % child)
         signal.pause()
 
 run(main())
