@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
-from ._parallel import numbered
+from ._parallel import Prefetcher, numbered
 from ._passes import INFINITE, UNKNOWN, Derived, Recipe, arguments
-from ._prefetch import Prefetcher
 from ._spec import common_spec
 from ._tree import mapped, stacked
 
