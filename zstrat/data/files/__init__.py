@@ -16,6 +16,5 @@ from ._files import matching as matching
 from ._files import paths_of as paths_of
 from ._files import read_lines as read_lines
 from ._files import read_tfrecords as read_tfrecords
-from ._files import reading as reading
 from ._files import require_tfrecords as require_tfrecords
 from ._parquet import parquet_rows as parquet_rows

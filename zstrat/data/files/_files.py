@@ -76,7 +76,7 @@ class Listed(Files):
 @final
 @dataclass(frozen=True, slots=True)
 class Records(Files):
-    """What a reader yields of each file.
+    """What a reader yields of each file, in arrays that nobody else writes to.
 
     Args:
         is_bytes: They are records of bytes.
@@ -92,7 +92,7 @@ class Records(Files):
     def items(self) -> Iterator[Element]:
         for path in self.paths:
             with ending(iter(self.read(path))) as records:
-                yield from records
+                yield from records if self.is_bytes else map(owned, records)
 
 
 class TableRows(Files):
@@ -267,22 +267,6 @@ def _loaded(path: str, mode: Literal["r"] | None) -> Any:
         return np.load(path, mmap_mode=mode, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} has no arrays that can be read: {error}") from error
-
-
-def reading(read: ReadFile) -> ReadFile:
-    """A user's reader, whose elements become arrays that nobody else writes to."""
-    return _Owned(read)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    read: ReadFile
-
-    def __call__(self, path: str) -> Iterator[Element]:
-        with ending(iter(self.read(path))) as source:
-            for element in source:
-                yield owned(element)
 
 
 _MISSING: Final = (
