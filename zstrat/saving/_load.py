@@ -29,8 +29,8 @@ from zstrat.transport import to_its_end
 from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._blocking import FileThread, ProgressBar
 from ._match import Matching
+from ._operation import FileThread, ProgressBar
 from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
 

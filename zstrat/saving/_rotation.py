@@ -15,7 +15,7 @@ from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError
 from zstrat.variables import line_outside
 
-from ._blocking import FileThread, run_blocking
+from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
     SavedList,
     clean,
@@ -25,7 +25,6 @@ from ._state import (
     update_state,
     writer_of,
 )
-from ._turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

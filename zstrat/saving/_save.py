@@ -18,8 +18,8 @@ from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 
-from ._blocking import FileThread, ProgressBar
 from ._load import remember_saved
+from ._operation import FileThread, ProgressBar
 from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import WrittenPlace, logical_tensors, plain_graph
