@@ -157,15 +157,6 @@ class KeepsSlots(Protocol):
         ...
 
 
-@runtime_checkable
-class NamesDevices(Protocol):
-    """A home on devices of this process."""
-
-    def device_name(self) -> str:
-        """TF's name of the device that keeps the value, the first one of several."""
-        ...
-
-
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """The values of variables, in order; see `Home.read`.
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from zstrat.variables._home import KnowsSlots
 from zstrat.variables._table import Table
-
-from ._slots import OptimizerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from zstrat.variables._home import HomeUpdate, VariableHandle
     from zstrat.variables._spec import VariableSpec
     from zstrat.wire import UpdateOp
+
+    from ._slots import OptimizerHandle
 
 
 class VariableUpdate(NamedTuple):
@@ -118,9 +119,9 @@ class GradientTarget(Protocol):
     ) -> None: ...
 
 
-class CalledOptimizer(OptimizerHandle, Protocol):
-    """The optimizer of a call, for who carries the call out: the transformation on the
-    call's tree, and a place for what is made of its traces."""
+class CalledOptimizer(KnowsSlots, Protocol):
+    """The optimizer of a call, for who carries the call out or asks for its state: the
+    transformation on the call's tree, and a place for what is made of its traces."""
 
     @property
     def iterations(self) -> GradientTarget | None: ...
@@ -133,6 +134,10 @@ class CalledOptimizer(OptimizerHandle, Protocol):
     ) -> TreeRule: ...
 
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule: ...
+
+    def known_call(self) -> GradientCall | None:
+        """A call on its tree without arrays, None if it has none yet."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ first that has it, and assigned beside all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from zstrat.variables._convert import same_kind
-from zstrat.variables._home import KeepsSlots, KnowsSlots, read_all
+from zstrat.variables._home import KeepsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
 from ._gradient_call import Binds
@@ -27,18 +27,10 @@ if TYPE_CHECKING:
     from zstrat.optimizers import TreeRule
     from zstrat.variables._home import VariableHandle
 
-    from ._gradient_call import GradientCall
+    from ._gradient_call import CalledOptimizer, GradientCall
 
 
-class KnowsItsTree(KnowsSlots, Protocol):
-    """An optimizer that can say on which tree it has been called."""
-
-    def known_call(self) -> GradientCall | None:
-        """A call on its tree without arrays, None if it has none yet."""
-        ...
-
-
-def state_of(optimizer: KnowsItsTree) -> Any:
+def state_of(optimizer: CalledOptimizer) -> Any:
     """See `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
@@ -51,7 +43,7 @@ def state_of(optimizer: KnowsItsTree) -> Any:
         return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
 
 
-def assign_state(optimizer: KnowsItsTree, state: Any) -> None:
+def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
     """See `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call))
@@ -70,7 +62,7 @@ def assign_state(optimizer: KnowsItsTree, state: Any) -> None:
         if not same_kind(array.dtype, dtypes[number]):
             raise TypeError(f"{where}: expected {dtypes[number]}, got {array.dtype}")
         arrays[number] = array.astype(dtypes[number])
-    _assign(optimizer, call, dict(enumerate(arrays)))
+    _assign(call, dict(enumerate(arrays)))
 
 
 def _leaf_of(
@@ -97,7 +89,7 @@ def _leaf_of(
 class Hyperparameters:
     """The hyperparameters of ``optax.inject_hyperparams``, by name."""
 
-    def __init__(self, optimizer: KnowsItsTree) -> None:
+    def __init__(self, optimizer: CalledOptimizer) -> None:
         self._optimizer: Final = optimizer
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -123,7 +115,7 @@ class Hyperparameters:
         tree = call.rule(is_here=lives_here(call))
         kinds = {state: tree.state()[state].kind for state in states}
         fitting = {n: self._fitting(name, value, kind) for n, kind in kinds.items()}
-        _assign(self._optimizer, call, fitting)
+        _assign(call, fitting)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names(_known(self._optimizer)))
@@ -168,7 +160,7 @@ class Hyperparameters:
         return names
 
 
-def _known(optimizer: KnowsItsTree) -> GradientCall:
+def _known(optimizer: CalledOptimizer) -> GradientCall:
     if recorder.get() is not None or is_staging():
         raise RuntimeError(
             f"the state and the hyperparameters of optimizer {optimizer.name!r} cannot "
@@ -210,9 +202,7 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     return found
 
 
-def _assign(
-    optimizer: KnowsItsTree, call: GradientCall, arrays: Mapping[int, np.ndarray]
-) -> None:
+def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
     """Writes leaves of the state, by number, beside all variables that they are kept
     beside."""
     tree = call.rule(is_here=lives_here(call))
@@ -227,7 +217,7 @@ def _assign(
                 home = _home(variable)
                 if isinstance(home, Binds):
                     home.bind(call)
-                home.write_slot(optimizer, variable, slot.name, part)
+                home.write_slot(call.optimizer, variable, slot.name, part)
 
 
 def _initial(call: GradientCall) -> Sequence[Any]:
