@@ -80,10 +80,6 @@ class ShardedVariable(AbstractVariable):
     def _read_now(self) -> np.ndarray:
         return _joined(read_all(self.components))
 
-    def _read_parts_now(self) -> list[np.ndarray]:
-        refuse_read(self._spec)
-        return read_all(self.components)
-
     async def _read_now_async(self) -> np.ndarray:
         return _joined(await read_all_async(self.components))
 
@@ -194,9 +190,12 @@ class ShardedVariable(AbstractVariable):
         Raises:
             RuntimeError: In the scope of another strategy than that of the parts.
         """
+        refuse_read(self._spec)
         requests = [
             like(part, value, is_whole=True)
-            for part, value in zip(self.components, self._read_parts_now(), strict=True)
+            for part, value in zip(
+                self.components, read_all(self.components), strict=True
+            )
         ]
         owners = [part.owner for part in self.components]
         made: list[Any]
