@@ -171,7 +171,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
     """
     if isinstance(filenames, str | bytes | os.PathLike):
         filenames = [filenames]
-    paths = tuple(os.fspath(each) for each in _strings(filenames))
+    paths = tuple(map(os.fsdecode, filenames))
     if not paths:
         raise ValueError("`filenames` is empty: a dataset is read from at least one")
     return paths
@@ -283,11 +283,6 @@ def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
         raise ImportError(_MISSING) from error
     reader: Callable[[str], Iterable[bytes]] = TFRecordIterDataset
     return reader
-
-
-def _strings(filenames: Any) -> Iterator[Any]:
-    for each in filenames:
-        yield os.fsdecode(each) if isinstance(each, bytes) else each
 
 
 def _rows(arrays: Element, path: str) -> int:
