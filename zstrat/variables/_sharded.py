@@ -245,8 +245,8 @@ def _fill(
 
 
 def _check(variables: Any) -> None:
-    is_list = isinstance(variables, list | tuple)
-    if not is_list or not variables or not all(_is_variable(v) for v in variables):
+    is_list = isinstance(variables, list | tuple) and bool(variables)
+    if not is_list or not all(isinstance(v, Variable) for v in variables):
         raise TypeError(
             f"variables should be a non-empty list of zs.Variable, got {variables!r}"
         )
@@ -285,10 +285,6 @@ def _indices(rows: Any, component: Variable) -> np.ndarray:
     if isinstance(rows, slice):
         return np.arange(*rows.indices(component.shape[0]))
     return np.asarray(rows)
-
-
-def _is_variable(value: object) -> bool:
-    return isinstance(value, Variable)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -253,7 +253,11 @@ class TreeStep:
             require_whole(call, self._cut)
         else:
             require_by_leaf(call, self._tree)
-        self.components = list(_components(call))
+        self.components = [
+            Component(variable, place, number, slot_rule(call, leaf, number))
+            for place, leaf in enumerate(call.given)
+            for number, variable in enumerate(call.targets[leaf].components)
+        ]
 
     def __call__(
         self, values: Sequence[Any], slots: Sequence[list[Any]], call: GradientCall
@@ -306,7 +310,8 @@ class TreeStep:
             [after[slot.state] for slot in each.rule.leaf.slots]
             for each in self.components
         ]
-        return self._parted(moved, call), kept
+        parts = [_part_of(moved[each.place], each, call) for each in self.components]
+        return parts, kept
 
     def _joined(self, values: Sequence[Any]) -> list[Any]:
         """The values of the leaves, of those of the components."""
@@ -317,9 +322,6 @@ class TreeStep:
             parts[0] if len(parts) == 1 else jnp.concatenate(parts)
             for _, parts in sorted(found.items())
         ]
-
-    def _parted(self, leaves: Sequence[Any], call: GradientCall) -> list[Any]:
-        return [_part_of(leaves[each.place], each, call) for each in self.components]
 
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
@@ -338,13 +340,6 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
             gradients[leaf] = arrays[0]
     cut = tree.cut(tuple(sizes)) if any(call.sparse) else whole
     return list(cut.computed(gradients, call.further))
-
-
-def _components(call: GradientCall) -> Any:
-    for place, leaf in enumerate(call.given):
-        target = call.targets[leaf]
-        for number, variable in enumerate(target.components):
-            yield Component(variable, place, number, slot_rule(call, leaf, number))
 
 
 def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:
