@@ -24,7 +24,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import PassThrough, Recipe
-from ._tree import mapped, own
+from ._tree import is_record, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,7 +175,7 @@ def _head(element: Element, blobs: list[bytes], path: str) -> Any:
         if type(element) is not tuple:
             raise _refused(f"a named tuple ({type(element).__name__})", path)
         return {"tuple": [_head(item, blobs, path) for item in element]}
-    if isinstance(element, bytes) and not isinstance(element, np.generic):
+    if is_record(element):
         blobs.append(element)
         return {"record": len(element)}
     if isinstance(element, np.ndarray | np.generic):

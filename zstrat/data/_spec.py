@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 import numpy as np
 
 from ._leaves import node_of
-from ._tree import dict_like, leaves, mapped, rebuilt, with_leaves
+from ._tree import dict_like, is_record, leaves, mapped, rebuilt, with_leaves
 
 if TYPE_CHECKING:
     from ._leaves import Element
@@ -97,7 +97,7 @@ def spec_of(element: Element) -> Spec:
 
 
 def leaf_spec(leaf: Any) -> TensorSpec:
-    if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
+    if is_record(leaf):
         return TensorSpec((), TEXT)
     if isinstance(leaf, Specified):  # jax's, too, which are not read for it
         return TensorSpec(leaf.shape, leaf.dtype)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.variables._copy_home import copy_home
 from zstrat.variables._home import read_all, update_all, update_all_async
 from zstrat.variables._local import HomeWithSlots
 from zstrat.variables._rows import rows_of_component, summed
@@ -95,11 +96,9 @@ def lives_here(call: GradientCall) -> bool:
     """
     here = []
     for variable in call.variables:
-        home = variable.home
-        refuse = getattr(home, "not_optimized", None)
-        if refuse is not None:
-            raise refuse(variable)
-        here.append(isinstance(home, HomeWithSlots))
+        if (copy := copy_home(variable)) is not None:
+            raise copy.not_optimized(variable)
+        here.append(isinstance(variable.home, HomeWithSlots))
     if any(here) and not all(here):
         first, second = (call.variables[here.index(x)] for x in (True, False))
         raise ValueError(
