@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from ._leaves import node_of
+from ._leaves import Specified, node_of
 from ._tree import dict_like, is_record, leaves, mapped, rebuilt, with_leaves
 
 if TYPE_CHECKING:
@@ -73,17 +73,6 @@ class TensorSpec:
 
     def __repr__(self) -> str:
         return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"
-
-
-@runtime_checkable
-class Specified(Protocol):
-    """What may stand in a signature: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
-
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> Any: ...
 
 
 def unknown(recipe: object) -> Spec:
