@@ -22,7 +22,7 @@ from zstrat.saving import (
     export_orbax,
     export_safetensors,
 )
-from zstrat.saving._blocking import ProgressBar
+from zstrat.saving._operation import ProgressBar
 from zstrat.variables import Optimizer, ShardedVariable, Variable
 
 

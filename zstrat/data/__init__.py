@@ -23,6 +23,7 @@ from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import DistributeOptions as DistributeOptions
 from ._options import InputContext as InputContext
 from ._options import Options as Options
+from ._parallel import Prefetcher as Prefetcher
 from ._passes import Recipe as Recipe
 from ._position import MOST_DRAWN as MOST_DRAWN
 from ._position import CheckpointableIterator as CheckpointableIterator
@@ -30,7 +31,6 @@ from ._position import DatasetIterator as DatasetIterator
 from ._position import Position as Position
 from ._position import plain_place as plain_place
 from ._position import require_fit as require_fit
-from ._prefetch import Prefetcher as Prefetcher
 from ._replica_rows import Cut as Cut
 from ._replica_rows import Cutter as Cutter
 from ._replica_rows import Span as Span

@@ -19,7 +19,7 @@ from ._elements import ending
 from ._leaves import node_of
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
 from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
-from ._tree import leaves, mapped, require_joint, stacked, with_leaves
+from ._tree import is_record, leaves, mapped, require_joint, stacked, with_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -316,7 +316,7 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
 
 
 def _as_array(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
+    if is_record(leaf):
         leaf = np.array(leaf, object)
     return np.asarray(leaf)
 

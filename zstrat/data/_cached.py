@@ -4,28 +4,37 @@ Law of the file: only a whole pass is kept. One that was given up leaves nothing
 of several at once the first that comes to its end is kept. What stands before the cache
 is always passed over as in its first pass, so all passes, of all processes, see the
 shuffles there in one order, whichever of them filled the cache.
+
+A file has arrays as they lie in memory, each element behind a line that says what
+follows. No pickles: reading a file runs no code. What has no place in it is refused
+when it is written: named tuples, dtypes of several fields or of other libraries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self, final
 
 import numpy as np
 
 from ._elements import ending
 from ._passes import PassThrough, Recipe
-from ._tree import mapped, own
-from .files import read_elements, write_element, write_end, write_start
+from ._tree import is_record, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ._leaves import Element
+
+_START: Final = b"zstrat elements 1\n"
+_END: Final = b"end\n"
+_PLAIN: Final = "biufcSUmM"
+"""Kinds of dtypes whose name says all about them."""
 
 
 @final
@@ -93,17 +102,17 @@ class Cached(PassThrough):
 
     def _filed(self) -> Iterator[Element]:
         if os.path.exists(self.path):
-            yield from read_elements(self.path)
+            yield from _read_elements(self.path)
             return
         part = Path(f"{self.path}.{os.getpid()}-{secrets.token_hex(4)}.part")
         with ending(self.source.elements()) as elements:
             try:
                 with part.open("xb") as file:
-                    write_start(file)
+                    file.write(_START)
                     for element in elements:
-                        write_element(file, element, self.path)
+                        _write_element(file, element, self.path)
                         yield element
-                    write_end(file)
+                    file.write(_END)
                 part.replace(self.path)
             finally:  # it has another name, or is no whole pass
                 with contextlib.suppress(FileNotFoundError):
@@ -116,3 +125,125 @@ def _fixed(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         leaf.flags.writeable = False
     return leaf
+
+
+def _write_element(file: BinaryIO, element: Element, path: str) -> None:
+    """Appends one element.
+
+    Raises:
+        TypeError: It has something that has no place in a file; says what.
+        OSError: It cannot be written.
+    """
+    blobs: list[bytes] = []
+    head = json.dumps(_head(element, blobs, path))
+    file.write(head.encode() + b"\n")
+    file.writelines(blobs)
+
+
+def _read_elements(path: str) -> Iterator[Element]:
+    """The elements of a file, in the order in which they were written.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no such file, or ends too early; names it.
+    """
+    with open(path, "rb") as file:
+        if file.readline() != _START:
+            raise ValueError(
+                f"{path} is no file that a `cache` of zstrat has written: give "
+                "another name, or remove it"
+            )
+        while (line := file.readline()) != _END:
+            try:
+                element = _element(json.loads(line), file)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is damaged or cut off: remove it, and the next pass "
+                    "writes it anew"
+                ) from error
+            yield element
+
+
+def _head(element: Element, blobs: list[bytes], path: str) -> Any:
+    if element is None:
+        return None
+    if isinstance(element, dict):
+        if not all(isinstance(key, str) for key in element):
+            raise _refused(f"a dict with keys that are no text ({list(element)})", path)
+        return {"dict": {k: _head(v, blobs, path) for k, v in element.items()}}
+    if isinstance(element, tuple):
+        if type(element) is not tuple:
+            raise _refused(f"a named tuple ({type(element).__name__})", path)
+        return {"tuple": [_head(item, blobs, path) for item in element]}
+    if is_record(element):
+        blobs.append(element)
+        return {"record": len(element)}
+    if isinstance(element, np.ndarray | np.generic):
+        return _array_head(element, blobs, path)
+    raise _refused(f"a {type(element).__name__}", path)
+
+
+def _array_head(leaf: Any, blobs: list[bytes], path: str) -> Any:
+    array = np.asarray(leaf)
+    if array.dtype.kind == "O":
+        texts = list(array.flat)
+        encoded = [text.encode() if isinstance(text, str) else text for text in texts]
+        blobs += [blob for blob in encoded if blob is not None]
+        sizes = [None if blob is None else len(blob) for blob in encoded]
+        is_text = [isinstance(text, str) for text in texts]
+        return {"texts": [list(array.shape), sizes, is_text]}
+    if array.dtype.kind not in _PLAIN:
+        raise _refused(f"an array of dtype {array.dtype}", path)
+    blobs.append(array.tobytes())
+    kind = "array" if isinstance(leaf, np.ndarray) else "scalar"
+    return {kind: [array.dtype.str, list(array.shape)]}
+
+
+def _element(head: Any, file: BinaryIO) -> Element:
+    if head is None:
+        return None
+    ((kind, what),) = head.items()
+    match kind:
+        case "dict":
+            return {key: _element(item, file) for key, item in what.items()}
+        case "tuple":
+            return tuple([_element(item, file) for item in what])
+        case "record":
+            return _read(file, what)
+        case "texts":
+            return _texts(what, file)
+        case "array":
+            return _array(what, file)
+        case "scalar":
+            return _array(what, file)[()]
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _texts(what: Any, file: BinaryIO) -> np.ndarray:
+    shape, sizes, is_text = what
+    found = np.empty(len(sizes), object)
+    for at, size in enumerate(sizes):
+        blob = None if size is None else _read(file, size)
+        found[at] = blob.decode() if blob is not None and is_text[at] else blob
+    return found.reshape(shape)
+
+
+def _array(what: Any, file: BinaryIO) -> np.ndarray:
+    name, shape = what
+    dtype = np.dtype(name)
+    count = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer(_read(file, count * dtype.itemsize), dtype).reshape(shape)
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    blob = file.read(size)
+    if len(blob) != size:
+        raise ValueError(f"{size} bytes expected, {len(blob)} found")
+    return blob
+
+
+def _refused(what: str, path: str) -> TypeError:
+    return TypeError(
+        f"cache({path!r}): an element has {what} in it, which is not kept in files: "
+        "map it to dicts, tuples and plain arrays first, or use cache() in memory"
+    )

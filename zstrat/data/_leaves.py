@@ -55,7 +55,12 @@ class Assignable(Protocol):
 
 
 @runtime_checkable
-class Typed(Protocol):
+class Specified(Protocol):
+    """An array, or what one is like: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
+
+    @property
+    def shape(self) -> Any: ...
+
     @property
     def dtype(self) -> Any: ...
 
@@ -254,7 +259,7 @@ def _is_data(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return not leaf.dtype.hasobject or _is_text(leaf)
     if isinstance(leaf, Array):
-        return not (isinstance(leaf, Typed) and leaf.dtype == object)
+        return not (isinstance(leaf, Specified) and leaf.dtype == object)
     try:
         memoryview(leaf)
     except TypeError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -53,7 +53,13 @@ class Hinted(Reordered):
     source: Recipe
 
     def items(self) -> Iterator[Any]:
-        _refuse_hint()
+        raise RuntimeError(
+            "`Dataset.shard(SHARD_HINT, ...)` can only be used in "
+            "`experimental_distribute_dataset()` of a strategy, with "
+            "`AutoShardPolicy.HINT`: set "
+            "options.experimental_distribute.auto_shard_policy and call "
+            "dataset.with_options(options)"
+        )
 
 
 @final
@@ -376,12 +382,3 @@ def _unhinted(recipe: Recipe) -> Recipe:
     if isinstance(recipe, Hinted):
         return _unhinted(recipe.source)
     return recipe.of_each(_unhinted)
-
-
-def _refuse_hint() -> NoReturn:
-    raise RuntimeError(
-        "`Dataset.shard(SHARD_HINT, ...)` can only be used in "
-        "`experimental_distribute_dataset()` of a strategy, with "
-        "`AutoShardPolicy.HINT`: set options.experimental_distribute.auto_shard_policy "
-        "and call dataset.with_options(options)"
-    )

@@ -35,13 +35,14 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 @final
+@dataclass(init=False, repr=False, slots=True)
 class DistributeOptions:
     """``options.experimental_distribute``: the part about several workers."""
 
-    __slots__ = ("_policy",)
+    _policy: AutoShardPolicy | None
 
     def __init__(self, auto_shard_policy: AutoShardPolicy | None = None) -> None:
-        self._policy: AutoShardPolicy | None = None
+        self._policy = None
         if auto_shard_policy is not None:
             self.auto_shard_policy = auto_shard_policy
 
@@ -68,18 +69,12 @@ class DistributeOptions:
         """The policy if one was set."""
         return self._policy
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DistributeOptions):
-            return NotImplemented
-        return self._policy == other._policy
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
     def __repr__(self) -> str:
         return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy.name})"
 
 
 @final
+@dataclass(init=False, slots=True)
 class Options:
     """What `Dataset.with_options` takes:
 
@@ -88,7 +83,7 @@ class Options:
     dataset = dataset.with_options(options)
     """
 
-    __slots__ = ("experimental_distribute",)
+    experimental_distribute: DistributeOptions
 
     def __init__(self, auto_shard_policy: AutoShardPolicy | None = None) -> None:
         self.experimental_distribute = DistributeOptions(auto_shard_policy)
@@ -108,16 +103,6 @@ class Options:
         theirs = options.experimental_distribute.chosen
         ours = self.experimental_distribute.chosen
         return Options(ours if theirs is None else theirs)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Options):
-            return NotImplemented
-        return self.experimental_distribute == other.experimental_distribute
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __repr__(self) -> str:
-        return f"Options(experimental_distribute={self.experimental_distribute!r})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,14 @@
-"""Functions of users, called for elements: several at a time, and by name if they fail.
+"""Threads that work for a pass: one that reads ahead, several that call functions.
 
-`in_order` has threads of its own, as many as it was told. The source is drawn by who
-reads, so it needs no thread and no lock; elements that were drawn and not yielded are
-as many as threads, and one more for each that waits for its turn.
+A `Prefetcher` stays a bounded number of elements ahead of its reader. Its thread knows
+the buffer and the source, never the iterator: so an iterator that nobody holds any more
+is collected, and its end closes the buffer and thereby ends the thread. The source
+runs, fails and is closed on that thread alone.
+
+`in_order` calls a user's function for several elements at a time, on as many threads as
+it was told. The source is drawn by who reads, so it needs no thread and no lock;
+elements that were drawn and not yielded are as many as threads, and one more for each
+that waits for its turn.
 """
 
 from __future__ import annotations
@@ -24,18 +30,154 @@ import numpy as np
 from zstrat.threads import SteadyThread
 
 from ._elements import ending
-from ._prefetch import GOODBYE
 from ._spec import spec_of
 from ._tree import as_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+GOODBYE: Final = 5.0
+"""Seconds that whoever closes threads, and the end of the interpreter, wait for one
+that is blocked in user code; it is a daemon and ends by itself when it comes back."""
 
 _WAITING: Final = 2
 """Elements that are under way, for each thread: one is made, one is ready or begun."""
 
 MOST_THREADS: Final = 16
 """What `AUTOTUNE` stands for on a machine with more cores."""
+
+
+class _End(NamedTuple):
+    """What the thread leaves last in the buffer: the source's error, or its end."""
+
+    error: BaseException | None = None
+    trace: TracebackType | None = None
+
+
+_CLOSED: Final = object()
+"""What wakes a reader whose buffer was closed."""
+
+
+class _Buffer:
+    """At most ``size`` items between two threads, which either may close.
+
+    One queue carries the items, the other the room for them. Both are C alone, so that
+    handing over costs little beside elements that are cheap to make, and a finalizer
+    may close the buffer whatever its thread is doing.
+    """
+
+    __slots__ = ("_end", "_is_closed", "_items", "_room", "_taken")
+
+    def __init__(self, size: int) -> None:
+        self._items: Final[SimpleQueue[Any]] = SimpleQueue()
+        self._room: Final[SimpleQueue[bool]] = SimpleQueue()
+        self._taken: Final[list[Any]] = []
+        """What has left the queue, and not this object."""
+        self._is_closed = False
+        self._end: _End | None = None
+        for _ in range(size):
+            self._room.put(True)
+
+    def put(self, item: object) -> bool:
+        """False once the buffer is closed: the item was not taken, stop."""
+        # No deadline: a slow reader is no fault, and one that is gone closes this.
+        if not self._room.get() or self._is_closed:
+            return False
+        self._items.put(item)
+        return True
+
+    def finish(self, end: _End) -> None:
+        """After the last item; there is always room for it."""
+        self._items.put(end)
+
+    def get(self) -> Any:
+        """The next item.
+
+        Raises:
+            StopIteration: The source has ended, or the buffer was closed.
+            BaseException: That of the source, likewise at every later read.
+        """
+        if self._is_closed:
+            raise StopIteration
+        if self._end is None:
+            taken = self._taken
+            if not taken:
+                # No deadline: the source is the user's and may take as long as it
+                # likes. From C, so that a Ctrl-C finds the item in the queue or here:
+                # one that was lost on the way would have taken its room with it, for
+                # ever.
+                taken.extend(map(SimpleQueue.get, (self._items,)))
+            item = taken[0]
+            if item is _CLOSED:
+                raise StopIteration
+            if not isinstance(item, _End):
+                self._room.put(True)
+                taken.clear()
+                return item
+            self._end = item
+            taken.clear()
+        error, trace = self._end
+        if error is None:
+            raise StopIteration
+        raise error.with_traceback(trace)  # not one frame longer at each read
+
+    def close(self) -> bool:
+        """False if it was closed before, as all are when the interpreter ends: later
+        there may be no module any more to do it with."""
+        if self._is_closed:
+            return False
+        self._is_closed = True
+        self._room.put(False)
+        with contextlib.suppress(Empty):
+            while True:
+                self._items.get_nowait()
+        self._items.put(_CLOSED)
+        return True
+
+
+_RUNNING: Final[weakref.WeakKeyDictionary[SteadyThread, _Buffer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@final
+class Prefetcher:
+    """Iterator over ``source`` whose next ``size`` items are made in advance."""
+
+    def __init__(self, source: Iterator[Any], size: int) -> None:
+        self._buffer: Final = _Buffer(size)
+        # The source runs in the context of whoever began the pass (the worker's).
+        context = contextvars.copy_context()
+        self._thread: Final = SteadyThread(
+            context.run, (_fill, source, self._buffer), name="zstrat prefetch"
+        )
+        weakref.finalize(self, self._buffer.close)
+        _RUNNING[self._thread] = self._buffer
+        self._thread.start()
+
+    def __iter__(self) -> Prefetcher:
+        return self
+
+    def __next__(self) -> Any:
+        return self._buffer.get()
+
+    def close(self) -> None:
+        """Ends the thread and closes the source."""
+        if self._buffer.close():
+            self._thread.join(GOODBYE)
+
+
+def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
+    try:
+        with ending(source):
+            for item in source:
+                if not buffer.put(item):
+                    return
+                del item  # the reader may be its only owner while the next is made
+        buffer.finish(_End())
+    except BaseException as error:  # goes to the reader, who raises it in its thread
+        buffer.finish(_End(error, error.__traceback__))
 
 
 def threads_of(calls: int | None) -> int:
@@ -179,11 +321,16 @@ _OPEN: Final[weakref.WeakSet[Callers]] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Before the interpreter ends: it would tear a thread out of jax's C++."""
-    left = list(_OPEN)
+    """Before the interpreter ends: it would tear a thread out of jax's C++, which
+    ends the process with an error."""
+    running, left = list(_RUNNING.items()), list(_OPEN)
+    for _, buffer in running:
+        buffer.close()
     for callers in left:
         callers.end()
     deadline = time.monotonic() + GOODBYE
+    for thread, _ in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
     for callers in left:
         callers.join(deadline)
 

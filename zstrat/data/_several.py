@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
-from ._parallel import numbered
+from ._parallel import Prefetcher, numbered
 from ._passes import INFINITE, UNKNOWN, Derived, Recipe, arguments
-from ._prefetch import Prefetcher
 from ._spec import common_spec
 from ._tree import mapped, stacked
 
@@ -235,8 +234,9 @@ class Interleaved(Derived):
                         continue
                     # Its number tells the orders of shuffles apart: a count that this
                     # advanced would make them depend on how far other passes are.
-                    inner = opened(number, element).again(number)
-                    current = self._ahead(inner.elements(), at)
+                    current = opened(number, element).again(number).elements()
+                    if at < self.threads:
+                        current = Prefetcher(current, self.block_length)
                     reading[at] = current
                     places[at].enter_context(ending(current))
                 given = 0
@@ -249,11 +249,6 @@ class Interleaved(Derived):
 
     def size(self) -> int:
         return UNKNOWN
-
-    def _ahead(self, elements: Iterator[Element], place: int) -> Iterator[Element]:
-        if place >= self.threads:
-            return elements
-        return Prefetcher(elements, self.block_length)
 
     def _opened(self, element: Element) -> Recipe:
         made = self.function(*arguments(element))

@@ -176,8 +176,7 @@ class Sources:
         """
         if not callable(read):
             raise TypeError(f"`read` must be callable; got {read!r:.100}")
-        recipe = files.Records(files.paths_of(filenames), files.reading(read))
-        return cls(recipe)
+        return cls(files.Records(files.paths_of(filenames), read))
 
     @classmethod
     def from_text_lines(cls, filenames: Path | Sequence[Path]) -> Self:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from ._leaves import node_of
-from ._tree import dict_like, leaves, mapped, rebuilt, with_leaves
+from ._leaves import Specified, node_of
+from ._tree import dict_like, is_record, leaves, mapped, rebuilt, with_leaves
 
 if TYPE_CHECKING:
     from ._leaves import Element
@@ -75,17 +75,6 @@ class TensorSpec:
         return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"
 
 
-@runtime_checkable
-class Specified(Protocol):
-    """What may stand in a signature: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
-
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-
 def unknown(recipe: object) -> Spec:
     """A look that draws nothing: the spec is not known."""
     del recipe
@@ -97,7 +86,7 @@ def spec_of(element: Element) -> Spec:
 
 
 def leaf_spec(leaf: Any) -> TensorSpec:
-    if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
+    if is_record(leaf):
         return TensorSpec((), TEXT)
     if isinstance(leaf, Specified):  # jax's, too, which are not read for it
         return TensorSpec(leaf.shape, leaf.dtype)

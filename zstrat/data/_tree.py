@@ -221,8 +221,8 @@ def node_treedef(value: Any) -> Any:
 
 
 def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
-    if _is_record(arrays[0]):
-        _same(arrays, _is_record, path)
+    if is_record(arrays[0]):
+        _same(arrays, is_record, path)
         column = np.empty(len(arrays), object)
         column[:] = arrays
         return column
@@ -285,7 +285,7 @@ def _same_shape(arrays: Sequence[Any], path: str) -> None:
             ) from None
 
 
-def _is_record(leaf: object) -> bool:
+def is_record(leaf: object) -> bool:
     """Whether it is `bytes`; an element of an array of numpy's strings is an array."""
     return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
 
@@ -345,7 +345,7 @@ def _kind(element: Element) -> str:
         return f"a tuple of {len(element)}"
     if (node := node_of(element)) is not None:
         return f"a {type(element).__name__} ({node.treedef})"
-    if _is_record(element):
+    if is_record(element):
         return "a record of bytes"
     if element is None:
         return "None"

@@ -11,12 +11,11 @@ import numpy as np
 from zstrat.checkpoint import absolute, local_path, make_folder
 from zstrat.variables import Variable, creator
 
-from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, Tracked, graph_of, is_trackable
+from ._operation import FileThread, in_turn, run_blocking
 from ._restore import Restore, RestoreStatus
 from ._save import save
 from ._state import update_state, writer_of
-from ._turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

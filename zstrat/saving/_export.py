@@ -25,8 +25,8 @@ from zstrat.checkpoint import (
 )
 from zstrat.errors import AlreadyExistsError
 
-from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
+from ._operation import FileThread, ProgressBar, run_blocking
 from ._save import saved_components
 from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream

@@ -29,8 +29,8 @@ from zstrat.transport import to_its_end
 from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._blocking import FileThread, ProgressBar
 from ._match import Matching
+from ._operation import FileThread, ProgressBar
 from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zstrat.checkpoint import StoredTensor, TensorReader
     from zstrat.coordinator import ClusterSession
     from zstrat.ps import PsClient
-    from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
+    from zstrat.variables import OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
     from ._servers import AskedCluster, ClusterMoment, T
@@ -426,8 +426,12 @@ async def remember(
 
 
 def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
-    mine = [each for each in found.loads if _lives_on(cluster, each.variable)]
-    grown = [each for each in mine if each.optimizer is None and _is_part(each)]
+    mine = [
+        each
+        for each in found.loads
+        if any(cluster_of(part) is cluster for part in each.variable.components)
+    ]
+    values = [each for each in mine if each.optimizer is None]
     _, servers = sorted_loads(path, mine)
     optimizers = {
         value.id
@@ -435,30 +439,16 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
         if isinstance(value, Optimizer) and not value.is_local
     }
     lacks = [words.strip() for words in (*found.missing, *found.wrong)]
-    lacks += [f"rows of variable {each.variable.name!r}" for each in grown]
+    lacks += [
+        f"rows of variable {each.variable.name!r}"
+        for each in values
+        if each.tensor is not None and not each.tensor.is_whole
+    ]
     return SavedServers(
         path,
-        frozenset(_keys(mine)),
+        frozenset(x.spec.key for each in values for x in each.variable.components),
         frozenset(optimizers),
         lacks,
         [server for _, server in servers],
         found.worker_places,
     )
-
-
-def _lives_on(cluster: ClusterSession, variable: AbstractVariable) -> bool:
-    return any(cluster_of(part) is cluster for part in variable.components)
-
-
-def _is_part(load: Load) -> bool:
-    return load.tensor is not None and not load.tensor.is_whole
-
-
-def _keys(loads: Sequence[Load]) -> set[int]:
-    """The keys of the variables whose values are loaded."""
-    return {
-        part.spec.key
-        for each in loads
-        if each.optimizer is None
-        for part in each.variable.components
-    }

@@ -228,7 +228,9 @@ class PreemptionCheckpointHandler:
         if agreed is Wish.LEAVE:
             log.warning("the end was announced: saved after run %d", self._total)
             self.close()
-            (self._config.exit_fn or _try_again)()
+            if self._config.exit_fn is None:
+                sys.exit(TRY_AGAIN)
+            self._config.exit_fn()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -324,10 +326,6 @@ def PreemptionHandler(  # as a class of TF's is called
     return PreemptionCheckpointHandler(
         resolver, manager, termination_config=termination_config
     )
-
-
-def _try_again() -> None:
-    sys.exit(TRY_AGAIN)
 
 
 def _manager(

@@ -15,13 +15,12 @@ from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.variables import Module, unwatch, watch
 
-from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load, remember
 from ._match import Found, Matching
+from ._operation import FileThread, in_turn, run_blocking
 from ._servers import steadily
 from ._tensors import stored_graph
-from ._turns import in_turn
 
 if TYPE_CHECKING:
     from ._servers import ClusterMoment

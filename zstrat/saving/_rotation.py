@@ -15,7 +15,7 @@ from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError
 from zstrat.variables import line_outside
 
-from ._blocking import FileThread, run_blocking
+from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
     SavedList,
     clean,
@@ -25,7 +25,6 @@ from ._state import (
     update_state,
     writer_of,
 )
-from ._turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,24 +57,6 @@ def latest_checkpoint(
     prefix = None if checkpoint_name is None else name_given(checkpoint_name)
     names = read_state(directory, prefix).names
     return os.path.join(directory, names[-1]) if names else None
-
-
-@final
-class _StepNote:
-    """The step for the manifest, called while training stands still.
-
-    A step counter that is a variable is read again then (``read``), so that the number
-    fits the values. A callable of the user's is not: it might wait for a step, and none
-    begins before the checkpoint is pinned.
-    """
-
-    def __init__(self, step: int | None, read: Callable[[], int | None] | None) -> None:
-        self.step, self._read = step, read
-
-    def __call__(self) -> Mapping[str, Any]:
-        if self._read is not None:
-            self.step = self._read()
-        return {} if self.step is None else {"step": self.step}
 
 
 @final
@@ -241,9 +222,17 @@ class CheckpointManager:
                 number = _numbered(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
-            note = _StepNote(step, None if callable(self._counter) else self._step)
+
+            def note() -> Mapping[str, Any]:
+                nonlocal step
+                # While training stands still, so that the number fits the values. A
+                # callable of the user's might wait for a step, and none begins now.
+                if not callable(self._counter):
+                    step = self._step()
+                return {} if step is None else {"step": step}
+
             await self._checkpoint._write(path, count, note)
-            self._last_step, self._last_at = note.step, self._clock()
+            self._last_step, self._last_at = step, self._clock()
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path

@@ -18,11 +18,11 @@ from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 
-from ._blocking import FileThread, ProgressBar
 from ._load import remember_saved
+from ._operation import FileThread, ProgressBar
 from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream
-from ._tensors import WrittenPlace, logical_tensors, plain_graph
+from ._tensors import logical_tensors, plain_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -173,14 +173,14 @@ async def _write(
         # snapshot is let go and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}
-    where: dict[int, WrittenPlace] = {}
+    where: dict[int, tuple[str, str, str]] = {}
     for (_, pieces), outcome in zip(parts, outcomes, strict=True):
         if isinstance(outcome, BaseException):
             raise outcome
         file, written = outcome
         files[file] = written.size
         for (each, name), digest in zip(pieces, written.digests, strict=True):
-            where[id(each)] = WrittenPlace(file, name, digest)
+            where[id(each)] = file, name, digest
     about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
     tensors = {logical.name: logical.stored(where) for logical in logicals}
     return Manifest(tensors, files, plain_graph(graph, logicals, states), about)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Variable
     from zstrat.wire import Buffer
 
-    from ._blocking import FileThread
+    from ._operation import FileThread
     from ._servers import ClusterMoment
 
 PIECE: Final = 4 * 2**20

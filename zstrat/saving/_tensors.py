@@ -30,14 +30,6 @@ class LogicalPiece(NamedTuple):
     stop: int
 
 
-class WrittenPlace(NamedTuple):
-    """Where a pinned tensor was written."""
-
-    file: str
-    name: str
-    digest: str
-
-
 @dataclass(frozen=True, slots=True)
 class Logical:
     """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
@@ -61,13 +53,13 @@ class Logical:
     def nbytes(self) -> int:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
-    def stored(self, where: Mapping[int, WrittenPlace]) -> StoredTensor:
-        """The tensor as the manifest says it. ``where``: by ``id`` of the pinned
-        tensor."""
+    def stored(self, where: Mapping[int, tuple[str, str, str]]) -> StoredTensor:
+        """The tensor as the manifest says it. ``where``: file, name in it and digest,
+        by ``id`` of the pinned tensor."""
         pieces = tuple(
-            StoredPiece(at.file, at.name, piece.start, piece.stop, at.digest)
+            StoredPiece(file, name, piece.start, piece.stop, digest)
             for piece in self.pieces
-            for at in (where[id(piece.pinned)],)
+            for file, name, digest in (where[id(piece.pinned)],)
         )
         return StoredTensor(self.dtype, self.shape, pieces, self.by_rows)
 

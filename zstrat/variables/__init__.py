@@ -24,13 +24,13 @@ from ._device import DeviceHome as DeviceHome
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
+from ._home import JointPlace as JointPlace
+from ._home import JointState as JointState
 from ._home import Residence as Residence
 from ._home import VariableHandle as VariableHandle
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
 from ._home import update_all as update_all
-from ._joint_state import JointPlace as JointPlace
-from ._joint_state import JointState as JointState
 from ._local import Detached as Detached
 from ._local import HomeWithSlots as HomeWithSlots
 from ._local import LocalHome as LocalHome

@@ -142,34 +142,26 @@ def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
     )
 
 
-Aside: TypeAlias = "Creator | _Unset | None"
-Before: TypeAlias = "Token[Creator | _Unset | None]"
-
-
-class _Unset:
-    """Stands for a creator where a thread or task has set none."""
-
-
-_UNSET: Final = _Unset()
+Aside: TypeAlias = "tuple[Creator | None] | None"
+"""What a thread or task has set; None: nothing."""
+Before: TypeAlias = "Token[Aside]"
 
 
 class CurrentCreator:
     """A context variable over one value for all threads."""
 
     def __init__(self) -> None:
-        self._own: ContextVar[Creator | _Unset | None] = ContextVar(
-            "zstrat_creator", default=_UNSET
-        )
+        self._own: ContextVar[Aside] = ContextVar("zstrat_creator", default=None)
         self._installed: Creator | None = None
 
     def get(self) -> Creator | None:
         """The creator that this thread or task has set, else the installed one."""
         own = self._own.get()
-        return self._installed if isinstance(own, _Unset) else own
+        return self._installed if own is None else own[0]
 
     def set(self, own: Creator | None) -> Before:
         """Sets that of this thread or task; None: variables live in this process."""
-        return self._own.set(own)
+        return self._own.set((own,))
 
     def reset(self, before: Before) -> None:
         """Takes one `set` back, in the context that it was made in."""

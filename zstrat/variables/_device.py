@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._home import Operands, Residence, VariableHandle
-    from ._joint_state import JointPlace
+    from ._home import JointPlace, Operands, Residence, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.

@@ -8,14 +8,23 @@ home once.
 
 Homes on devices share the `Residence` of their strategy. Law of residences: whoever
 makes a next value has the turn, and holds the lock, too, while the present one is given
-away, or while several fields change.
+away, or while several fields change. Law of `JointState`: what a home has taken out is
+not in the list any more, and who finds the list whole finds the state of every home in
+it.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import numpy as np
 
@@ -154,15 +163,6 @@ class KeepsSlots(Protocol):
     ) -> None:
         """Assigns one of them, which is there, or is made of the tree of the
         optimizer."""
-        ...
-
-
-@runtime_checkable
-class NamesDevices(Protocol):
-    """A home on devices of this process."""
-
-    def device_name(self) -> str:
-        """TF's name of the device that keeps the value, the first one of several."""
         ...
 
 
@@ -308,3 +308,45 @@ class Residence(abc.ABC):
     def returned(self, trees: Any) -> Any:
         """Pytrees that a step made, where values are kept: undoes `sent`."""
         return trees
+
+
+class JointState:
+    """Values and slots of several variables, in the order of a step's program.
+
+    A step computes the next state of all that it moves, and the next call of the same
+    program takes all of it again. To hand each variable its own in between would cost
+    more than many a step. So the list is kept as it is, each home knows its place in
+    it, and takes its own out when somebody asks the home for it.
+
+    ``arrays`` are replaced by those of the next step, by whoever has the turn and the
+    lock of the residence. ``is_whole``: no home has taken its own out.
+    """
+
+    __slots__ = ("arrays", "is_whole")
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+        self.is_whole = True
+
+    def taken(self) -> list[Any] | None:
+        """All arrays, in a list of the caller's; None: some are elsewhere."""
+        found = self.arrays[:]
+        # Asked afterwards: a home says so before it takes anything out.
+        return found if self.is_whole else None
+
+
+class JointPlace(NamedTuple):
+    """Where in the list the arrays of one home are: the value, and from where to where
+    the slots of each optimizer."""
+
+    state: JointState
+    value: int
+    slots: tuple[tuple[SlotRule, int, int], ...]
+
+    def leave(self) -> None:
+        """The home has its arrays elsewhere, and they are not kept here as well."""
+        state = self.state
+        state.is_whole = False
+        state.arrays[self.value] = None
+        for _, first, end in self.slots:
+            state.arrays[first:end] = [None] * (end - first)

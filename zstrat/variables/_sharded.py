@@ -80,10 +80,6 @@ class ShardedVariable(AbstractVariable):
     def _read_now(self) -> np.ndarray:
         return _joined(read_all(self.components))
 
-    def _read_parts_now(self) -> list[np.ndarray]:
-        refuse_read(self._spec)
-        return read_all(self.components)
-
     async def _read_now_async(self) -> np.ndarray:
         return _joined(await read_all_async(self.components))
 
@@ -194,9 +190,12 @@ class ShardedVariable(AbstractVariable):
         Raises:
             RuntimeError: In the scope of another strategy than that of the parts.
         """
+        refuse_read(self._spec)
         requests = [
             like(part, value, is_whole=True)
-            for part, value in zip(self.components, self._read_parts_now(), strict=True)
+            for part, value in zip(
+                self.components, read_all(self.components), strict=True
+            )
         ]
         owners = [part.owner for part in self.components]
         made: list[Any]
@@ -246,8 +245,8 @@ def _fill(
 
 
 def _check(variables: Any) -> None:
-    is_list = isinstance(variables, list | tuple)
-    if not is_list or not variables or not all(_is_variable(v) for v in variables):
+    is_list = isinstance(variables, list | tuple) and bool(variables)
+    if not is_list or not all(isinstance(v, Variable) for v in variables):
         raise TypeError(
             f"variables should be a non-empty list of zs.Variable, got {variables!r}"
         )
@@ -286,10 +285,6 @@ def _indices(rows: Any, component: Variable) -> np.ndarray:
     if isinstance(rows, slice):
         return np.arange(*rows.indices(component.shape[0]))
     return np.asarray(rows)
-
-
-def _is_variable(value: object) -> bool:
-    return isinstance(value, Variable)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

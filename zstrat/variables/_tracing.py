@@ -128,7 +128,9 @@ def is_staging() -> bool:
     state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     if state == _at_once:
         return False
-    if _makes_tracers():
+    # An operation without operands belongs to the innermost trace that stages, if any:
+    # those that compute at once hand it on.
+    if isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer):
         return True
     _at_once = state
     return False
@@ -170,9 +172,3 @@ def refuse_update(spec: VariableSpec, what: str) -> None:
             "while jax traces, and at no later call. Return the new value and update "
             "the variable with it, or make the outermost function a zs.function",
         )
-
-
-def _makes_tracers() -> bool:
-    # An operation without operands belongs to the innermost trace that stages, if any:
-    # those that compute at once hand it on.
-    return isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer)

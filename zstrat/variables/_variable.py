@@ -18,6 +18,7 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
+from ._copy_home import CopyHome
 from ._creator import (
     Creator,
     StrategyCreator,
@@ -29,7 +30,7 @@ from ._creator import (
     is_trainable,
     require_owner,
 )
-from ._home import Home, NamesDevices
+from ._device import DeviceHome
 from ._local import Detached, LocalHome
 from ._narrowing import NarrowingWarning, narrow, outside
 from ._operators import ArrayOperators
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Sequence
 
-    from ._home import HomeUpdate, VariableHandle
+    from ._home import Home, HomeUpdate, VariableHandle
     from ._tracing import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
@@ -132,7 +133,7 @@ class Variable(AbstractVariable):
         variable that several devices have, the first one's."""
         note_use(VariableUse.NAME, self)
         home = self._home
-        if isinstance(home, NamesDevices):
+        if isinstance(home, DeviceHome | CopyHome):
             return home.device_name()
         return self._spec.device
 

@@ -1,9 +1,5 @@
-"""Datasets that are read from files, and elements that are written to one."""
+"""Datasets that are read from files."""
 
-from ._element_file import read_elements as read_elements
-from ._element_file import write_element as write_element
-from ._element_file import write_end as write_end
-from ._element_file import write_start as write_start
 from ._files import Files as Files
 from ._files import Listed as Listed
 from ._files import Path as Path
@@ -16,6 +12,5 @@ from ._files import matching as matching
 from ._files import paths_of as paths_of
 from ._files import read_lines as read_lines
 from ._files import read_tfrecords as read_tfrecords
-from ._files import reading as reading
 from ._files import require_tfrecords as require_tfrecords
 from ._parquet import parquet_rows as parquet_rows

@@ -76,7 +76,7 @@ class Listed(Files):
 @final
 @dataclass(frozen=True, slots=True)
 class Records(Files):
-    """What a reader yields of each file.
+    """What a reader yields of each file, in arrays that nobody else writes to.
 
     Args:
         is_bytes: They are records of bytes.
@@ -92,7 +92,7 @@ class Records(Files):
     def items(self) -> Iterator[Element]:
         for path in self.paths:
             with ending(iter(self.read(path))) as records:
-                yield from records
+                yield from records if self.is_bytes else map(owned, records)
 
 
 class TableRows(Files):
@@ -171,7 +171,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
     """
     if isinstance(filenames, str | bytes | os.PathLike):
         filenames = [filenames]
-    paths = tuple(os.fspath(each) for each in _strings(filenames))
+    paths = tuple(map(os.fsdecode, filenames))
     if not paths:
         raise ValueError("`filenames` is empty: a dataset is read from at least one")
     return paths
@@ -269,22 +269,6 @@ def _loaded(path: str, mode: Literal["r"] | None) -> Any:
         raise ValueError(f"{path} has no arrays that can be read: {error}") from error
 
 
-def reading(read: ReadFile) -> ReadFile:
-    """A user's reader, whose elements become arrays that nobody else writes to."""
-    return _Owned(read)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    read: ReadFile
-
-    def __call__(self, path: str) -> Iterator[Element]:
-        with ending(iter(self.read(path))) as source:
-            for element in source:
-                yield owned(element)
-
-
 _MISSING: Final = (
     "TFRecord files are read by grain, which is not installed: pip install "
     "'zstrat[grain]' (or grain); or read them with a library of yours and "
@@ -299,11 +283,6 @@ def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
         raise ImportError(_MISSING) from error
     reader: Callable[[str], Iterable[bytes]] = TFRecordIterDataset
     return reader
-
-
-def _strings(filenames: Any) -> Iterator[Any]:
-    for each in filenames:
-        yield os.fsdecode(each) if isinstance(each, bytes) else each
 
 
 def _rows(arrays: Element, path: str) -> int:

@@ -120,8 +120,8 @@ class GradientTarget(Protocol):
 
 
 class CalledOptimizer(KnowsSlots, Protocol):
-    """An `Optimizer`, as its calls and its state see it: the transformation on a call's
-    tree, and a place for what is made of its traces."""
+    """The optimizer of a call, for who carries the call out or asks for its state: the
+    transformation on the call's tree, and a place for what is made of its traces."""
 
     @property
     def iterations(self) -> GradientTarget | None: ...

@@ -204,7 +204,9 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
     leaves: list[Any]
     wanted: Any  # a PyTreeDef; its stubs lack comparison
     leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
-    found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
+    found, given = jax.tree.flatten(
+        grads, is_leaf=lambda node: node is None or isinstance(node, IndexedSlices)
+    )
     if given != wanted:
         hint = "" if _order(variables) else _order(grads)
         if type(variables).__name__ == "LookaheadParams":
@@ -218,10 +220,6 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
             f"{given}, variables are {wanted}{hint}"
         )
     return list(zip(found, leaves, strict=True)), wanted
-
-
-def _is_gradient(node: Any) -> bool:
-    return node is None or isinstance(node, IndexedSlices)
 
 
 def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:

@@ -62,7 +62,7 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
         if not same_kind(array.dtype, dtypes[number]):
             raise TypeError(f"{where}: expected {dtypes[number]}, got {array.dtype}")
         arrays[number] = array.astype(dtypes[number])
-    _assign(optimizer, call, dict(enumerate(arrays)))
+    _assign(call, dict(enumerate(arrays)))
 
 
 def _leaf_of(
@@ -115,7 +115,7 @@ class Hyperparameters:
         tree = call.rule(is_here=lives_here(call))
         kinds = {state: tree.state()[state].kind for state in states}
         fitting = {n: self._fitting(name, value, kind) for n, kind in kinds.items()}
-        _assign(self._optimizer, call, fitting)
+        _assign(call, fitting)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names(_known(self._optimizer)))
@@ -202,9 +202,7 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     return found
 
 
-def _assign(
-    optimizer: CalledOptimizer, call: GradientCall, arrays: Mapping[int, np.ndarray]
-) -> None:
+def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
     """Writes leaves of the state, by number, beside all variables that they are kept
     beside."""
     tree = call.rule(is_here=lives_here(call))
@@ -219,7 +217,7 @@ def _assign(
                 home = _home(variable)
                 if isinstance(home, Binds):
                     home.bind(call)
-                home.write_slot(optimizer, variable, slot.name, part)
+                home.write_slot(call.optimizer, variable, slot.name, part)
 
 
 def _initial(call: GradientCall) -> Sequence[Any]:

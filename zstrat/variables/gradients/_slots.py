@@ -77,7 +77,10 @@ class SlotRule:
     def initial(self, value: Any) -> list[Any]:
         """The slots before the first gradient."""
         with self.leaf.tree.precision():
-            made = self._together() if self.leaf.begins_together else self._alone(value)
+            if self.leaf.begins_together:
+                made = self._together()
+            else:
+                made = list(jax.jit(self.leaf.init)(value))
             pairs = zip(made, self.kinds, strict=True)
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
@@ -104,9 +107,6 @@ class SlotRule:
             "variable as part of another tree. Use one optimizer for one tree, and "
             "name it: zs.Optimizer(transformation, params=params)"
         )
-
-    def _alone(self, value: Any) -> list[Any]:
-        return list(jax.jit(self.leaf.init)(value))
 
     def _together(self) -> list[Any]:
         tree, leaf = self.leaf.tree, self.leaf

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.variables._copy_home import copy_home
 from zstrat.variables._home import read_all, update_all, update_all_async
 from zstrat.variables._local import HomeWithSlots
 from zstrat.variables._rows import rows_of_component, summed
@@ -95,11 +96,9 @@ def lives_here(call: GradientCall) -> bool:
     """
     here = []
     for variable in call.variables:
-        home = variable.home
-        refuse = getattr(home, "not_optimized", None)
-        if refuse is not None:
-            raise refuse(variable)
-        here.append(isinstance(home, HomeWithSlots))
+        if (copy := copy_home(variable)) is not None:
+            raise copy.not_optimized(variable)
+        here.append(isinstance(variable.home, HomeWithSlots))
     if any(here) and not all(here):
         first, second = (call.variables[here.index(x)] for x in (True, False))
         raise ValueError(
@@ -253,7 +252,11 @@ class TreeStep:
             require_whole(call, self._cut)
         else:
             require_by_leaf(call, self._tree)
-        self.components = list(_components(call))
+        self.components = [
+            Component(variable, place, number, slot_rule(call, leaf, number))
+            for place, leaf in enumerate(call.given)
+            for number, variable in enumerate(call.targets[leaf].components)
+        ]
 
     def __call__(
         self, values: Sequence[Any], slots: Sequence[list[Any]], call: GradientCall
@@ -306,7 +309,8 @@ class TreeStep:
             [after[slot.state] for slot in each.rule.leaf.slots]
             for each in self.components
         ]
-        return self._parted(moved, call), kept
+        parts = [_part_of(moved[each.place], each, call) for each in self.components]
+        return parts, kept
 
     def _joined(self, values: Sequence[Any]) -> list[Any]:
         """The values of the leaves, of those of the components."""
@@ -317,9 +321,6 @@ class TreeStep:
             parts[0] if len(parts) == 1 else jnp.concatenate(parts)
             for _, parts in sorted(found.items())
         ]
-
-    def _parted(self, leaves: Sequence[Any], call: GradientCall) -> list[Any]:
-        return [_part_of(leaves[each.place], each, call) for each in self.components]
 
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
@@ -338,13 +339,6 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
             gradients[leaf] = arrays[0]
     cut = tree.cut(tuple(sizes)) if any(call.sparse) else whole
     return list(cut.computed(gradients, call.further))
-
-
-def _components(call: GradientCall) -> Any:
-    for place, leaf in enumerate(call.given):
-        target = call.targets[leaf]
-        for number, variable in enumerate(target.components):
-            yield Component(variable, place, number, slot_rule(call, leaf, number))
 
 
 def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:

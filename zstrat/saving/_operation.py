@@ -1,37 +1,50 @@
-"""One coroutine for both forms of a call, and a thread for what it does with files.
+"""How a save or a restore runs: in a blocking call or awaited, in turn, with its files.
 
-The blocking form runs the coroutine to its end in a loop on a thread of its own: a
-notebook's thread has a loop already, and Ctrl-C in the middle of a loop could lose the
-next step of a task, which would then be waited for in vain. It cancels the coroutine,
-which cleans up as a cancelled task does. Files are touched on one named thread an
-operation, one call after the other. Who waits at a terminal is told how far it is
-(`ProgressBar`).
+One coroutine serves both forms of a call. The blocking form runs it to its end in a
+loop on a thread of its own: a notebook's thread has a loop already, and Ctrl-C in the
+middle of a loop could lose the next step of a task, which would then be waited for in
+vain. It cancels the coroutine, which cleans up as a cancelled task does. Files are
+touched on one named thread an operation, one call after the other. Who waits at a
+terminal is told how far it is (`ProgressBar`).
+
+Saves and restores of the same objects are made one after the other (`in_turn`). Two
+that run side by side, in threads or in tasks, would mix: a save would take some values
+of before a restore and some of after it, and two saves would take one number.
+
+Law of turns: who comes later waits for those alone that came before and have an object
+in common with it, so no two wait for each other. A turn may be waited for from any
+thread and any event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
 
 from zstrat.program import hide_frames
 from zstrat.transport import Portal, warn_of_blocking
 
+from ._graph import graph_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
+_held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
     "zstrat_held_up", default=None
 )
 """The loop that stands still until a blocking call returns; None: there is none. Set by
@@ -51,7 +64,7 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         loop = None
-    token = held_up.set(loop)
+    token = _held_up.set(loop)
     try:
         if twin:
             warn_of_blocking(twin)
@@ -65,7 +78,7 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         hide_frames(error)
         raise
     finally:
-        held_up.reset(token)
+        _held_up.reset(token)
         # Ctrl-C before anybody had it: Python would say that nobody awaited it.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
@@ -77,6 +90,76 @@ async def _others_over() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    keys: frozenset[Hashable]
+    loop: asyncio.AbstractEventLoop
+    waiting: list[Future[None]] = field(default_factory=list)
+
+
+_turns_lock: Final = threading.Lock()
+_turns: Final[list[_Turn]] = []
+"""Those that have begun or wait, in the order in which they came."""
+
+
+@contextlib.asynccontextmanager
+async def in_turn(root: Any) -> AsyncIterator[None]:
+    """Waits until no earlier save or restore has an object in common with what is below
+    ``root``; later ones wait until this is over. Inside of one there is no other.
+
+    Raises:
+        TypeError: Something below it cannot be saved.
+        RuntimeError: An earlier one is on the event loop that this one, a blocking
+            call, holds up: neither would end.
+
+    Cancellation: the turn is given up.
+    """
+    graph = graph_of(root)  # held: ids are of living objects
+    mine = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
+    before: list[Future[None]] = []
+    with _turns_lock:
+        # Those, too, that the earlier ones wait for.
+        keys, loops = mine.keys, set[asyncio.AbstractEventLoop]()
+        for turn in reversed(_turns):
+            if not turn.keys.isdisjoint(keys):
+                keys |= turn.keys
+                loops.add(turn.loop)
+        if _held_up.get() in loops:
+            raise RuntimeError(
+                "a save or restore of the same objects is under way on the event loop "
+                "of this thread, which a blocking call would hold up: await that one "
+                "first, or call the form that ends in _async"
+            )
+        for turn in _turns:
+            if not turn.keys.isdisjoint(mine.keys):
+                before.append(Future())
+                turn.waiting.append(before[-1])
+        _turns.append(mine)
+    try:
+        for each in before:
+            await asyncio.wrap_future(each)
+        yield
+    finally:
+        with _turns_lock:
+            _turns.remove(mine)
+        for waiter in mine.waiting:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
+
+
+def _keys_of(nodes: Any) -> list[Hashable]:
+    """What names the root, and each variable, optimizer and iterator below it; two
+    handles of one variable have the same."""
+    keys: list[Hashable] = [id(nodes[0].value)]
+    for node in nodes:
+        if node.kind == "variable":
+            parts = node.value.components
+            keys += [(id(part.home), part.spec.key) for part in parts]
+        elif node.kind != "group":
+            keys.append(id(node.value))
+    return keys
 
 
 class FileThread:
