@@ -150,7 +150,6 @@ class PsService:
         check = self._ownership.check
         tell = partial(tell_coordinator, self._ownership)
         self._serving = Serving(
-            task,
             self._store,
             self._thread,
             check=check,

@@ -357,10 +357,8 @@ def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
 
 
 def _make(store: Store, change: Message) -> None:
-    computation = repeat(store, change)
-    if computation is not None:
-        computation.compute()
-        computation.commit()
+    for plan in repeat(store, change):
+        plan.compute()
 
 
 def _frames(message: Message) -> list[SnapshotTensor]:
