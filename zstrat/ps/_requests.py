@@ -133,25 +133,25 @@ def serve(
     begun = begin(store, message, fold)
     if isinstance(begun, _OUTCOMES):
         return begun
-    if _compute_short(store, begun):  # without a generator: that takes a microsecond
+    if compute_short(
+        store, begun, INLINE
+    ):  # without a generator: that takes a microsecond
         return store.commit(begun)
-    return advance(complete(store, begun))
+    return advance(_complete(store, begun))
 
 
-def complete(store: Store, plan: Plan) -> Running[Done | Pushed | Pulled]:
-    """Has a plan computed, and commits it."""
-    if not _compute_short(store, plan):
-        yield plan
+def _complete(store: Store, plan: Plan) -> Running[Outcome]:
+    yield plan
     return store.commit(plan)
 
 
-def _compute_short(store: Store, plan: Plan) -> bool:
+def compute_short(store: Store, plan: Plan, limit: int) -> bool:
     """Computes a plan that takes no longer than waking a thread; returns whether it is
     one."""
     if isinstance(plan, PushPlan):
-        if plan.work > INLINE or not plan.is_compiled:
+        if plan.work > limit or not plan.is_compiled:
             return False
-    elif not isinstance(plan, _SIZED) or plan.work > INLINE:
+    elif not isinstance(plan, _SIZED) or plan.work > limit:
         return False
     try:
         plan.compute()
@@ -235,7 +235,7 @@ def exchange(
     try:
         pushed = _pushed(store, push, fold)
         if isinstance(pushed, PushPlan):
-            if not _compute_short(store, pushed):
+            if not compute_short(store, pushed, INLINE):
                 yield pushed
             pushed = store.commit(pushed)
     except Exception as error:  # goes to the caller, as the outcome of the push
@@ -249,7 +249,7 @@ def exchange(
         check(message.session)  # it may have ended while the push computed
         pulled = _pulled(store, reads, rows, arrays[operands:])
         if isinstance(pulled, RowsPlan):
-            if not _compute_short(store, pulled):
+            if not compute_short(store, pulled, INLINE):
                 yield pulled
             pulled = store.commit(pulled)
     except Exception as error:  # goes to the caller, as the outcome of the pull

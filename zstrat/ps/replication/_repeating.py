@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
-from zstrat.ps._requests import Outcome, begin, complete
+from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.store._cell import Cell
@@ -71,7 +71,9 @@ def repeat(store: Store, change: Message) -> Running[None]:
         yield begun
         begun.commit()
     elif begun is not None and not isinstance(begun, Outcome):
-        yield from complete(store, begun)
+        if not compute_short(store, begun, INLINE):
+            yield begun
+        store.commit(begun)
 
 
 def _note_part(store: Store, part: PushPart) -> None:
