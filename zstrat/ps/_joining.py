@@ -14,8 +14,7 @@ calls `look` afterwards.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import (
     BusyError,
@@ -45,8 +44,7 @@ _ORDER: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingJoin:
+class _WaitingJoin(NamedTuple):
     """What a worker waits for, and the timer that ends its wait."""
 
     peer: object

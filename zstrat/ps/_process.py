@@ -27,13 +27,13 @@ from zstrat.wire import (
     Done,
     DropStore,
     HostStore,
-    Job,
     LeftCopy,
     Message,
     PromoteBackup,
     StoreHosted,
 )
 
+from ._roles import check_role
 from ._service import PsService
 from ._thread import ComputeThread
 from .handover._handover import Handover, Inherited, StoreRole
@@ -253,11 +253,7 @@ class PsProcess:
 
         Cancellation: nothing is left half made.
         """
-        if remote.role is not Job.CHIEF:
-            raise PermissionDeniedError(
-                f"{self._task} takes {type(message).__name__} from a coordinator, and "
-                f"{remote.name} is {remote.role}"
-            )
+        check_role(self._task, remote, message)
         async with self._changing:
             if isinstance(message, AskCopies):
                 self._require_session(message.session)

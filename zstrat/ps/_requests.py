@@ -1,16 +1,25 @@
-"""What requests mean to the store: which names each one uses, and how it is begun.
+"""What requests mean to the store: which names each one uses, and how it is served.
 
-Decides without I/O. What takes long is handed back as a `PendingRequest`: a plan that
-any thread may compute, and how to go on when it has; whoever gets it sees to it that
-nobody else uses the request's names meanwhile (`_serving`).
+Decides without I/O. A request is answered at once, or it is `Running`: a generator that
+yields each plan that another thread has to compute before it goes on, and returns the
+answer. Whoever gets a `PendingRequest` has its plan computed, sees to it that nobody
+else uses the request's names meanwhile (`_serving`), and then calls `advance`.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never, cast, final
+from collections.abc import Generator
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    assert_never,
+)
 
-from zstrat.errors import InvalidArgumentError, to_wire
+from zstrat.errors import InvalidArgumentError
 from zstrat.wire import (
     Again,
     BindOptimizer,
@@ -21,7 +30,6 @@ from zstrat.wire import (
     Exchange,
     Exchanged,
     InitializeVariables,
-    Message,
     Pull,
     Pulled,
     PullRows,
@@ -35,7 +43,7 @@ from .store._creating import CreatePlan
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 from .store._lookups import RowsPlan
-from .store._plans import Plan, PushPlan
+from .store._plans import PushPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree, Read, Update
 
     from .store._fold import Fold
+    from .store._plans import Plan
     from .store._store import Store
 
 INLINE: Final = 4 * 2**20
@@ -63,7 +72,7 @@ Plain = (
     | BindOptimizer
     | Withdraw
 )
-"""Requests that are one thing to do; `Exchanges` have the one that is two."""
+"""Requests that are one thing to do; `exchange` serves the one that is two."""
 
 Stored = Exchange | Plain
 """Requests that use the store, and so take turns."""
@@ -71,40 +80,110 @@ Stored = Exchange | Plain
 Request = Stored | Folded
 
 Outcome = Done | Pushed | Pulled | Again
+_OUTCOMES: Final = (Pulled, Pushed, Done, Again)
+_SIZED: Final = (RowsPlan, CreatePlan)
 
 
-class PendingRequest(NamedTuple):
-    """``plan`` has to be computed elsewhere. ``then`` is to be called with None, or the
-    error if that failed; it answers, has more to compute, or raises."""
+class Computation(Protocol):
+    """What any thread may compute before a request goes on."""
 
-    plan: Plan
-    then: Callable[[BaseException | None], Message | PendingRequest]
+    def compute(self) -> None: ...
 
 
-def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | PendingRequest:
-    """Serves a request on the spot, or says what has to be computed for it.
+T_co = TypeVar("T_co", covariant=True)
+Running = Generator[Computation, None, T_co]
+"""A request that is being served: yields what has to be computed, returns the answer.
+"""
+
+
+class PendingRequest(NamedTuple, Generic[T_co]):
+    """``plan`` has to be computed elsewhere, before `advance` goes on."""
+
+    plan: Computation
+    running: Running[T_co]
+
+
+def advance(
+    running: Running[T_co], error: BaseException | None = None
+) -> T_co | PendingRequest[T_co]:
+    """Serves a request until it is answered, or another thread has to compute a plan.
+
+    Args:
+        error: Why its last plan could not be computed.
+
+    Raises:
+        ZstratError: The request is refused.
+    """
+    try:
+        plan = next(running) if error is None else running.throw(error)
+    except StopIteration as end:
+        answer: T_co = end.value
+        return answer
+    return PendingRequest(plan, running)
+
+
+def serve(
+    store: Store, message: Plain, fold: Fold | None
+) -> Outcome | PendingRequest[Outcome]:
+    """Serves a request that is one thing to do.
 
     Raises:
         ZstratError: It is refused; nothing has changed.
     """
-    plan: Outcome | Plan
+    begun = begin(store, message, fold)
+    if isinstance(begun, _OUTCOMES):
+        return begun
+    if compute_short(
+        store, begun, INLINE
+    ):  # without a generator: that takes a microsecond
+        return store.commit(begun)
+    return advance(_complete(store, begun))
+
+
+def _complete(store: Store, plan: Plan) -> Running[Outcome]:
+    yield plan
+    return store.commit(plan)
+
+
+def compute_short(store: Store, plan: Plan, limit: int) -> bool:
+    """Computes a plan that takes no longer than waking a thread; returns whether it is
+    one."""
+    if isinstance(plan, PushPlan):
+        if plan.work > limit or not plan.is_compiled:
+            return False
+    elif not isinstance(plan, _SIZED) or plan.work > limit:
+        return False
+    try:
+        plan.compute()
+    except BaseException:  # to the caller
+        store.gave_up(plan)
+        raise
+    return True
+
+
+def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
+    """The answer to a request that takes no time, or what has to be computed.
+
+    Raises:
+        ZstratError: It is refused; nothing has changed.
+    """
     match message:
         case Push():
-            plan = pushed(store, message, fold)
+            return _pushed(store, message, fold)
         case PushPart():
-            plan = _if_new(store, store.plan_part(message))
+            return store.plan_part(message)
         case Pull(reads=reads):
-            plan = pulled(store, reads, (), ())
+            return _pulled(store, reads, (), ())
         case PullRows(reads=reads, rows=rows, arrays=arrays):
-            plan = pulled(store, reads, rows, arrays)
+            return _pulled(store, reads, rows, arrays)
         case CreateVariables(variables=entries, arrays=arrays):
-            plan = _at_once(store, store.plan_create(entries, arrays))
+            return store.plan_create(entries, arrays)
         case InitializeVariables(variables=initial, code=code):
-            plan = store.plan_initialize(initial, code)
+            return store.plan_initialize(initial, code)
         case CreateOptimizer(optimizer=optimizer, name=name, code=code):
-            plan = store.plan_optimizer(optimizer, name, code)
+            return store.plan_optimizer(optimizer, name, code)
         case BindOptimizer(optimizer=optimizer, arrays=arrays):
-            plan = store.plan_binding(optimizer, arrays)
+            return store.plan_binding(optimizer, arrays)
         case DeleteVariables(keys=keys):
             store.delete(keys)
             return Done()
@@ -113,31 +192,86 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | PendingR
             return Done()
         case _:
             assert_never(message)
-    if isinstance(plan, Outcome):
-        return plan
-    return PendingRequest(plan, partial(_computed, store, plan))
 
 
-def pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:
-    """The answer to a push that takes no time, or what has to be computed."""
-    if fold is not None:
-        return store.push_folded(push, fold)
-    return _if_new(store, store.plan_push(push))
+def exchange(
+    store: Store,
+    message: Exchange,
+    fold: Fold | None,
+    check: Callable[[int], None],
+    refuse: Callable[[Exception], PlainTree],
+) -> Running[Exchanged | Again]:
+    """Serves a push and the pull behind it in one message, a training step of a worker.
+
+    An exchange means what a `Push` followed by a `PullRows` means, and is no third
+    thing: the pull reads what the push wrote, a push that is refused or was applied
+    before does not keep the pull from being answered, and a pull that is refused leaves
+    what was pushed. Only, nobody comes in between, because both parts have one turn.
+    If the push has to come again, neither is done.
+
+    Args:
+        check: Raises unless the session is the one that is open.
+        refuse: Counts a part that failed; returns how its error travels.
+
+    Raises:
+        InvalidArgumentError: It cannot be cut into its parts; nothing has changed.
+    """
+    reads, rows, arrays = message.reads, message.rows, message.arrays
+    operands = len(arrays) - len(rows)
+    if operands < 0:
+        raise InvalidArgumentError(
+            f"{store.variables.task}: rows of {len(rows)} variables are wanted by "
+            f"{len(arrays)} arrays of indices"
+        )
+    push = Push(
+        message.session,
+        message.step,
+        message.part,
+        message.low_water,
+        message.updates,
+        arrays[:operands],
+    )
+    applied, push_error = False, None
+    try:
+        pushed = _pushed(store, push, fold)
+        if isinstance(pushed, PushPlan):
+            if not compute_short(store, pushed, INLINE):
+                yield pushed
+            pushed = store.commit(pushed)
+    except Exception as error:  # goes to the caller, as the outcome of the push
+        push_error = refuse(error)
+    else:
+        if isinstance(pushed, Again):
+            return pushed
+        assert isinstance(pushed, Pushed)
+        applied = pushed.applied
+    try:
+        check(message.session)  # it may have ended while the push computed
+        pulled = _pulled(store, reads, rows, arrays[operands:])
+        if isinstance(pulled, RowsPlan):
+            if not compute_short(store, pulled, INLINE):
+                yield pulled
+            pulled = store.commit(pulled)
+    except Exception as error:  # goes to the caller, as the outcome of the pull
+        clock = store.counts.pushes
+        return Exchanged(applied, push_error, refuse(error), [], (), clock)
+    assert isinstance(pulled, Pulled)
+    versions, values, clock = pulled.versions, pulled.arrays, pulled.clock
+    return Exchanged(applied, push_error, None, versions, values, clock)
 
 
-def _if_new(store: Store, plan: Pushed | PushPlan) -> Outcome | PushPlan:
-    return plan if isinstance(plan, Pushed) else _at_once(store, plan)
+def _pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:
+    return store.plan_push(push) if fold is None else store.push_folded(push, fold)
 
 
-def pulled(
+def _pulled(
     store: Store,
     reads: Sequence[Read],
     rows: Sequence[int],
     indices: Sequence[np.ndarray],
 ) -> Outcome | RowsPlan:
-    """The answer to a pull that takes no time, or what has to be computed."""
     if rows or indices:
-        return _at_once(store, store.plan_rows(reads, rows, indices))
+        return store.plan_rows(reads, rows, indices)
     return Pulled(*store.read(reads), store.counts.pushes)
 
 
@@ -182,142 +316,3 @@ def _names_of_push(
     if step != UNNAMED:
         names.append(("step", writer, step, part))
     return names
-
-
-P = TypeVar("P", PushPlan, RowsPlan, CreatePlan)
-
-
-def _at_once(store: Store, plan: P) -> Outcome | P:
-    if plan.work > INLINE or (isinstance(plan, PushPlan) and not plan.is_compiled):
-        return plan
-    try:
-        plan.compute()
-    except BaseException:  # to the caller
-        store.gave_up(plan)
-        raise
-    return store.commit(plan)
-
-
-def _computed(store: Store, plan: Plan, error: BaseException | None) -> Outcome:
-    if error is not None:
-        raise error
-    return store.commit(plan)
-
-
-@final
-class Exchanges:
-    """Serves the exchanges of one parameter server, named ``task`` in errors: a push
-    and the pull behind it in one message, a training step of a worker.
-
-    An exchange means what a `Push` followed by a `PullRows` means, and is no third
-    thing: the pull reads what the push wrote, a push that is refused or was applied
-    before does not keep the pull from being answered, and a pull that is refused leaves
-    what was pushed. Only, nobody comes in between, because both parts have one turn.
-    Either part may have to be computed elsewhere, and then the next one begins when
-    that was done.
-
-    Args:
-        check: Raises unless the session is the one that is open.
-    """
-
-    def __init__(self, task: str, store: Store, check: Callable[[int], None]) -> None:
-        self._task, self._store, self._check = task, store, check
-        self.refused = 0
-        """Parts that failed."""
-
-    def begin(
-        self, message: Exchange, fold: Fold | None
-    ) -> Exchanged | Again | PendingRequest:
-        """Serves both parts, or says what has to be computed first; or neither, if the
-        push has to come again.
-
-        Raises:
-            InvalidArgumentError: It cannot be cut into its parts; nothing has changed.
-        """
-        operands = len(message.arrays) - len(message.rows)
-        if operands < 0:
-            raise InvalidArgumentError(
-                f"{self._task}: rows of {len(message.rows)} variables are wanted by "
-                f"{len(message.arrays)} arrays of indices"
-            )
-        push = Push(
-            message.session,
-            message.step,
-            message.part,
-            message.low_water,
-            message.updates,
-            message.arrays[:operands],
-        )
-        try:
-            done = pushed(self._store, push, fold)
-        except Exception as error:  # goes to the caller, as the outcome of the push
-            return self._pull(message, operands, False, self._refuse(error))
-        if isinstance(done, PushPlan):
-            return PendingRequest(
-                done, partial(self._computed_push, message, operands, done)
-            )
-        if isinstance(done, Again):
-            return done
-        assert isinstance(done, Pushed)
-        return self._pull(message, operands, done.applied, None)
-
-    def _computed_push(
-        self,
-        message: Exchange,
-        operands: int,
-        plan: PushPlan,
-        error: BaseException | None,
-    ) -> Exchanged | PendingRequest:
-        if error is None:
-            try:
-                self._store.commit(plan)
-            except Exception as refused:  # goes to the caller
-                error = refused
-        told = None if error is None else self._refuse(error)
-        return self._pull(message, operands, error is None, told)
-
-    def _pull(
-        self, message: Exchange, operands: int, applied: bool, push_error: PlainTree
-    ) -> Exchanged | PendingRequest:
-        reads, rows, arrays = message.reads, message.rows, message.arrays
-        try:
-            self._check(message.session)  # it may have ended while the push computed
-            done = pulled(self._store, reads, rows, arrays[operands:])
-        except Exception as error:  # goes to the caller, as the outcome of the pull
-            return self._unread(applied, push_error, error)
-        if isinstance(done, RowsPlan):
-            then = partial(self._computed_pull, applied, push_error, done)
-            return PendingRequest(done, then)
-        assert isinstance(done, Pulled)
-        return _exchanged(applied, push_error, done)
-
-    def _computed_pull(
-        self,
-        applied: bool,
-        push_error: PlainTree,
-        plan: RowsPlan,
-        error: BaseException | None,
-    ) -> Exchanged:
-        if error is None:
-            try:
-                done = self._store.commit(plan)
-            except Exception as refused:  # goes to the caller
-                error = refused
-            else:
-                assert isinstance(done, Pulled)
-                return _exchanged(applied, push_error, done)
-        return self._unread(applied, push_error, error)
-
-    def _unread(
-        self, applied: bool, push_error: PlainTree, error: BaseException
-    ) -> Exchanged:
-        clock = self._store.counts.pushes
-        return Exchanged(applied, push_error, self._refuse(error), [], (), clock)
-
-    def _refuse(self, error: BaseException) -> PlainTree:
-        self.refused += 1
-        return cast("PlainTree", to_wire(error))
-
-
-def _exchanged(applied: bool, push_error: PlainTree, done: Pulled) -> Exchanged:
-    return Exchanged(applied, push_error, None, done.versions, done.arrays, done.clock)

@@ -1,7 +1,7 @@
 """Who may ask a parameter server for what.
 
-A coordinator owns the session, creates, deletes and ships optimizers; it and the
-workers pull, push, and tell which variables an optimizer moves (data, no code); the
+A coordinator owns the session: what is not listed here, it alone may ask for. It and
+the workers pull, push, and tell which variables an optimizer moves (data, no code); the
 evaluator pulls; anybody may inspect. A worker that is a program of its own joins the
 session of the one that creates the variables; one that no program knows reports itself.
 """
@@ -10,47 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from zstrat.errors import (
-    PermissionDeniedError,
-    ProtocolError,
-    StaleSessionError,
-)
+from zstrat.errors import PermissionDeniedError, StaleSessionError
 from zstrat.wire import (
-    AnswerReport,
-    AskClock,
     AskParts,
-    AttachBackup,
-    BeginCapture,
     BindOptimizer,
-    CloseSession,
-    CreateOptimizer,
-    CreateVariables,
-    DeleteVariables,
-    DetachBackup,
-    EndCapture,
     Exchange,
-    Fence,
-    InitializeVariables,
     Inspect,
     Job,
     JoinSession,
-    LoadTensors,
     Message,
     OpenLog,
-    OpenSession,
-    PinSnapshot,
-    PromoteBackup,
     Pull,
     PullRows,
     Push,
     PushPart,
-    RaiseMark,
-    ReadSnapshot,
-    ReleaseSnapshot,
     ReportWorker,
-    StoreTensors,
-    Withdraw,
-    WriteSnapshot,
 )
 
 if TYPE_CHECKING:
@@ -74,60 +48,40 @@ class Caller(Protocol):
     def notify(self, message: Message) -> None: ...
 
 
+_COORDINATOR: Final = frozenset({Job.CHIEF})
+_TRAINING: Final = _COORDINATOR | {Job.WORKER}
+_READING: Final = _TRAINING | {Job.EVALUATOR}
+
 ROLES: Final[dict[type[Message], frozenset[Job]]] = {
-    OpenSession: frozenset({Job.CHIEF}),
     JoinSession: frozenset({Job.WORKER}),
     ReportWorker: frozenset({Job.WORKER}),
-    AnswerReport: frozenset({Job.CHIEF}),
-    CloseSession: frozenset({Job.CHIEF}),
-    CreateVariables: frozenset({Job.CHIEF}),
-    InitializeVariables: frozenset({Job.CHIEF}),
-    DeleteVariables: frozenset({Job.CHIEF}),
-    CreateOptimizer: frozenset({Job.CHIEF}),
-    BindOptimizer: frozenset({Job.CHIEF, Job.WORKER}),
-    Withdraw: frozenset({Job.CHIEF}),
-    Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
-    PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
-    Push: frozenset({Job.CHIEF, Job.WORKER}),
-    PushPart: frozenset({Job.CHIEF, Job.WORKER}),
-    AskParts: frozenset({Job.CHIEF, Job.WORKER}),
-    RaiseMark: frozenset({Job.CHIEF}),
-    Exchange: frozenset({Job.CHIEF, Job.WORKER}),
-    Fence: frozenset({Job.CHIEF}),
-    PinSnapshot: frozenset({Job.CHIEF}),
-    WriteSnapshot: frozenset({Job.CHIEF}),
-    ReadSnapshot: frozenset({Job.CHIEF}),
-    ReleaseSnapshot: frozenset({Job.CHIEF}),
-    LoadTensors: frozenset({Job.CHIEF}),
-    StoreTensors: frozenset({Job.CHIEF}),
-    AttachBackup: frozenset({Job.CHIEF}),
-    DetachBackup: frozenset({Job.CHIEF}),
-    PromoteBackup: frozenset({Job.CHIEF}),
-    AskClock: frozenset({Job.CHIEF}),
-    BeginCapture: frozenset({Job.CHIEF}),
-    EndCapture: frozenset({Job.CHIEF}),
+    BindOptimizer: _TRAINING,
+    Pull: _READING,
+    PullRows: _READING,
+    Push: _TRAINING,
+    PushPart: _TRAINING,
+    AskParts: _TRAINING,
+    Exchange: _TRAINING,
     Inspect: frozenset(Job),
 }
+"""Who may ask for it; for anything else a coordinator may, and nobody else."""
 
 
 def check_role(task: str, remote: Caller, message: Message) -> None:
     """Refuses what a peer may not ask for, by its role.
 
     Raises:
-        ProtocolError: No parameter server answers such a message.
         PermissionDeniedError: It is not for peers of this role, or it is a push that
             claims to be another process's own.
         StaleSessionError: Whoever was the primary before opens its log here.
     """
-    what, roles = type(message).__name__, ROLES.get(type(message))
+    roles = ROLES.get(type(message), _COORDINATOR)
     if isinstance(message, OpenLog):
         raise StaleSessionError(f"{task}: this process is the primary by now")
-    if roles is None:
-        raise ProtocolError(f"{task} is a parameter server and does not answer {what}")
     if remote.role not in roles:
         raise PermissionDeniedError(
-            f"{task} takes {what} from {' or '.join(sorted(roles))}, and {remote.name} "
-            f"is {remote.role}"
+            f"{task} takes {type(message).__name__} from "
+            f"{' or '.join(sorted(roles))}, and {remote.name} is {remote.role}"
         )
     if is_forged(remote, message):
         raise PermissionDeniedError(

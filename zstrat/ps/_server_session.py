@@ -8,14 +8,18 @@ what clears it is here alone. On the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
-from zstrat.errors import InvalidArgumentError, StaleSessionError
+from zstrat.errors import (
+    BusyError,
+    InvalidArgumentError,
+    PeerLostError,
+    StaleSessionError,
+)
 from zstrat.wire import BeginAnew, Done, Owner, SessionOpened
-
-from .replication._standing import tell_owner
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -52,7 +56,8 @@ def tell_coordinator(ownership: Ownership, message: Message) -> None:
     """Sends a notice to whose session it is, if he is there."""
     owner = ownership.owner
     if owner is not None and owner.alive:
-        tell_owner(cast("Caller", owner.peer), message)
+        with contextlib.suppress(PeerLostError, BusyError):  # it is told when back
+            cast("Caller", owner.peer).notify(message)
 
 
 @final

@@ -16,9 +16,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from zstrat.errors import (
-    ZstratError,
-)
+from zstrat.errors import ProtocolError, ZstratError
 from zstrat.wire import (
     AnswerReport,
     AppliedParts,
@@ -150,7 +148,6 @@ class PsService:
         check = self._ownership.check
         tell = partial(tell_coordinator, self._ownership)
         self._serving = Serving(
-            task,
             self._store,
             self._thread,
             check=check,
@@ -300,11 +297,15 @@ class PsService:
                     return self._telemetry.handle(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
-                case _:
-                    assert isinstance(message, SnapshotRequest)  # by the table of roles
+                case _ if isinstance(message, SnapshotRequest):
                     self._ownership.check(message.session)
                     self._require_open()
                     return self._snapshots.handle(message)
+                case _:
+                    raise ProtocolError(
+                        f"{self._task} is a parameter server and does not answer "
+                        f"{type(message).__name__}"
+                    )
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
             raise

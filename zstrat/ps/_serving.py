@@ -21,9 +21,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, final
 
-from zstrat.errors import BusyError, ZstratError
+from zstrat.errors import BusyError, ZstratError, to_wire
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (
     Done,
@@ -36,7 +36,15 @@ from zstrat.wire import (
     PushPart,
 )
 
-from ._requests import Exchanges, PendingRequest, Request, Stored, begin, names_of
+from ._requests import (
+    PendingRequest,
+    Request,
+    Stored,
+    advance,
+    exchange,
+    names_of,
+    serve,
+)
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from zstrat.wire import ArraySpec
+    from zstrat.wire import ArraySpec, PlainTree
 
     from ._thread import JobThread
     from .store._fold import Fold
@@ -60,6 +68,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
 """How pushes are answered."""
 
@@ -147,7 +156,7 @@ class _WaitingRequest:
 
 @final
 class Serving:
-    """Serves the requests for one store, named ``task`` in errors. Lives on the loop.
+    """Serves the requests for one store. Lives on the loop.
 
     Args:
         check: Raises unless the session is the one that is open.
@@ -159,7 +168,6 @@ class Serving:
 
     def __init__(
         self,
-        task: str,
         store: Store,
         thread: JobThread,
         *,
@@ -171,9 +179,9 @@ class Serving:
         self._store, self._thread = store, thread
         self._check, self._admit = check, admit
         self._objection = objection
-        self._exchanges = Exchanges(task, store, check)
         self._turns: RequestTurns[_WaitingRequest] = RequestTurns()
-        self._failed = 0
+        self.failed = 0
+        """Requests that were refused after they had waited, and parts of exchanges."""
         self._clock: Final = clock
         self.recorder = Recorder(PS_PHASES)
         """Replaced with each session."""
@@ -187,11 +195,6 @@ class Serving:
     def __len__(self) -> int:
         """Requests that wait, or are computed."""
         return len(self._turns)
-
-    @property
-    def failed(self) -> int:
-        """Requests that were refused after they had waited, and parts of exchanges."""
-        return self._failed + self._exchanges.refused
 
     def take(self, message: Request) -> Message | Awaitable[Message]:
         """Answers at once, or later if the request must wait for its turn.
@@ -211,7 +214,7 @@ class Serving:
             try:
                 ticket = self._enter(message)
             except ZstratError as error:
-                served = served.then(error)
+                served = advance(served.running, error)
             else:
                 ticket.request.began = began
                 self._go_on(ticket, served)
@@ -282,7 +285,7 @@ class Serving:
         """Notes how long a push took, with the pull behind it in an exchange: from
         ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
-        assert isinstance(pushed, Push | PushPart | Exchange), pushed
+        assert isinstance(pushed, _PUSHES), pushed
         step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
@@ -293,15 +296,21 @@ class Serving:
             step = UNNAMED if change.writer else change.step
             self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
-    def _begin(self, message: Request) -> Message | PendingRequest:
+    def _begin(self, message: Request) -> Message | PendingRequest[Message]:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
             stored: Stored = message.message
         else:
             fold, stored = None, message
+        store = self._store
         if isinstance(stored, Exchange):
-            return self._exchanges.begin(stored, fold)
-        return begin(self._store, stored, fold)
+            both = exchange(store, stored, fold, self._check, self._refuse)
+            return advance(both)
+        return serve(store, stored, fold)
+
+    def _refuse(self, error: Exception) -> PlainTree:
+        self.failed += 1
+        return cast("PlainTree", to_wire(error))
 
     def _enter(self, message: Request) -> Ticket[_WaitingRequest]:
         self._admit()
@@ -337,7 +346,7 @@ class Serving:
             self._go_on(ticket, served)
 
     def _go_on(
-        self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest
+        self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest[Message]
     ) -> None:
         """Goes on with a request until the thread has something to compute for it, or
         its answer is there."""
@@ -346,7 +355,7 @@ class Serving:
                 try:
                     done = self._thread.submit(served.plan.compute)
                 except ZstratError as error:
-                    served = served.then(error)
+                    served = advance(served.running, error)
                 else:
                     done.add_done_callback(partial(self._computed, ticket, served))
                     return
@@ -358,14 +367,14 @@ class Serving:
     def _computed(
         self,
         ticket: Ticket[_WaitingRequest],
-        pending: PendingRequest,
+        pending: PendingRequest[Message],
         done: asyncio.Future[None],
     ) -> None:
         error = done.exception()
         if error is not None:
             self._store.gave_up(pending.plan)
         try:
-            served = pending.then(error)
+            served = advance(pending.running, error)
         except BaseException as error:  # goes to the caller
             self._finish(ticket, error)
         else:
@@ -379,7 +388,7 @@ class Serving:
         if request.message is not None and isinstance(outcome, _APPLIED):
             self._applied(request.message, request.began)
         if isinstance(outcome, BaseException):
-            self._failed += 1
+            self.failed += 1
             if not answer.done():
                 answer.set_exception(outcome)
         elif not answer.done():

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import BusyError, DeadlineExceededError, from_wire
 from zstrat.transport import new_incarnation
@@ -31,8 +30,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 """Seconds that anybody may wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingReport:
+class _WaitingReport(NamedTuple):
     """What a worker has reported, and the timer that ends its wait."""
 
     peer: object

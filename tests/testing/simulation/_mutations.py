@@ -138,7 +138,7 @@ def _remembering(begin: Callable[..., None], store: Any) -> None:
 
 def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A backup does not hear that another program goes on."""
-    return None if isinstance(change, BeginAnew) else original(store, change)
+    return iter(()) if isinstance(change, BeginAnew) else original(store, change)
 
 
 def _untold(self: Any, origin: int) -> None:
@@ -211,15 +211,14 @@ def _treeless(original: Callable[..., None], log: Any, plan: Any) -> None:
 
 def _unversioned(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A copy begins new variables with the version 0."""
-    found = original(store, change)
+    yield from original(store, change)
     if isinstance(change, CopyVariables):
         store.variables.first_version = 0
-    return found
 
 
 def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A backup keeps what is deleted."""
-    return None if isinstance(change, DeleteVariables) else original(store, change)
+    return iter(()) if isinstance(change, DeleteVariables) else original(store, change)
 
 
 def _method(path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, final, get_args
+from typing import Final, NamedTuple, final
 
 from zstrat.ps import CHANGES
 
@@ -199,7 +199,7 @@ def _hurried(scenario: Scenario) -> Scenario:
 
 def _with_strikes(scenario: Scenario, number: int) -> Scenario:
     """With a third of the kinds of changes: three such scenarios have all."""
-    names = {kind.__name__ for kind in get_args(CHANGES)}
+    names = {kind.__name__ for kind in CHANGES}
     others = sorted(names - RESUMED - set(ONCE))
     third = number % 3
     return replace(

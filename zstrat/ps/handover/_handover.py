@@ -26,7 +26,7 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from zstrat.wire import (
 from ._state_files import StateFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from zstrat.ps._thread import MakeThread
@@ -98,8 +98,7 @@ class LeftStore:
     incarnation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Inherited:
+class Inherited(NamedTuple):
     """What the process before has left: its own store, and copies that it kept.
     ``owner`` has no connection yet."""
 
@@ -295,13 +294,6 @@ Facts = dict[str, Any]
 """Of JSON's kinds."""
 
 
-class StoredArrays(Protocol):
-    """The arrays of a state file, by number."""
-
-    def read(self, number: int) -> bytes: ...
-    def parts(self, number: int) -> Iterator[memoryview]: ...
-
-
 @final
 class StoreWriting:
     """Stores on their way to a file, each told as it is told to a backup.
@@ -331,7 +323,7 @@ class StoreWriting:
         }
 
 
-def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
+def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
     """Fills an empty store, which nobody else has seen. It makes the messages as a
     backup does (`repeat`), so what the store answers next depends on nothing that is
     not told there, but for what no backup needs: counts.
@@ -357,10 +349,8 @@ def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
 
 
 def _make(store: Store, change: Message) -> None:
-    computation = repeat(store, change)
-    if computation is not None:
-        computation.compute()
-        computation.commit()
+    for plan in repeat(store, change):
+        plan.compute()
 
 
 def _frames(message: Message) -> list[SnapshotTensor]:

@@ -27,14 +27,12 @@ from zstrat.wire import (
     KeptOptimizer,
     Message,
     PushPart,
-    TensorEntry,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.ps.engine._slots import HeldVariable, Slots
-    from zstrat.ps.store._cell import Cell
     from zstrat.ps.store._ledger import Ledger
     from zstrat.ps.store._store import Store
 
@@ -104,18 +102,10 @@ def hand_over(source: Store, target: Store) -> None:
 def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
     if not cell.lost:
-        yield _tensor(key, 0, "", cell, bool(cell.shape))
+        yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
     for number, slots in held.slots.items():
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
-            yield _tensor(key, number, leaf.name, cell, leaf.rows)
-
-
-def _tensor(
-    key: int, optimizer: int, leaf: str, cell: Cell, rows: bool
-) -> SnapshotTensor:
-    shape = list(cell.shape)
-    entry = TensorEntry(key, optimizer, leaf, cell.dtype.name, shape, rows)
-    return SnapshotTensor(entry, cell.pin())
+            yield SnapshotTensor.of(key, number, leaf.name, cell, leaf.rows)
 
 
 def _ledgers(store: Store) -> Iterator[Message]:

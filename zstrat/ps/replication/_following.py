@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, final, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
     InvalidArgumentError,
@@ -21,6 +22,7 @@ from zstrat.errors import (
     StaleSessionError,
     UnavailableError,
 )
+from zstrat.ps._requests import advance
 from zstrat.wire import (
     BackupLost,
     BeginAnew,
@@ -35,11 +37,12 @@ from zstrat.wire import (
 )
 
 from ._log import WINDOW, nbytes_of
-from ._repeating import CHANGES, Computation, repeat
+from ._repeating import CHANGES, repeat
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from zstrat.ps._requests import PendingRequest
     from zstrat.ps._roles import Caller
     from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
@@ -52,7 +55,6 @@ can reach would need weeks to give out so many, and a field holds eight million 
 _AT_ONCE: Final = 4 * 2**20
 """Bytes of changes that are made in one turn of the loop."""
 
-_CHANGES: Final = frozenset(get_args(CHANGES))
 _LOG: Final = logging.getLogger("zstrat.ps")
 
 
@@ -129,7 +131,7 @@ class Following:
             StaleSessionError: The view, or the session, is over.
             UnavailableError: It cannot follow, or take its primary's place.
         """
-        if type(message) in _CHANGES and remote is self._primary:
+        if type(message) in CHANGES and remote is self._primary:
             if self._promotion is None:
                 self._take(message)
             return None
@@ -232,32 +234,29 @@ class Following:
             left -= nbytes_of(change)
             self._since = self._clock()
             try:
-                computation = repeat(self._store, change)
-                if computation is None:
-                    self._made()
-                elif computation.is_short:
-                    computation.compute()
-                    computation.commit()
+                pending = advance(repeat(self._store, change))
+                if pending is None:
                     self._made()
                 else:
-                    self._compute(computation)
+                    self._compute(pending)
             except Exception as error:  # to the log and to the primary
                 self._differ(change, error)
         if self._queue and not self._is_busy:
             self._go_on_soon()
 
-    def _compute(self, computation: Computation) -> None:
-        done = self._thread.submit(computation.compute)
+    def _compute(self, pending: PendingRequest[None]) -> None:
+        done = self._thread.submit(pending.plan.compute)
         self._is_busy = True
-        done.add_done_callback(lambda done: self._computed(computation, done))
+        done.add_done_callback(partial(self._computed, pending))
 
-    def _computed(self, computation: Computation, done: asyncio.Future[None]) -> None:
+    def _computed(
+        self, pending: PendingRequest[None], done: asyncio.Future[None]
+    ) -> None:
         self._is_busy = False
         if not self._queue:  # it was closed meanwhile
             return
         try:
-            done.result()
-            computation.commit()
+            advance(pending.running, done.exception())
         except BaseException as error:  # to the log and to the primary
             self._differ(self._queue[0], error)
         else:

@@ -1,26 +1,24 @@
 """What each change that a primary tells of does to the store of its backup.
 
 Nothing is decided here: the primary has decided, and this store has had all changes
-that came before. What takes long is handed back, to be computed on another thread, and
-then committed by the same code that the primary has run.
+that came before. `CHANGES` has a row for each; what takes long is computed on another
+thread, and then committed by the same code that the primary has run.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
-from zstrat.ps._requests import INLINE
+from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
-from zstrat.ps.snapshots._load_plan import Loading, Move, Source
+from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.store._cell import Cell
-from zstrat.ps.store._creating import CreatePlan
-from zstrat.ps.store._plans import BindPlan, PushPlan
+from zstrat.ps.store._plans import BindPlan
 from zstrat.rows import lasting
 from zstrat.wire import (
     AskParts,
@@ -36,7 +34,6 @@ from zstrat.wire import (
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
-    Done,
     Fence,
     LoadTensors,
     Message,
@@ -52,182 +49,54 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.ps._requests import Running
     from zstrat.ps.store._plans import Plan
     from zstrat.ps.store._store import Store
     from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
 
 
-class Computation(Protocol):
-    """``compute`` on any thread, then ``commit`` where the store lives.
-    ``is_short``: it takes no longer than waking a thread."""
-
-    @property
-    def is_short(self) -> bool: ...
-    def compute(self) -> None: ...
-    def commit(self) -> object: ...
-
-
-CHANGES = (
-    Push
-    | PushPart
-    | AskParts
-    | Fence
-    | RaiseMark
-    | RaiseWriterMark
-    | CreateVariables
-    | DeleteVariables
-    | Withdraw
-    | CreateOptimizer
-    | BindOptimizer
-    | LoadTensors
-    | StoreTensors
-    | BeginAnew
-    | CopyLedger
-    | CopyKept
-    | CopyVariables
-    | CopySlots
-    | CopyTree
-    | CopyParts
-    | CopyWhole
-)
-"""What a log is made of."""
-
-
-def repeat(store: Store, change: Message) -> Computation | None:
-    """Makes a change again, or says what has to be computed for it.
+def repeat(store: Store, change: Message) -> Running[None]:
+    """Makes a change again (`advance`).
 
     Raises:
         ZstratError: The primary had no such error: the two stores differ.
     """
-    match change:
-        case Push():
-            return _Planned(store, store.plan_again(change))
-        case CreateVariables(variables=entries, arrays=arrays):
-            return _Planned(store, store.plan_create(entries, arrays))
-        case CreateOptimizer(optimizer=optimizer, name=name, code=code):
-            return _planned(store, store.plan_optimizer(optimizer, name, code))
-        case BindOptimizer(optimizer=optimizer, arrays=arrays):
-            return _planned(store, store.plan_binding(optimizer, arrays))
-        case CopyTree(optimizer=optimizer, arrays=(tree, bound)):
-            here = {key: store.variables[key] for key in bound.tolist()}
-            data, generation = tree.tobytes(), store.variables.generation
-            known = store.engine.get(optimizer)
-            return _Planned(store, BindPlan(generation, known, data, here.get))
-        case LoadTensors() | StoreTensors():
-            return _loaded(store, change)
-        case DeleteVariables(keys=keys):
-            store.delete(keys)
-        case Withdraw(keys=keys, optimizers=optimizers):
-            store.withdraw(keys, optimizers)
-        case BeginAnew():
-            store.begin_anew()
-        case CopyVariables(first_version=first, variables=variables):
-            store.variables.first_version = first
-            for variable in variables:
-                _make_room(store, variable)
-        case CopySlots(slots=slots):
-            for slot in slots:
-                _make_slot(store, slot)
-        case CopyParts(parts=parts, arrays=arrays):
-            for part, array in zip(parts, arrays, strict=True):
-                _fill(store, part, array)
-        case _:
-            _remember(store, change)
-    return None
+    make = CHANGES.get(type(change))
+    if make is None:
+        raise ProtocolError(f"{type(change).__name__} is no change of a store")
+    begun = make(store, change)
+    if isinstance(begun, Loading):
+        yield begun
+        begun.commit()
+    elif begun is not None and not isinstance(begun, Outcome):
+        if not compute_short(store, begun, INLINE):
+            yield begun
+        store.commit(begun)
 
 
-def _remember(store: Store, change: Message) -> None:
-    """What was applied, and is over."""
-    match change:
-        case PushPart():
-            with suppress(ZstratError):  # it was refused there, too
-                store.note_part(change)
-        case AskParts(step=step, attempt=attempt):
-            with suppress(ZstratError):
-                store.claim(step, attempt)
-        case Fence(low_water=low_water, over=over):
-            store.close_steps(low_water, over)
-        case RaiseMark(low_water=low_water):
-            store.raise_mark(low_water)
-        case RaiseWriterMark(writer=writer, low_water=low_water):
-            store.raise_writer_mark(writer, low_water)
-        case CopyLedger():
-            _copy_ledger(store, change)
-        case CopyKept(optimizers=optimizers, arrays=(keys,)):
-            store.kept.update(keys.tolist())
-            store.kept_optimizers.update(optimizers)
-        case CopyWhole():
-            pass  # says something about the changes before it
-        case _:
-            raise ProtocolError(f"{type(change).__name__} is no change of a store")
+def _note_part(store: Store, part: PushPart) -> None:
+    with suppress(ZstratError):  # it was refused there, too
+        store.note_part(part)
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A change that the store has planned as it plans requests."""
-
-    store: Store
-    plan: Plan
-
-    @property
-    def is_short(self) -> bool:
-        """Whether computing it takes no longer than waking a thread."""
-        match self.plan:
-            case PushPlan(work=work):
-                return work <= INLINE and self.plan.is_compiled
-            case CreatePlan(work=work):
-                return work <= INLINE
-        return False
-
-    def compute(self) -> None:
-        self.plan.compute()
-
-    def commit(self) -> object:
-        return self.store.commit(self.plan)
+def _claim(store: Store, asked: AskParts) -> None:
+    with suppress(ZstratError):
+        store.claim(asked.step, asked.attempt)
 
 
-def _planned(store: Store, plan: Plan | Done) -> Computation | None:
-    return None if isinstance(plan, Done) else _Planned(store, plan)
+def _loading(store: Store, forgotten: LoadTensors) -> Loading:
+    """Forgets slots, as the primary has."""
+    variables = store.variables
+    anew = [(variables[each.key], each.optimizer) for each in forgotten.entries]
+    return Loading((), anew)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """Values and slots that the primary has loaded, which come with the change."""
-
-    loading: Loading
-    is_short: bool = False
-
-    def compute(self) -> None:
-        self.loading.prepare()
-        self.loading.compute()
-
-    def commit(self) -> object:
-        self.loading.commit()
-        return None
-
-
-def _loaded(store: Store, message: LoadTensors | StoreTensors) -> Computation:
-    """Values that the primary has stored, or (`LoadTensors`) slots that it forgot."""
-    variables, engine = store.variables, store.engine
-    if isinstance(message, LoadTensors):
-        anew = [(variables[each.key], each.optimizer) for each in message.entries]
-        return _Loaded(Loading((), anew))
-    moves = [
-        Move(
-            variables[entry.key],
-            engine.get(entry.optimizer) if entry.optimizer else None,
-            entry.leaf,
-            entry.at,
-            Source("its copy", array.dtype, array.shape, partial(_copy, array)),
-            entry.rows,
-        )
-        for entry, array in zip(message.entries, message.arrays, strict=True)
-    ]
-    return _Loaded(Loading(moves))
-
-
-def _copy(array: np.ndarray, out: np.ndarray) -> None:
-    np.copyto(out, array)
+def _storing(store: Store, message: StoreTensors) -> Loading:
+    """Takes over values and slots that the primary has loaded."""
+    places = zip(message.entries, message.arrays, strict=True)
+    return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
 
 
 def _copy_ledger(store: Store, copied: CopyLedger) -> None:
@@ -240,17 +109,37 @@ def _copy_ledger(store: Store, copied: CopyLedger) -> None:
     ledger.close([StepRun(*run) for run in over.tolist()])
 
 
+def _copy_kept(store: Store, kept: CopyKept) -> None:
+    (keys,) = kept.arrays
+    store.kept.update(keys.tolist())
+    store.kept_optimizers.update(kept.optimizers)
+
+
+def _copy_tree(store: Store, copied: CopyTree) -> BindPlan:
+    tree, bound = copied.arrays
+    here = {key: store.variables[key] for key in bound.tolist()}
+    known = store.engine.get(copied.optimizer)
+    return BindPlan(store.variables.generation, known, tree.tobytes(), here.get)
+
+
+def _copy_variables(store: Store, copied: CopyVariables) -> None:
+    store.variables.first_version = copied.first_version
+    for variable in copied.variables:
+        _make_room(store, variable)
+
+
 def _make_room(store: Store, copied: CopiedVariable) -> None:
     entry = VariableEntry(*copied[:4])
-    cell = _room(tuple(copied.shape), copied.dtype)
+    cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
     cell.who = f"{store.variables.task}: variable {entry.name!r}"
     if copied.lost:
         cell.lose(copied.lost)
     store.variables[entry.key] = HeldVariable(entry, cell, copied.version)
 
 
-def _room(shape: tuple[int, ...], dtype: str) -> Cell:
-    return Cell.around(lasting(shape, dtype_named(dtype)))
+def _copy_slots(store: Store, copied: CopySlots) -> None:
+    for slot in copied.slots:
+        _make_slot(store, slot)
 
 
 def _make_slot(store: Store, copied: CopiedSlot) -> None:
@@ -265,11 +154,12 @@ def _make_slot(store: Store, copied: CopiedSlot) -> None:
         slots.fill(leaf.name, start, stop)
 
 
-def _fill(store: Store, part: CopiedPart, array: np.ndarray) -> None:
-    cell = _cell_of(store.variables[part.key], part)
-    out = cell.overwrite().reshape(-1).view(np.uint8)
-    np.copyto(out[part.start : part.start + array.nbytes], array)
-    cell.settle()
+def _copy_parts(store: Store, copied: CopyParts) -> None:
+    for part, array in zip(copied.parts, copied.arrays, strict=True):
+        cell = _cell_of(store.variables[part.key], part)
+        out = cell.overwrite().reshape(-1).view(np.uint8)
+        np.copyto(out[part.start : part.start + array.nbytes], array)
+        cell.settle()
 
 
 def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
@@ -278,3 +168,39 @@ def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
     slots = held.slots[part.optimizer]
     names = [leaf.name for leaf in slots.leaves]
     return slots.cells[names.index(part.leaf)]
+
+
+_as_requested: Final = partial(begin, fold=None)
+"""The primary has had the same request."""
+
+CHANGES: Final[
+    dict[type[Message], Callable[[Store, Any], Outcome | Plan | Loading | None]]
+] = {
+    CreateVariables: _as_requested,
+    DeleteVariables: _as_requested,
+    Withdraw: _as_requested,
+    CreateOptimizer: _as_requested,
+    BindOptimizer: _as_requested,
+    Push: lambda store, push: store.plan_again(push),
+    LoadTensors: _loading,
+    StoreTensors: _storing,
+    # What was applied, and is over.
+    PushPart: _note_part,
+    AskParts: _claim,
+    Fence: lambda store, fence: store.close_steps(fence.low_water, fence.over),
+    RaiseMark: lambda store, mark: store.raise_mark(mark.low_water),
+    RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
+        mark.writer, mark.low_water
+    ),
+    BeginAnew: lambda store, _: store.begin_anew(),
+    # What was there before the first change that is told.
+    CopyLedger: _copy_ledger,
+    CopyKept: _copy_kept,
+    CopyVariables: _copy_variables,
+    CopySlots: _copy_slots,
+    CopyTree: _copy_tree,
+    CopyParts: _copy_parts,
+    CopyWhole: lambda store, _: None,  # says something about the changes before it
+}
+"""What a log is made of, and what each change does: makes it at once, or returns what
+has to be computed for it."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 from zstrat.errors import (
     BusyError,
     NotPrimaryError,
-    PeerLostError,
     StaleSessionError,
     UnavailableError,
 )
@@ -40,12 +39,6 @@ if TYPE_CHECKING:
     from ._forwarding import Connect, Turn
 
 ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
-
-
-class Notified(Protocol):
-    """The connection of the coordinator that holds the session."""
-
-    def notify(self, message: Message) -> None: ...
 
 
 @final
@@ -485,10 +478,3 @@ class Standing:
         if forwarding is not None:
             forwarding.refuse(self.refusal)
             self._keep(forwarding)
-
-
-def tell_owner(owner: Notified | None, message: Message) -> None:
-    """A notice, if somebody is there; else it is told again when he is back."""
-    if owner is not None:
-        with contextlib.suppress(PeerLostError, BusyError):
-            owner.notify(message)

@@ -11,7 +11,7 @@ error says; load them again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._engine import Registered
     from zstrat.ps.engine._slots import HeldVariable, Slots
     from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import LoadEntry, StoreEntry
 
 
 class Source(NamedTuple):
@@ -36,6 +38,11 @@ class Source(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     read_into: Callable[[np.ndarray], None]
+
+    @classmethod
+    def of(cls, what: str, array: np.ndarray) -> Source:
+        """A source that is in memory."""
+        return cls(what, array.dtype, array.shape, lambda out: np.copyto(out, array))
 
 
 class Move(NamedTuple):
@@ -122,7 +129,7 @@ class Loading:
 
     moves: Sequence[Move]
     anew: Sequence[tuple[HeldVariable, int]] = ()
-    _targets: list[_Target] = field(default_factory=list)
+    _targets: list[_Target] | None = None
 
     @property
     def optimizes(self) -> bool:
@@ -142,8 +149,7 @@ class Loading:
             groups.setdefault(key, []).append(move)
         made: dict[tuple[int, int], Slots] = {}
         checked = [self._check(moves, made) for moves in groups.values()]
-        for moves, rows in checked:
-            self._targets.append(self._target(moves, rows, made))
+        self._targets = [self._target(moves, rows, made) for moves, rows in checked]
         for held, optimizer in self.anew:
             held.slots.pop(optimizer, None)
         for move in self.moves:
@@ -152,11 +158,13 @@ class Loading:
                 move.held.slots[optimizer] = self._slots_of(move, made)
 
     def compute(self) -> None:
-        """Reads everything.
+        """Reads everything, prepared or not.
 
         Raises: What the sources do; some values may have changed.
         """
-        for target in self._targets:
+        if self._targets is None:
+            self.prepare()
+        for target in self._targets or ():
             try:
                 target.fill()
             except MemoryError:
@@ -166,14 +174,14 @@ class Loading:
 
     def commit(self) -> None:
         """Makes readers see that values changed."""
-        for target in self._targets:
+        for target in self._targets or ():
             if target.moves[0].optimizer is None:
                 target.moves[0].held.version += 1
 
     def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
         """What is where it was moved to, by targets, with the rows that are known of
         it. After `commit`."""
-        for target in self._targets:
+        for target in self._targets or ():
             value = target.cell.lease()
             yield [
                 (move._replace(rows=target.rows), target.place(value, move))
@@ -233,6 +241,17 @@ class Loading:
         if slots.cells[place].dtype != first.source.dtype:
             first.optimizer.programs.retype(slots, {place: first.source.dtype})
         return _Target(slots.cells[place], moves, rows)
+
+
+def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move:
+    """The move of a source to the place that an entry names.
+
+    Raises:
+        NotFoundError: The variable or the optimizer does not exist.
+    """
+    held = store.variables[entry.key]
+    optimizer = store.engine.get(entry.optimizer) if entry.optimizer else None
+    return Move(held, optimizer, entry.leaf, entry.at, source, entry.rows)
 
 
 def _make_room(move: Move, slots: Unbound) -> None:

@@ -13,17 +13,17 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zstrat.checkpoint import TensorReader
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps.store._changes import acknowledged
 from zstrat.wire import Done, LoadEntry, LoadTensors, StoreEntry, StoreTensors
 
-from ._load_plan import Loading, Move, Source
+from ._load_plan import Loading, Source, move_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+
+    import numpy as np
 
     from zstrat.ps._thread import JobThread
     from zstrat.ps.store._changes import ChangeLog
@@ -81,10 +81,7 @@ class Loads:
                 f"{self._task}: {len(message.entries)} places came with "
                 f"{len(message.arrays)} arrays"
             )
-        sources = [
-            Source("what was sent", array.dtype, array.shape, partial(_copy, array))
-            for array in message.arrays
-        ]
+        sources = [Source.of("what was sent", array) for array in message.arrays]
         await self._bring(message.session, message.entries, sources)
         self._check(message.session)
         return await acknowledged(self._store.log, Done())
@@ -108,19 +105,9 @@ class Loads:
         names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
         async with self._turn(list(names)):
             self._check(session)
-            store, engine = self._store, self._store.engine
+            store = self._store
             loading = Loading(
-                [
-                    Move(
-                        store.variables[entry.key],
-                        engine.get(entry.optimizer) if entry.optimizer else None,
-                        entry.leaf,
-                        entry.at,
-                        source,
-                        entry.rows,
-                    )
-                    for entry, source in zip(places, sources, strict=True)
-                ],
+                [move_to(store, *each) for each in zip(places, sources, strict=True)],
                 [(store.variables[entry.key], entry.optimizer) for entry in anew],
             )
             if loading.optimizes:
@@ -194,10 +181,6 @@ def _tell(
             for move, _ in target
         ]
         log.append(StoreTensors(0, entries, tuple([array for _, array in target])))
-
-
-def _copy(array: np.ndarray, out: np.ndarray) -> None:
-    np.copyto(out, array)
 
 
 def _close(readers: dict[str, TensorReader]) -> None:

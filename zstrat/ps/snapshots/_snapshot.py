@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.ps.store._cell import Cell
     from zstrat.ps.store._pins import Pin
 
 MAX_SNAPSHOTS: Final = 16
@@ -33,6 +34,14 @@ class SnapshotTensor(NamedTuple):
 
     entry: TensorEntry
     pin: Pin
+
+    @classmethod
+    def of(
+        cls, key: int, optimizer: int, leaf: str, cell: Cell, rows: bool
+    ) -> SnapshotTensor:
+        """Pins a value, or a leaf of the slots of an optimizer."""
+        name, shape = cell.dtype.name, list(cell.shape)
+        return cls(TensorEntry(key, optimizer, leaf, name, shape, rows), cell.pin())
 
 
 class TensorPart(NamedTuple):
@@ -168,8 +177,7 @@ def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
 
 def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
-    name, shape = cell.dtype.name, list(cell.shape)
-    yield SnapshotTensor(TensorEntry(key, 0, "", name, shape, bool(shape)), cell.pin())
+    yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
     for optimizer in optimizers:
         slots = held.slots.get(optimizer)
         if slots is None:
@@ -177,6 +185,4 @@ def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotT
         if isinstance(slots, Unbound):
             slots.require_filled(f"optimizer {optimizer}")
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
-            name, shape = cell.dtype.name, list(cell.shape)
-            entry = TensorEntry(key, optimizer, leaf.name, name, shape, leaf.rows)
-            yield SnapshotTensor(entry, cell.pin())
+            yield SnapshotTensor.of(key, optimizer, leaf.name, cell, leaf.rows)

@@ -61,42 +61,28 @@ class TwoLogs:
             log.spoil(why)
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        held = [log.hold(message) for log in self.logs]
-        waiting = [each for each in held if isinstance(each, asyncio.Future)]
-        if not waiting:
-            return message
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        left = set(waiting)
+        self.answer(answer, message)
+        return message if answer.done() else answer
+
+    def answer(self, future: asyncio.Future[Message], message: Message) -> None:
+        held = [log.hold(message) for log in self.logs]
+        left = {each for each in held if isinstance(each, asyncio.Future)}
+        if not left:
+            future.set_result(message)
 
         def passed_on(held: asyncio.Future[Message]) -> None:
             left.discard(held)
             error = None if held.cancelled() else held.exception()
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            elif not left:
-                answer.set_result(message)
-
-        for each in waiting:
-            each.add_done_callback(passed_on)
-        return answer
-
-    def answer(self, future: asyncio.Future[Message], message: Message) -> None:
-        held = self.hold(message)
-        if not isinstance(held, asyncio.Future):
-            future.set_result(held)
-            return
-
-        def passed_on(held: asyncio.Future[Message]) -> None:
             if future.done():
                 return
-            if (error := held.exception()) is not None:
+            if error is not None:
                 future.set_exception(error)
-            else:
+            elif not left:
                 future.set_result(message)
 
-        held.add_done_callback(passed_on)
+        for each in list(left):
+            each.add_done_callback(passed_on)
 
 
 def with_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog:

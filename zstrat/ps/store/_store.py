@@ -429,7 +429,7 @@ class Store:
             tell(self.log, plan)
         return Done()
 
-    def gave_up(self, plan: Plan) -> None:
+    def gave_up(self, plan: object) -> None:
         """A plan has failed while it was computed; values may be lost."""
         if self.log is None or not isinstance(plan, PushPlan):
             return
