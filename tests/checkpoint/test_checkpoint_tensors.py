@@ -106,7 +106,7 @@ def test_the_writer_refuses(tmp_path):
     info = TensorInfo("a", "float32", (2,))
     path = str(tmp_path / "a")
     with TensorWriter(path, [info]) as writer:
-        with pytest.raises(ValueError, match="8 bytes are missing"):
+        with pytest.raises(ValueError, match="only 8 are missing"):
             writer.write(b"123456789")
         with pytest.raises(ValueError, match="8 bytes are missing"):
             writer.finish()
