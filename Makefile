@@ -130,7 +130,7 @@ optimizers: $(VENV)/.dev
 api: $(VENV)/.dev
 	@$(PY) docs/make_api.py
 
-# Whoever changes words reads here what a user reads.
+# Read the diff of this file after a change of words: it is what users read.
 messages: $(VENV)/.dev
 	@$(PY) tests/test_messages.py
 

@@ -1,8 +1,8 @@
 """tests/messages.txt has every sentence that zstrat may say, as the code has it.
 
-Errors, warnings, logs and help, by file, with what is filled in between braces: whoever
-changes words reads them here beside all others, as a user does. Other tests assert
-types, attributes, names and remedies. `make messages` writes the file.
+Errors, warnings, logs and help, by file, with what is filled in between braces. A
+change of words shows here, as a user reads it; other tests assert types, attributes,
+names and remedies. `make messages` writes the file.
 """
 
 from __future__ import annotations

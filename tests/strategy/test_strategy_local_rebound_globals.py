@@ -2,6 +2,8 @@
 the module names it."""
 
 import functools
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +115,25 @@ def test_a_helper_that_is_defined_anew_is_seen(two, monkeypatch):
     assert first(two, deep) == 1
     monkeypatch.setattr(f"{__name__}.scaled", lambda x: x * 7)
     assert first(two, deep) == 7
+
+
+def test_a_module_may_have_a_name_of_the_standard_library(two, tmp_path, monkeypatch):
+    (tmp_path / "profile.py").write_text(
+        "RATE = 1.0\n\ndef scaled(x):\n    return x * RATE\n\n"
+        "def step(x):\n    return scaled(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "profile", raising=False)
+    profile = importlib.import_module("profile")
+    try:
+        assert [float(x) for x in two.run(profile.step, (jnp.float32(2),)).values] == [
+            2,
+            2,
+        ]
+        profile.RATE = 3.0
+        assert [float(x) for x in two.run(profile.step, (jnp.float32(2),)).values] == [
+            6,
+            6,
+        ]
+    finally:
+        del sys.modules["profile"]  # the next one to ask gets Python's

@@ -2,8 +2,8 @@
 
 Decides without I/O. A request is answered at once, or it is `Running`: a generator that
 yields each plan that another thread has to compute before it goes on, and returns the
-answer. Whoever gets a `PendingRequest` has its plan computed, sees to it that nobody
-else uses the request's names meanwhile (`_serving`), and then calls `advance`.
+answer. The caller (`_serving`) has the plan of a `PendingRequest` computed, keeps the
+request's names locked meanwhile, and then calls `advance`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is given to an operation of a group: checked, and put in words."""
+"""Arguments of operations of a group: their checks and their descriptions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def words_of(
     *more: str,
     free: Sequence[ArrayLeaf] = (),
 ) -> str:
-    """An operation in words; ``free`` are leaves whose first axis may differ.
+    """Describes an operation; ``free`` are leaves whose first axis may differ.
 
     Raises:
         ValueError: There is no such algorithm for the operation, or none for what is

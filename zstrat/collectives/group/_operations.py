@@ -1,5 +1,5 @@
-"""The operations of a group: each checks what it is given, puts it in words, and says
-in which steps it is carried out.
+"""The operations of a group: each checks its arguments, describes the call as text,
+and gives the steps that carry it out.
 
 A request has no number yet, and nothing is sent: no other rank ever hears of what is
 refused here. The words are what ranks compare, so they hold all that has to be alike.
@@ -112,7 +112,7 @@ class CallFactory:
 
 
 class OperationRequest(NamedTuple):
-    """An operation in words, what makes its steps, and how it is to be carried out."""
+    """A checked call: its description, what makes its steps, and its algorithm."""
 
     words: str
     make: Callable[[CallFactory], Steps]
@@ -205,7 +205,7 @@ def _array_words(
     compression: str | None,
     algorithm: str | None,
 ) -> str:
-    """The operation on such an array, in words. A program reduces the same arrays at
+    """Describes the operation on such an array. A program reduces the same arrays at
     each step: what its calls have in common is checked and written once.
 
     Raises: as `all_reduce`.

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
+import sysconfig
 import weakref
 from collections import deque
 from functools import partial
@@ -61,9 +63,10 @@ _CONTAINERS: Final = (
 )
 """Types of what is looked into whichever package has made it."""
 
-
 _OF_PYTHON: Final = ("builtins", "collections", "functools")
 """Modules of the types that functions and containers are made of."""
+
+_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 _MAX_ITEMS: Final = 1000
 """Items of a container of functions: one with more is data."""
@@ -151,7 +154,11 @@ def is_known(module: str | None) -> bool:
     package = _package(module)
     if package in _OURS or package in _OTHERS:
         return True
-    return package in sys.stdlib_module_names and package != "__main__"
+    if package not in sys.stdlib_module_names or package == "__main__":
+        return False
+    # A file of the user's may have the name of one: test.py, code.py, profile.py.
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return file is None or (file.startswith(_LIBRARY) and "site-packages" not in file)
 
 
 def _names(code: CodeType) -> Iterator[str]:
