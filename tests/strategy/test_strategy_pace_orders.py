@@ -15,7 +15,7 @@ ROWS = 12
 WORDS = r"reform\(\)"
 
 
-class Meeting:
+class Barrier:
     """The accord of workers that are threads, for one question."""
 
     def __init__(self, size):
@@ -34,12 +34,12 @@ class Meeting:
     st.lists(st.sampled_from(["", "1.1", "1.2", "2.1, 1.1"]), min_size=1, max_size=3)
 )
 def test_all_are_told_if_two_that_deal_out_are_not_at_the_same_pass(orders):
-    meeting, found = Meeting(len(orders)), [None] * len(orders)
+    barrier, found = Barrier(len(orders)), [None] * len(orders)
 
     def one(worker, order):
         paced = SynchronizedPass(
             Elements([5]),
-            meeting,
+            barrier,
             length=PassLength(1),
             empty=lambda: -1,
             is_partial=True,

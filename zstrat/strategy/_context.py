@@ -27,8 +27,8 @@ from ._frames import (
 from ._keras import watch_keras
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
+from .replica._barriers import gathering, merging, own, reducing
 from .replica._columns import as_of_several, require_axes
-from .replica._meetings import gathering, merging, own, reducing
 from .replica._replica_recorder import merged
 from .replica._turns import NeedsTurns, turn
 
@@ -164,7 +164,7 @@ class ReplicaContext(AbstractReplicaContext):
         if self.num_replicas_in_sync == 1:
             return reduce_values(op, jax.tree.map(as_of_several, value), None, 1)
         if (fiber := turn.get()) is not None:
-            return own(fiber.meet(reducing(team, op, value)))
+            return own(fiber.wait_at(reducing(team, op, value)))
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
@@ -206,7 +206,7 @@ class ReplicaContext(AbstractReplicaContext):
         if self.num_replicas_in_sync == 1:
             return jax.tree.map(as_of_several, value)
         if (fiber := turn.get()) is not None:
-            return own(fiber.meet(gathering(team, value, along)))
+            return own(fiber.wait_at(gathering(team, value, along)))
         return team.all_gather(value, along)
 
     def merge_call(
@@ -230,7 +230,7 @@ class ReplicaContext(AbstractReplicaContext):
         self._require_current()
         named = kwargs or {}
         if (fiber := turn.get()) is not None:
-            return fiber.meet(merging(self._strategy, merge_fn, args, named))
+            return fiber.wait_at(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
         with entered(Frame(self._strategy)), merged():

@@ -25,7 +25,7 @@ from zstrat.program.trace import device_home
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
-from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
+from zstrat.strategy.replica._turns import ReplicaBarrier, turn
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
@@ -151,7 +151,7 @@ class MirroredVariable(ReplicatedVariable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
+        mine.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
 _SUM = VariableAggregation.SUM

@@ -48,7 +48,7 @@ from zstrat.variables import (
 )
 
 from ._arguments import dealt, unwrapped
-from ._meetings import brought, optimizing, updating
+from ._barriers import brought, optimizing, updating
 from ._per_replica import select_replica
 from ._replica_recorder import ReplicaRecorder
 from ._turns import take_turns
@@ -182,14 +182,14 @@ class ReplicaInTurns(ReplicaRecorder):
             refuse_update(call.variables[0].spec, "apply a gradient to")
         # Without a look at whether it is its own: gradients are always summed over
         # replicas.
-        self._fiber.meet(optimizing(self._team, call, self.outer.optimize))
+        self._fiber.wait_at(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
         def apply(combined: tuple[jax.Array, ...]) -> None:
             self.outer.update(update._replace(operands=combined))
 
         _, op, operands, optimizer = update
-        self._fiber.meet(
+        self._fiber.wait_at(
             updating(self._team, update.variable, op, operands, optimizer, apply)
         )
 

@@ -107,8 +107,8 @@ class NeedsTurns(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRendezvous:
-    """What one replica comes to a meeting for.
+class ReplicaBarrier:
+    """What one replica waits at a barrier for.
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
     of all replicas and returns what each is given; that of replica 0 is called.
@@ -128,7 +128,7 @@ class ReplicaFiber:
     def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
         self.number = number
         self.result: Any = None
-        self.meeting: ReplicaRendezvous | None = None
+        self.barrier: ReplicaBarrier | None = None
         """What it waits for, None if it has ended."""
         self._body = body
         self._is_over = False
@@ -143,7 +143,7 @@ class ReplicaFiber:
         """Whether jax transforms what its function does now."""
         return current_trace() != self._trace
 
-    def meet(self, meeting: ReplicaRendezvous) -> Any:
+    def wait_at(self, barrier: ReplicaBarrier) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
         Raises:
@@ -155,7 +155,7 @@ class ReplicaFiber:
             raise GreenletExit
         if self.is_inside:
             raise RuntimeError(
-                f"{meeting.words} inside a function that jax transforms (jax.grad, "
+                f"{barrier.words} inside a function that jax transforms (jax.grad, "
                 "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
                 "with the others: such a function cannot wait for them. Do it before "
                 "or after that function"
@@ -163,23 +163,23 @@ class ReplicaFiber:
         parent, settings = getcurrent().parent, self._settings
         assert parent is not None
         assert settings is not None
-        settings.require_unchanged(meeting.words)
+        settings.require_unchanged(barrier.words)
         with settings.names():
-            return parent.switch(meeting)
+            return parent.switch(barrier)
 
     def go_on(self, given: Any) -> None:
-        """Lets it run to its end or the next meeting.
+        """Lets it run to its end or the next barrier.
 
         Raises:
             BaseException: Whatever the replica function raises.
         """
         came = self._greenlet.switch(given)
-        self.meeting = came if isinstance(came, ReplicaRendezvous) else None
+        self.barrier = came if isinstance(came, ReplicaBarrier) else None
 
     def end(self) -> None:
         """Ends one that waits, or has not begun."""
         self._is_over = True
-        self.meeting = None
+        self.barrier = None
         if not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
@@ -204,8 +204,8 @@ def take_turns(
         during: Entered while the replica of this number runs.
 
     Raises:
-        RuntimeError: Not all replicas come to the same meetings.
-        BaseException: Whatever one of them raises, or a meeting; all others are ended.
+        RuntimeError: Not all replicas come to the same barriers.
+        BaseException: Whatever one of them raises, or a barrier; all others are ended.
     """
     turns = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
     given: Sequence[Any] = [None] * len(turns)
@@ -214,11 +214,11 @@ def take_turns(
             for each, value in zip(turns, given, strict=True):
                 with during(each.number):
                     each.go_on(value)
-            meetings = [each.meeting for each in turns]
-            if not any(meetings):
+            barriers = [each.barrier for each in turns]
+            if not any(barriers):
                 return [each.result for each in turns]
-            came = _all_of(meetings)
-            given = came[0].join([meeting.value for meeting in came])
+            came = _all_of(barriers)
+            given = came[0].join([barrier.value for barrier in came])
     except BaseException as error:  # to the caller, when all have ended
         _end_all(turns, during, error)
         raise
@@ -251,41 +251,41 @@ def _end_all(
         raise interrupt from error
 
 
-def _all_of(meetings: Sequence[ReplicaRendezvous | None]) -> list[ReplicaRendezvous]:
-    """The meetings, if all replicas came to the same one.
+def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
+    """The barriers, if all replicas came to the same one.
 
     Raises:
         RuntimeError: Says who did not. Its cause is the error that a replica cleans up
             after: one that fails does other things than those that do not.
     """
-    came = [meeting for meeting in meetings if meeting is not None]
-    difference = _difference(meetings, came)
+    came = [barrier for barrier in barriers if barrier is not None]
+    difference = _difference(barriers, came)
     if difference is None:
         return came
-    for meeting in came:
-        if meeting.handled is not None:
-            raise RuntimeError(difference) from meeting.handled
+    for barrier in came:
+        if barrier.handled is not None:
+            raise RuntimeError(difference) from barrier.handled
     raise RuntimeError(difference)
 
 
 def _difference(
-    meetings: Sequence[ReplicaRendezvous | None], came: Sequence[ReplicaRendezvous]
+    barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
 ) -> str | None:
-    """Says which replica came to another meeting than replica 0, or to none; None: all
+    """Says which replica came to another barrier than replica 0, or to none; None: all
     came to the same."""
-    if len(came) < len(meetings):
-        waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
-        ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
+    if len(came) < len(barriers):
+        waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
+        ended = next(n for n, barrier in enumerate(barriers) if barrier is None)
         return (
             "Some replicas made a different number of merge_call() calls. Replica "
             f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
             "all replicas do the same things together (merge_call, all_reduce, "
             "all_gather, updates of variables that are aggregated)"
         )
-    for number, meeting in enumerate(came):
-        if meeting.key != came[0].key:
+    for number, barrier in enumerate(came):
+        if barrier.key != came[0].key:
             return (
                 f"replica 0 waits in {came[0].words}, and replica {number} in "
-                f"{meeting.words}: all replicas do the same things in the same order"
+                f"{barrier.words}: all replicas do the same things in the same order"
             )
     return None
