@@ -20,9 +20,9 @@ from zstrat.variables import is_staging, recorder
 
 from ._collective import TeamReduction
 from ._columns import columns_of, require_alike, require_joinable, strong
+from ._fibers import ReplicaBarrier
 from ._per_replica import PerReplica, is_concrete, loose, on_one_device, select_replica
 from ._regroup import regroup
-from ._turns import ReplicaBarrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +159,7 @@ def _options_of(team: Team) -> str:
 
 @final
 class SequentialReduction(TeamReduction):
-    """Replicas that run in turns: a column has the parts of all that are in this
+    """Replicas that run sequentially: a column has the parts of all that are in this
     process, and these come to the device of the first."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Replicas in turns: one after the other, until all have come to the same place.
+"""Sequential replicas: one after the other, until all have come to the same place.
 
 Each replica is a greenlet with a context of its own (what is current in it: replica,
 recorder). It runs until it ends or *meets* the others, in replica order; when all have
@@ -12,7 +12,7 @@ middle of one.
 Law of the file: who waits is woken, with a value or by being ended; nothing is left
 when a replica fails.
 
-jax keeps its settings per thread, and replicas in turns share one: what one has set
+jax keeps its settings per thread, and sequential replicas share one: what one has set
 when it lets the others run would be theirs, and left in an order that is not the
 reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
 put back for the others and for itself; of everything else jax offers no way to do so
@@ -88,10 +88,10 @@ class JaxSettings:
         ]
         context = changed[0] if changed else "jax.set_mesh"
         raise RuntimeError(
-            f"{what} inside `with {context}(...)`, in a replica function that runs in "
-            "turns with the others: jax keeps this setting per thread, so it would be "
-            "theirs too, and stay. Leave the context before and enter it again after, "
-            "or enter it around strategy.run"
+            f"{what} inside `with {context}(...)`, in a replica function that runs "
+            "sequentially with the others: jax keeps this setting per thread, so it "
+            "would apply to them, too, and remain. Leave the context before and enter "
+            "it again after, or enter it around strategy.run"
         )
 
     def names(self) -> AbstractContextManager[Any]:
@@ -101,7 +101,7 @@ class JaxSettings:
         return context
 
 
-class NeedsTurns(BaseException):
+class NeedsSequential(BaseException):
     """The function is none that one program could do for all replicas. No `Exception`:
     the function itself must not catch it."""
 
@@ -123,7 +123,7 @@ class ReplicaBarrier:
 
 
 class ReplicaFiber:
-    """The turn of one replica, as its function knows it."""
+    """One replica of a sequential run, which its function waits in."""
 
     def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
         self.number = number
@@ -156,9 +156,9 @@ class ReplicaFiber:
         if self.is_inside:
             raise RuntimeError(
                 f"{barrier.words} inside a function that jax transforms (jax.grad, "
-                "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
-                "with the others: such a function cannot wait for them. Do it before "
-                "or after that function"
+                "jax.jit, jax.lax.scan, ...), in a replica function that runs "
+                "sequentially with the others: such a function cannot wait for them. "
+                "Do it before or after that function"
             )
         parent, settings = getcurrent().parent, self._settings
         assert parent is not None
@@ -185,15 +185,17 @@ class ReplicaFiber:
 
     def _run(self, _: Any) -> None:
         self._trace, self._settings = current_trace(), JaxSettings()
-        turn.set(self)
+        current_fiber.set(self)
         self.result = self._body(self)
 
 
-turn: Final[ContextVar[ReplicaFiber | None]] = ContextVar("zstrat_turn", default=None)
-"""The turn that this code is in, if any. Set in the context of the turn alone."""
+current_fiber: Final[ContextVar[ReplicaFiber | None]] = ContextVar(
+    "zstrat_fiber", default=None
+)
+"""The fiber that this code runs in, if any. Set in the context of the fiber alone."""
 
 
-def take_turns(
+def run_fibers(
     bodies: Sequence[Callable[[ReplicaFiber], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
@@ -207,25 +209,25 @@ def take_turns(
         RuntimeError: Not all replicas come to the same barriers.
         BaseException: Whatever one of them raises, or a barrier; all others are ended.
     """
-    turns = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
-    given: Sequence[Any] = [None] * len(turns)
+    fibers = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
+    given: Sequence[Any] = [None] * len(fibers)
     try:
         while True:
-            for each, value in zip(turns, given, strict=True):
+            for each, value in zip(fibers, given, strict=True):
                 with during(each.number):
                     each.go_on(value)
-            barriers = [each.barrier for each in turns]
+            barriers = [each.barrier for each in fibers]
             if not any(barriers):
-                return [each.result for each in turns]
+                return [each.result for each in fibers]
             came = _all_of(barriers)
             given = came[0].join([barrier.value for barrier in came])
     except BaseException as error:  # to the caller, when all have ended
-        _end_all(turns, during, error)
+        _end_all(fibers, during, error)
         raise
 
 
 def _end_all(
-    turns: Sequence[ReplicaFiber],
+    fibers: Sequence[ReplicaFiber],
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
@@ -236,7 +238,7 @@ def _end_all(
             ended.
     """
     interrupt: BaseException | None = None
-    for each in turns:
+    for each in fibers:
         try:
             with during(each.number):
                 each.end()
