@@ -241,7 +241,7 @@ class Strategy(FirstVersion):
 
         - *Rebatch.* Under the policy DATA, which AUTO is where no files are read, also
           with one worker, each batch is cut by itself into equal pieces, the last of
-          which may be shorter. Otherwise rows are dealt out in batches of the global
+          which may be shorter. Otherwise rows are distributed in batches of the global
           size divided by the number of replicas, the first ones larger if that has a
           remainder; if nobody knows that size (behind `map` and `rebatch`), as under
           DATA. With one replica nothing is cut.

@@ -47,7 +47,7 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._arguments import dealt, unwrapped
+from ._arguments import distribute_rows, unwrapped
 from ._barriers import brought, optimizing, updating
 from ._fibers import run_fibers
 from ._per_replica import select_replica
@@ -91,7 +91,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
     is_unnoticed = outer is None and is_staging()
     made = _FirstCreations(creator.get())
     team = call.team
-    tree = dealt(unwrapped(call.tree), team.local)
+    tree = distribute_rows(unwrapped(call.tree), team.local)
 
     def body(fiber: ReplicaFiber) -> Any:
         number = fiber.number

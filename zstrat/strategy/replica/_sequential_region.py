@@ -29,7 +29,7 @@ from zstrat.program.trace import (
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import recorder
 
-from ._arguments import UnevenParts, dealt, require_all_one_each, unwrapped
+from ._arguments import UnevenParts, distribute_rows, require_all_one_each, unwrapped
 from ._one_program import TracedRegion, needs_sequential
 from ._region import in_stages
 from ._regroup import regroup
@@ -70,10 +70,10 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
             "implementation=XLA the replicas of all processes run one program. Use "
             "batch(..., drop_remainder=True)"
         )
-    dealt_out = call.given(dealt(unwrapped(call.tree), team.local))
-    if needs_sequential(dealt_out):  # in the other processes, too
+    distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
+    if needs_sequential(distributed):  # in the other processes, too
         return regroup(run_sequentially(call, devices))
-    return _in_one_region(_Region(dealt_out), outside)
+    return _in_one_region(_Region(distributed), outside)
 
 
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
