@@ -54,7 +54,7 @@ _log: Final = logging.getLogger(__name__)
 class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
-    _is_pace_told = False
+    _is_pace_reported = False
     """It was said that replicas outside of a step are slow."""
 
     @property
@@ -362,7 +362,7 @@ class Strategy(FirstVersion):
                 # looks.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
-                    self._tell_of_pace(fn)
+                    self._report_pace(fn)
                 return as_one_program(call, _spread.mesh_of(devices, team.local))
             except NeedsSequential:  # raised by the trace: nothing was computed yet
                 return regroup(run_sequentially(call, devices))
@@ -373,10 +373,10 @@ class Strategy(FirstVersion):
         with ReplicaContext(self, team.replica_id()), sole:
             return fn(*args, **kwargs)
 
-    def _tell_of_pace(self, fn: Callable[..., Any]) -> None:
-        if self._is_pace_told:
+    def _report_pace(self, fn: Callable[..., Any]) -> None:
+        if self._is_pace_reported:
             return
-        self._is_pace_told = True
+        self._is_pace_reported = True
         _log.warning(
             "%s.run of %s outside of a step: its replicas compute one operation at a "
             "time, which is compiled anew in each call. Call run in a zs.function",

@@ -191,7 +191,7 @@ def replicate(
     traced = region.traced
     results = len(traced.arrays)
     outputs = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
-    return traced.told(outside, outputs, operands)
+    return traced.recorded_result(outside, outputs, operands)
 
 
 class RegionMade(NamedTuple):
@@ -247,7 +247,7 @@ class TracedRegion:
         """The arrays of the result."""
         return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
 
-    def told(
+    def recorded_result(
         self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
     ) -> Any:
         """The result, when the step has been told what was done.

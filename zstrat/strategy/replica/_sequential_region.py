@@ -99,7 +99,7 @@ def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
         return jax.jit(together)(held, [*region.inputs, *whole], list(own))
 
     arrays, operands = in_stages(one, mapped, [], len(region.inputs))
-    return region.last.told(outside, arrays, operands)
+    return region.last.recorded_result(outside, arrays, operands)
 
 
 class _Region:
