@@ -16,13 +16,13 @@ WORDS = r"reform\(\)"
 
 
 class Barrier:
-    """The accord of workers that are threads, for one question."""
+    """Exchanges numbers of workers that are threads, for one question."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=100)
         self.given = []
 
-    def largest(self, numbers):
+    def __call__(self, numbers):
         assert all(-(2**31) < number < 2**31 for number in numbers)
         self.given.append(numbers)
         self.barrier.wait()

@@ -79,13 +79,8 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         worker_group.execute(forget_keys)
 
 
-class _WorkerKeys:
-    """Who removes the keys that this process was given; None before it has any."""
-
-    remover: subprocess.Popen[bytes] | None = None
-
-
-_held: Final = _WorkerKeys()
+_remover: subprocess.Popen[bytes] | None = None
+"""The process that removes the keys of this one; None before it has keys."""
 
 
 def own_address() -> str:
@@ -101,6 +96,7 @@ def own_address() -> str:
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
     """Called in a worker: sets what the strategies of this process find."""
+    global _remover
     forget_keys()  # of a start before, in the same process
     task = {"type": "worker", "index": index}
     cluster = {"worker": addresses}
@@ -108,7 +104,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     # Each strategy that the program makes reads them: they stay until the end.
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
-    _held.remover = subprocess.Popen(
+    _remover = subprocess.Popen(
         [*_REMOVING, str(folder)],
         stdin=subprocess.PIPE,
         start_new_session=True,  # who ends the worker with its group leaves this one
@@ -119,7 +115,8 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
 
 def forget_keys() -> None:
     """Called in a worker: removes the keys of its run; returns when they are gone."""
-    remover, _held.remover = _held.remover, None
+    global _remover
+    remover, _remover = _remover, None
     if remover is not None:
         remover.communicate()
 

@@ -25,10 +25,10 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 @final
 class DefaultExtended(StrategyExtended):
-    """The other face of the default strategy: everything is in one place."""
+    """``extended`` of the default strategy: everything is on one device."""
 
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy, (_DEVICE,), (_DEVICE,), None)
+        super().__init__(strategy, (_DEVICE,), (_DEVICE,))
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(part.device == _DEVICE for part in v.components)

@@ -96,9 +96,9 @@ def local_devices() -> list[jax.Device]:
     return found
 
 
-def relative_name(platform: str, number: int) -> str:
-    """``/device:GPU:0``: a device within its task, by jax's word for its kind."""
-    return f"/device:{_kind(platform).upper()}:{number}"
+def device_names(platform: str, count: int) -> list[str]:
+    """``/device:GPU:0``, ...: devices within their task, by jax's word for the kind."""
+    return [f"/device:{_kind(platform).upper()}:{n}" for n in range(count)]
 
 
 def short_name(device: jax.Device) -> str:
@@ -107,7 +107,7 @@ def short_name(device: jax.Device) -> str:
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id
-    return relative_name(kind, number)
+    return f"/device:{kind.upper()}:{number}"
 
 
 def task_names(
@@ -116,6 +116,11 @@ def task_names(
     """The full names of devices of this process, which is that task."""
     where = f"/job:{job}/replica:0/task:{task}"
     return tuple(f"{where}{short_name(device)}" for device in devices)
+
+
+def ps_names(count: int) -> list[str]:
+    """TF's names of the parameter servers."""
+    return [f"/job:ps/task:{n}" for n in range(count)]
 
 
 def _kind(platform: str) -> str:

@@ -1,28 +1,27 @@
-"""The other face of a strategy: what algorithms need that know of replicas.
+"""``strategy.extended``: the methods for algorithms that know of replicas.
 
-``strategy.extended`` has the methods of both versions of TF's class. What they do is
-the same for all strategies; a subclass, which is final, gives the devices and who owns
-variables, and says what its strategy does otherwise.
+It has the methods of both versions of TF's class, which do the same for all strategies;
+a strategy gives its devices and variables when it makes one.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
-array for all replicas is one component, so what is done to every copy is done once; of
-one of which each replica has its own copy, each copy is a component.
+array for all replicas is one component, so what is done to every copy is done once.
+Where each replica has a copy of its own, each copy is a component.
 """
 
 from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zstrat.program import drawn
-from zstrat.variables import AbstractVariable, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
 from ._frames import current, require_cross_replica, require_scope
 from ._v1 import MultiStepContext
-from .mirrored._copies import reducible
+from .mirrored._copies import container_of, reducible
 from .mirrored._updating import agreed, components_of, updated
 from .reduce._across import reduce_across
 from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
@@ -39,15 +38,8 @@ if TYPE_CHECKING:
 
     from ._abstract import AbstractStrategy
 
+    Colocated = Callable[[AbstractVariable], AbstractContextManager[None]]
     Pairs = Sequence[tuple[Any, Any]]
-
-
-class OwnsVariables(Protocol):
-    """Who creates the variables of a strategy."""
-
-    def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
-        ...
 
 
 class StrategyExtended:
@@ -55,23 +47,38 @@ class StrategyExtended:
 
     Args:
         workers, parameters: Names of `worker_devices` and `parameter_devices`.
-        owner: Who creates the variables; None: nobody here does.
+        owns: Tells whether the strategy created a variable; None: it creates none.
+        colocated: Makes the context in which new variables go where a given one is;
+            None: all variables are in one place.
+        ops: Reduces values of the local devices outside of steps.
+        between_graph, initializes, saves: See `experimental_between_graph`,
+            `experimental_should_init` and `should_checkpoint`.
     """
 
     experimental_require_static_shapes: bool = False
-    """Whether the data end before a step in which a replica has none. If not, it gets
-    batches of no rows there."""
+    """Whether a dataset ends before the first step in which a replica has no data. If
+    not, that replica gets batches without rows."""
 
     def __init__(
         self,
         strategy: AbstractStrategy,
         workers: Sequence[str],
         parameters: Sequence[str],
-        owner: OwnsVariables | None,
+        owns: Callable[[VariableHandle], bool] | None = None,
+        *,
+        colocated: Colocated | None = None,
+        ops: CrossDeviceOps | None = None,
+        between_graph: bool = False,
+        initializes: bool = True,
+        saves: bool = True,
     ) -> None:
         self._strategy = strategy
         self._workers, self._parameters = tuple(workers), tuple(parameters)
-        self._owner = owner
+        self._owns = owns
+        self._colocated = colocated
+        self._ops = ops or ReductionToOneDevice()
+        self._between_graph = between_graph
+        self._initializes, self._saves = initializes, saves
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -85,37 +92,29 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         """Whether ``v`` was created in the scope of this very strategy."""
-        owner = self._owner
-        return owner is not None and all(owner.owns(part) for part in v.components)
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        """New variables go where that one is, which was created in this scope."""
-        del variable  # all variables of most strategies are in one place
-        return nullcontext()
-
-    def _cross_device_ops(self) -> CrossDeviceOps:
-        """What brings the values of the local devices together."""
-        return _TO_ONE_DEVICE
+        owns = self._owns
+        return owns is not None and all(owns(part) for part in v.components)
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs a program of its own."""
-        return False
+        return self._between_graph
 
     @property
     def experimental_should_init(self) -> bool:
         """Whether this process makes the first values of variables."""
-        return True
+        return self._initializes
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves."""
-        return True
+        """Whether this process saves: the chief, or the first worker where there is no
+        chief, and an evaluator, which is alone."""
+        return self._saves
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes metrics."""
-        return True
+        """Whether this process writes metrics: the one that saves."""
+        return self._saves
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
@@ -134,14 +133,19 @@ class StrategyExtended:
                 "`colocate_vars_with` must only be passed a variable created in this "
                 f"tf.distribute.Strategy.scope(), not {colocate_with_variable!r}"
             )
+        if self._colocated is None:
+            return nullcontext()
         return self._colocated(colocate_with_variable)
 
     def value_container(self, value: Any) -> Any:
-        """The variable that ``value`` is a component of, or ``value``."""
-        return value
+        """Returns the variable that ``value`` is a copy or a part of, or ``value``."""
+        if not isinstance(value, Variable):
+            return value
+        whole = value.sharded_container
+        return container_of(value) if whole is None else whole
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable; the aggregate, if each replica has its own.
+        """Reads a variable; the aggregate, if each replica has a value of its own.
 
         Raises:
             ValueError: ``v`` is no variable.
@@ -288,7 +292,7 @@ class StrategyExtended:
             # Part of a program, which knows by itself where things are.
             return _wanted(reduce_values(op, values, None, team.size), where)
         given = [(x, pair[1]) for x, pair in zip(values, pairs, strict=True)]
-        return self._cross_device_ops().reduced(op, given, team.size, options)
+        return self._ops.reduced(op, given, team.size, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The value on other devices; Python numbers stay what they are.
@@ -302,7 +306,7 @@ class StrategyExtended:
         _require_one_place(destinations)
         if isinstance(tensor, int | float):
             return tensor
-        return self._cross_device_ops().broadcast(tensor, destinations)
+        return self._ops.broadcast(tensor, destinations)
 
     def call_for_each_replica(
         self,
@@ -373,6 +377,3 @@ def _require_one_place(destination: Any) -> None:
             f"destinations {destination!r}: expected one distributed value, variable, "
             "array or name of a device; batch_reduce_to takes several values at once"
         )
-
-
-_TO_ONE_DEVICE: Final = ReductionToOneDevice()

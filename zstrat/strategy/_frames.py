@@ -55,19 +55,14 @@ class Frame:
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
 
 
-class _Beneath:
-    """What is current where nothing was entered."""
-
-    frame: Frame | None = None
-
-
-_beneath: Final = _Beneath()
+_installed: Frame | None = None
+"""What is current where nothing was entered; see `install`."""
 
 
 def current() -> Frame | None:
     """The innermost context, None outside of all."""
     frames = _frames.get()
-    return frames[-1] if frames else _beneath.frame
+    return frames[-1] if frames else _installed
 
 
 def push(frame: Frame) -> None:
@@ -117,8 +112,9 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope: "
             "experimental_set_strategy is for programs that enter none"
         )
-    _beneath.frame = None if strategy is None else Frame(strategy)
-    beneath.mark = None if _beneath.frame is None else _beneath.frame.mark
+    global _installed
+    _installed = None if strategy is None else Frame(strategy)
+    beneath.mark = None if _installed is None else _installed.mark
     creator.install(own)
 
 

@@ -8,14 +8,11 @@ copy on each (`MirroredStrategy`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
-
-from zstrat.variables import Variable
+from typing import TYPE_CHECKING, Any, final
 
 from ._devices import device_named, devices_named, local_devices, task_names
 from ._extended import StrategyExtended
 from ._strategy import Strategy
-from .mirrored._copies import container_of
 from .mirrored._mirrored_store import MirroredVariables
 from .reduce._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from .replica._local_run import LocalMesh
@@ -31,16 +28,13 @@ if TYPE_CHECKING:
     from .replica._collective import Team
 
 
-_Face = TypeVar("_Face", bound=StrategyExtended)
-
-
-class LocalStrategy(Strategy, Generic[_Face]):
+class LocalStrategy(Strategy):
     """Base of these. A subclass, which is final, sets what is declared here when it is
     made, and says where elements of datasets go."""
 
     _mesh: LocalMesh
     _variables: Creator
-    _extended: _Face
+    _extended: StrategyExtended
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -49,7 +43,7 @@ class LocalStrategy(Strategy, Generic[_Face]):
         return self._mesh.replicas
 
     @property
-    def extended(self) -> _Face:
+    def extended(self) -> StrategyExtended:
         return self._extended
 
     def _creator(self) -> Creator:
@@ -68,38 +62,7 @@ class LocalStrategy(Strategy, Generic[_Face]):
 
 
 @final
-class LocalExtended(StrategyExtended):
-    """Where replicas run and variables live.
-
-    Args:
-        workers: The device of each replica.
-        parameters: Those that variables are on.
-        variables: Who creates them.
-        ops: What brings values together outside of steps.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        workers: Sequence[jax.Device],
-        parameters: Sequence[jax.Device],
-        variables: MirroredVariables,
-        ops: CrossDeviceOps | None = None,
-    ) -> None:
-        names = task_names(workers), task_names(parameters)
-        super().__init__(strategy, *names, variables)
-        self._ops = ops or ReductionToOneDevice()
-
-    def value_container(self, value: Any) -> Any:
-        """The variable that ``value`` is a copy of, or ``value``."""
-        return container_of(value) if isinstance(value, Variable) else value
-
-    def _cross_device_ops(self) -> CrossDeviceOps:
-        return self._ops
-
-
-@final
-class OneDeviceStrategy(LocalStrategy[LocalExtended]):
+class OneDeviceStrategy(LocalStrategy):
     """Variables and replica functions on one device.
 
     Args:
@@ -112,8 +75,9 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
     def __init__(self, device: str | jax.Device) -> None:
         found = [device_named(device)]
         self._mesh = LocalMesh(self, found)
-        self._variables = MirroredVariables(found, self._mesh.team)
-        self._extended = LocalExtended(self, found, found, self._variables)
+        self._variables = variables = MirroredVariables(found, self._mesh.team)
+        names = task_names(found)
+        self._extended = StrategyExtended(self, names, names, variables.owns)
 
     def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
@@ -123,7 +87,7 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
 
 
 @final
-class CentralStorageStrategy(LocalStrategy[LocalExtended]):
+class CentralStorageStrategy(LocalStrategy):
     """Synchronous training on several devices that share one copy of the variables.
 
     Variables are on the only device if there is one, and else on the CPU of the host. A
@@ -153,10 +117,12 @@ class CentralStorageStrategy(LocalStrategy[LocalExtended]):
         else:
             store = _host()
         self._mesh = LocalMesh(self, replicas)
-        self._variables = MirroredVariables(
+        self._variables = variables = MirroredVariables(
             self._mesh.devices, self._mesh.team, store=store
         )
-        self._extended = LocalExtended(self, replicas, [store], self._variables)
+        self._extended = StrategyExtended(
+            self, task_names(replicas), task_names([store]), variables.owns
+        )
 
     def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
@@ -182,7 +148,7 @@ def _host() -> jax.Device:
 
 
 @final
-class MirroredStrategy(LocalStrategy[LocalExtended]):
+class MirroredStrategy(LocalStrategy):
     """Synchronous training on several devices of one process.
 
     Each device has a replica, and a copy of every variable; gradients are summed over
@@ -212,9 +178,9 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
                 f"zs.ReductionToOneDevice(), got {cross_device_ops!r:.80}"
             )
         self._mesh = LocalMesh(self, found)
-        self._variables = MirroredVariables(found, self._mesh.team)
-        ops = cross_device_ops or _usual(found)
-        self._extended = LocalExtended(self, found, found, self._variables, ops)
+        self._variables = variables = MirroredVariables(found, self._mesh.team)
+        names, ops = task_names(found), cross_device_ops or _usual(found)
+        self._extended = StrategyExtended(self, names, names, variables.owns, ops=ops)
 
     def _inputs(self) -> ProcessInputs:
         return replace(

@@ -66,7 +66,7 @@ class TPUExtended(StrategyExtended):
         variables: MirroredVariables,
         hosts: tuple[int, int],
     ) -> None:
-        super().__init__(strategy, (), (), variables)
+        super().__init__(strategy, (), (), variables.owns)
         self._devices = devices
         self._assignment = assignment
         self._hosts, self._cores_per_host = hosts
@@ -138,7 +138,7 @@ _TENSORS = (
 
 
 @final
-class TPUStrategy(LocalStrategy[TPUExtended]):
+class TPUStrategy(LocalStrategy):
     """Synchronous training on TPUs.
 
     Each replica has a copy of every variable, and gradients are summed over the
@@ -195,9 +195,13 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
             names=task_names(self._mesh.devices),
         )
         hosts = len(tasks), len(tasks[0])
-        self._extended = TPUExtended(
+        self._extended: TPUExtended = TPUExtended(
             self, self._logical, assignment, self._variables, hosts
         )
+
+    @property
+    def extended(self) -> TPUExtended:
+        return self._extended
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

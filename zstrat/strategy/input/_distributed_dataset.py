@@ -80,9 +80,9 @@ class DistributedDataset(StepDataset):
         Raises:
             OutOfRangeError: There is no element.
         """
-        if self._feed.described.spec is None:
+        if self._feed.spec is None:
             return self._under_way().element_spec
-        return self._feed.described.spec
+        return self._feed.spec
 
     def _under_way(self) -> DistributedIterator:
         begun = None if self._begun is None else self._begun()

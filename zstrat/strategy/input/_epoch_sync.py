@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, assert_never, final
 
 from zstrat.errors import OutOfRangeError
 
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
     from zstrat.data import Elements
 
+AllMax: TypeAlias = "Callable[[Sequence[int]], list[int]]"
+"""Number by number the largest of all workers; each worker gives as many numbers."""
+
 _NEVER: Final = 2**31 - 1
-"""Steps of what has no end, where the least of all counts; some reduce in 32 bits."""
+"""Steps of a pass without an end, where the least of all counts. Some collectives
+reduce in 32 bits."""
 
 
 @final
@@ -54,30 +58,24 @@ class _EndRule(enum.Enum):
     ASKED = "asking before each step"
 
 
-class WorkerAgreement(Protocol):
-    """Brings the workers together."""
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Number by number the largest of all workers; each gives as many."""
-        ...
-
-
 @final
 class SynchronizedPass:
     """One worker's pass, as long as any worker's.
 
     Args:
-        elements: Its own pass.
-        length: What it knows of it.
-        empty: Makes what it goes on with.
-        is_partial: Whether it goes on; if not, all stop where the first one does.
-        order: What makes the order of its pass; all that have one need the same.
+        elements: The pass over its own data.
+        all_max: Exchanges numbers with the other workers.
+        length: What is known of the length of the pass.
+        empty: Makes the elements that follow the last one of its own.
+        is_partial: Whether there are such elements; if not, all workers stop where the
+            first one does.
+        order: Describes the order of the pass; all workers that have one need the same.
     """
 
     def __init__(
         self,
         elements: Elements[Any],
-        accord: WorkerAgreement,
+        all_max: AllMax,
         *,
         length: PassLength,
         empty: Callable[[], Any],
@@ -85,7 +83,7 @@ class SynchronizedPass:
         order: str = "",
     ) -> None:
         self._elements: Final = elements
-        self._accord: Final = accord
+        self._all_max: Final = all_max
         self._length: Final = length
         self._empty: Final = empty
         self._order: Final = order
@@ -133,7 +131,7 @@ class SynchronizedPass:
         # The largest digest and the largest of their negatives tell whether all are
         # equal. Who has no order gives numbers that count in neither.
         digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
-        apart, forever, unknown, most, high, low = self._accord.largest(
+        apart, forever, unknown, most, high, low = self._all_max(
             [
                 not length.is_common,
                 sign * self._is_endless,
@@ -173,7 +171,7 @@ class SynchronizedPass:
         return True
 
     def _largest(self, number: int) -> int:
-        (found,) = self._accord.largest([self._sign * number])
+        (found,) = self._all_max([self._sign * number])
         return self._sign * found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from zstrat.data import Allotment, Recipe
 
-    from ._epoch_sync import WorkerAgreement
+    from ._epoch_sync import AllMax
     from ._input_options import InputOptions
 
     Where = tuple[str, int]
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 _NAME: Final = "a distributed dataset"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class BegunPass:
+class BegunPass(NamedTuple):
     """A pass over the sources.
 
     Args:
@@ -134,29 +132,22 @@ def _split(split: tuple[int, ...]) -> str:
 
 @final
 @dataclass(slots=True)
-class KnownElementSpec:
-    """What the elements of a dataset look like, once one of its passes has made one."""
-
-    spec: Any = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class DatasetFeed:
     """How to begin a pass of one distributed dataset.
 
     Args:
         where: The user's line that asked for the dataset.
+        spec: The shapes and dtypes of its elements, once a pass has made one.
     """
 
     where: Where
     sources: FeedSources
     place: Place
     options: InputOptions
-    accord: WorkerAgreement | None
+    all_max: AllMax | None
     is_partial: bool
     length: PassLength = field(default_factory=PassLength)
-    described: KnownElementSpec = field(default_factory=KnownElementSpec)
+    spec: Any = None
 
     def begin(self, place: FeedPosition | None = None) -> DatasetPass:
         """A fresh pass, or the rest of one behind a place."""
@@ -183,10 +174,10 @@ class DatasetPass:
             Prefetcher(maker.elements(), size), _NAME
         )
         self._drawn: Elements[Any] | SynchronizedPass = self._elements
-        if feed.accord is not None:
+        if feed.all_max is not None:
             self._drawn = SynchronizedPass(
                 self._elements,
-                feed.accord,
+                feed.all_max,
                 length=length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
@@ -206,7 +197,7 @@ class DatasetPass:
             InvalidArgumentError: Another pass may have another order.
         """
         passes = [Position.of(recipe, 0) for recipe in self._recipes]
-        if self.feed.accord is not None:
+        if self.feed.all_max is not None:
             are_alike = self.feed.sources.are_alike
             passes = [each.of_all(are_alike=are_alike) for each in passes]
         return FeedPosition(steps, tuple(passes), self.feed.sources.split)
@@ -260,8 +251,8 @@ class _Maker:
 
     def _describe(self, share: Share, placed: Any) -> None:
         self.spec = _spec_of(share, placed)
-        if self._feed.described.spec is None:
-            self._feed.described.spec = self.spec
+        if self._feed.spec is None:
+            self._feed.spec = self.spec
             _tell(share, placed, self._feed.where)
         self.first = share.emptied()
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from zstrat.data import Allotment, Dataset, Recipe
 
-    from ._epoch_sync import WorkerAgreement
+    from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place
     from ._replica_batches import Share
 
@@ -72,8 +72,8 @@ class ProcessInputs:
         local: Replicas of this process.
         place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
             put rows on devices.
-        accord: Brings the pipelines together; None where there is one alone, or where
-            nobody waits for the others.
+        all_max: Exchanges numbers with the other pipelines; None if there is one
+            pipeline, or if none waits for the others.
         static_shapes: A step in which a replica has no rows ends the data, instead of
             giving it an element of no rows; and a batch size that is known has to
             split evenly. Rows are not counted otherwise: a last batch may be shorter,
@@ -84,7 +84,7 @@ class ProcessInputs:
     context: InputContext
     local: int = 1
     place: Place = per_replica
-    accord: WorkerAgreement | None = None
+    all_max: AllMax | None = None
     static_shapes: bool = False
     per_replica: bool = False
 
@@ -128,7 +128,7 @@ class ProcessInputs:
         by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         split = (self.context.num_input_pipelines,) if by_worker else ()
         sources = FeedSources(shares, (allotment,), split, are_alike=True)
-        return self._fed(_DATASET, sources, chosen, self.accord, length)
+        return self._fed(_DATASET, sources, chosen, self.all_max, length)
 
     def of_function(
         self,
@@ -162,14 +162,14 @@ class ProcessInputs:
         length = PassLength(steps, is_infinite=made.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
         sources = FeedSources(shares, (made,), split)
-        return self._fed(_FUNCTION, sources, chosen, self.accord, length)
+        return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
         """What decides of a last step of a dataset function that lacks elements. Where
         other processes are waited for it is always one, as in TF."""
         if self.static_shapes:
             return ShapePromise.SAME
-        if self.accord is not None or self.local == 1:
+        if self.all_max is not None or self.local == 1:
             return ShapePromise.NONE
         return max(each.shapes.promise for each in made)
 
@@ -206,7 +206,7 @@ class ProcessInputs:
         name: str,
         sources: FeedSources,
         options: InputOptions,
-        accord: WorkerAgreement | None,
+        all_max: AllMax | None,
         length: PassLength,
     ) -> DistributedDataset:
         place = self.place if options.fetches else per_replica
@@ -214,7 +214,7 @@ class ProcessInputs:
         # Now, where the user distributes the dataset: a warning of a pass is said at
         # this line.
         where = line_outside()
-        feed = DatasetFeed(where, sources, place, options, accord, is_partial, length)
+        feed = DatasetFeed(where, sources, place, options, all_max, is_partial, length)
         return DistributedDataset(feed, name)
 
     def _read(

@@ -7,7 +7,8 @@ that applies it (`zstrat.program.stages._stages`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 import jax
@@ -50,37 +51,6 @@ _NAME: Final = "MultiWorkerMirroredStrategy"
 
 _PATIENCE: Final = 300.0
 """Seconds for all processes to begin; jax's own default."""
-
-
-@final
-class MultiWorkerMirroredExtended(StrategyExtended):
-    """Devices and duties of one process among several."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        devices: tuple[str, ...],
-        variables: MirroredVariables,
-        should_checkpoint: bool,
-    ) -> None:
-        super().__init__(strategy, devices, devices, variables)
-        self._should_checkpoint = should_checkpoint
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """True: each process runs its own program."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this process saves: the first one (the chief, or the first worker
-        where there is none), and an evaluator, which is alone."""
-        return self._should_checkpoint
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process writes metrics: the one that saves."""
-        return self._should_checkpoint
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -151,8 +121,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         self._variables = MirroredVariables(
             self._local, self._team(), names=names, is_late=late
         )
-        self._extended = MultiWorkerMirroredExtended(
-            self, names, self._variables, saves
+        self._extended = StrategyExtended(
+            self, names, names, self._variables.owns, between_graph=True, saves=saves
         )
 
     @property
@@ -172,7 +142,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         return self._team().size
 
     @property
-    def extended(self) -> MultiWorkerMirroredExtended:
+    def extended(self) -> StrategyExtended:
         """Devices of this process, what it saves, and values reduced over all of
         them."""
         return self._extended
@@ -229,7 +199,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     def _inputs(self) -> ProcessInputs:
         inputs, channel = super()._inputs(), self._channel
         if channel is not None:
-            inputs = replace(inputs, accord=_ProcessAgreement(channel))
+            inputs = replace(inputs, all_max=partial(_all_max, channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
             return inputs  # a program of all processes takes rows of its own
         layout = MeshLayout(mesh_over(self._local))
@@ -243,17 +213,11 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _ProcessAgreement:
-    """The processes, brought together by the collective that they reduce with."""
-
-    channel: Channel
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        given = [np.array(numbers, np.int64)]
-        (found,) = self.channel.collective.all_reduce(given, "max")
-        return [int(number) for number in found]
+def _all_max(channel: Channel, numbers: Sequence[int]) -> list[int]:
+    """Reduces numbers with the collective that the processes reduce values with."""
+    given = [np.array(numbers, np.int64)]
+    (found,) = channel.collective.all_reduce(given, "max")
+    return [int(number) for number in found]
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:

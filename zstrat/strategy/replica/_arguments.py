@@ -159,11 +159,9 @@ class RunArguments:
                 "the parts of a PerReplica argument of strategy.run must have one "
                 f"structure, because all replicas run one program; got {structures}"
             )
-        return jax.tree.map(lambda *parts: _Parts(parts), *node.values)
+        return jax.tree.map(lambda *parts: _as_one(parts), *node.values)
 
     def _sort(self, leaf: Any) -> None:
-        if isinstance(leaf, _Parts):
-            leaf = _as_one(leaf.parts)
         if isinstance(leaf, Spread):
             self._plan.append(("split", None))
             self.split.append(leaf)
@@ -175,13 +173,6 @@ class RunArguments:
             self.shared.append(leaf)
         else:
             self._plan.append(("whole", _value(leaf)))
-
-
-class _Parts:
-    """One leaf per replica; opaque to pytrees."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
 
 
 def _value(leaf: Any) -> Any:

@@ -58,30 +58,23 @@ if TYPE_CHECKING:
     from zstrat.strategy._abstract import AbstractStrategy
 
 
-class _Itself:
-    """A variable that a function returns, as a part of the structure of its result."""
-
-    def __init__(self, variable: AbstractVariable) -> None:
-        self.which = _Which(variable)
-
-
-class _Which:
-    """Says which variable it is: structures are compared, and what is compared in place
-    of a variable are its values."""
+class _ReturnedVariable:
+    """A variable that a function returns: a pytree without leaves, whose structure says
+    which variable it is. (Two variables are equal where their values are.)"""
 
     def __init__(self, variable: AbstractVariable) -> None:
         self.variable = variable
         self._key = type(variable), tuple([x.spec for x in variable.components])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Which) and other._key == self._key
+        return isinstance(other, _ReturnedVariable) and other._key == self._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
 
 jax.tree_util.register_pytree_node(
-    _Itself, lambda node: ((), node.which), lambda which, _: which.variable
+    _ReturnedVariable, lambda node: ((), node), lambda node, _: node.variable
 )
 
 
@@ -92,7 +85,7 @@ def returned(leaf: Any) -> Any:
         NeedsSequential: It is nothing that a program returns.
     """
     if isinstance(leaf, AbstractVariable):
-        return _Itself(leaf)
+        return _ReturnedVariable(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise NeedsSequential("it returns a random key")
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):

@@ -12,7 +12,6 @@ All these traces are equal, so a number means the same value in each.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,54 +41,37 @@ def in_stages(
     device, and may be given as ``own`` again; what it returns second is the same on
     all.
     """
-    store = _RegionValues(in_order)
-    for number in itertools.count():
-        parts, alike, found = _mapped_part(one, mapped, rows, shared, store, number)
-        if found.is_last:
-            return parts, found.operands(alike)
-        store.own.update(zip(found.left, parts, strict=True))
+    # Values by number: those of which each device has its own, and the others.
+    own: dict[int, Any] = {}
+    whole: dict[int, Any] = {}
+    stage: _StagePart
+    number = 0
+
+    def part(values: Any, everywhere: Any, mine: Any) -> Any:
+        nonlocal stage
+        fixed = len(mine) - len(own)
+        args = values, everywhere[:shared], mine[:fixed]
+        stage = _StagePart.of(one, args, number, in_order)
+        known = dict(zip(own, mine[fixed:], strict=True))
+        known.update(zip(whole, everywhere[shared:], strict=True))
+        return stage.run(known)
+
+    while True:
+        given = [*rows, *own.values()], list(whole.values())
+        parts, alike = mapped(part, *given)
+        if stage.is_last:
+            return parts, stage.operands(alike)
+        own.update(zip(stage.left, parts, strict=True))
         left = iter(alike)
-        for each in found.stage.crossings:
+        for each in stage.stage.crossings:
             results = crossing.bind(
                 *itertools.islice(left, len(each.operands)),
                 channel=each.channel,
                 kind=each.kind,
                 where=each.where,
             )
-            store.whole.update(zip(each.results, results, strict=True))
-    raise AssertionError("counted to the end")
-
-
-@dataclass(slots=True)
-class _RegionValues:
-    """Values by number: those of which each device has its own, and the others."""
-
-    in_order: bool
-    own: dict[int, Any] = field(default_factory=dict)
-    whole: dict[int, Any] = field(default_factory=dict)
-
-
-def _mapped_part(
-    one: Callable[..., Any],
-    mapped: Callable[..., Any],
-    rows: Sequence[Any],
-    shared: int,
-    store: _RegionValues,
-    number: int,
-) -> tuple[list[Any], list[Any], _StagePart]:
-    seen: list[_StagePart] = []
-
-    def part(values: Any, everywhere: Any, mine: Any) -> Any:
-        fixed = len(mine) - len(store.own)
-        args = values, everywhere[:shared], mine[:fixed]
-        seen[:] = [_StagePart.of(one, args, number, store.in_order)]
-        known = dict(zip(store.own, mine[fixed:], strict=True))
-        known.update(zip(store.whole, everywhere[shared:], strict=True))
-        return seen[0].run(known)
-
-    own, whole = [*rows, *store.own.values()], list(store.whole.values())
-    parts, alike = mapped(part, own, whole)
-    return parts, alike, seen[0]
+            whole.update(zip(each.results, results, strict=True))
+        number += 1
 
 
 class _StagePart:

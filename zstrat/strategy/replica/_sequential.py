@@ -89,7 +89,8 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
     is_unnoticed = outer is None and is_staging()
-    made = _FirstCreations(creator.get())
+    inner = creator.get()
+    creators: list[_SameCreations] = []
     team = call.team
     tree = distribute_rows(unwrapped(call.tree), team.local)
 
@@ -98,7 +99,9 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         # Nothing is reset: the context is this replica's own, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
-            creator.set(_SameCreations(made, number))
+            first = creators[0] if creators else None
+            creators.append(_SameCreations(inner, number, first))
+            creator.set(creators[-1])
         selected = select_replica(number, tree)
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
@@ -233,75 +236,71 @@ def _own_updates(
     return [tuple(moves) for _, _, moves, _ in found]
 
 
-class _FirstCreations:
-    """What the first replica has created so far, for the others."""
-
-    def __init__(self, inner: Creator | None) -> None:
-        self.inner = inner
-        self.variables: list[tuple[VariableRequest, AbstractVariable]] = []
-        self.optimizers: list[int] = []
-
-
 class _SameCreations:
-    """The creator in one replica: the first one creates, the others find."""
+    """The creator in one replica: the first replica creates, and the others are given
+    what it has created.
 
-    def __init__(self, made: _FirstCreations, number: int) -> None:
-        self._made = made
+    Args:
+        inner: Creates for the first replica.
+        first: The creator of the first replica; None: this is that one.
+    """
+
+    def __init__(
+        self, inner: Creator | None, number: int, first: _SameCreations | None
+    ) -> None:
+        self.inner = inner
         self._number = number
-        self._variables = 0
-        self._optimizers = 0
-
-    @property
-    def inner(self) -> Creator | None:
-        """Who creates for the first one."""
-        return self._made.inner
+        self._first = self if first is None else first
+        self._variables: list[tuple[VariableRequest, AbstractVariable]] = []
+        self._optimizers: list[int] = []
+        """Of the first replica: what it has created so far."""
+        self._taken = self._registered = 0
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
-        made = self._made
-        if self._number == 0:
-            assert made.inner is not None
-            found = made.inner.create_variables(requests)
-            made.variables += zip(requests, found, strict=True)
-            return found
-        return [self._found(request) for request in requests]
+        if self._first is not self:
+            return [self._variable_of_first(request) for request in requests]
+        assert self.inner is not None
+        created = self.inner.create_variables(requests)
+        self._variables += zip(requests, created, strict=True)
+        return created
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        made = self._made
-        if self._number == 0:
-            assert made.inner is not None
-            made.optimizers.append(made.inner.register_optimizer(optimizer))
-        self._optimizers += 1
-        if self._optimizers > len(made.optimizers):
+        if self._first is self:
+            assert self.inner is not None
+            self._optimizers.append(self.inner.register_optimizer(optimizer))
+        number, registered = self._registered, self._first._optimizers
+        self._registered += 1
+        if number >= len(registered):
             raise RuntimeError(
                 f"replica {self._number} creates an optimizer that replica 0 has not "
                 f"created, {optimizer.name!r}: all replicas create the same"
             )
-        return made.optimizers[self._optimizers - 1]
+        return registered[number]
 
     def forget_optimizer(self, optimizer: int) -> None:
-        self._optimizers -= 1
-        if self._number == 0:
-            assert self._made.inner is not None
-            self._made.optimizers.pop()
-            self._made.inner.forget_optimizer(optimizer)
+        self._registered -= 1
+        if self._first is self:
+            assert self.inner is not None
+            self._optimizers.pop()
+            self.inner.forget_optimizer(optimizer)
 
-    def _found(self, request: VariableRequest) -> AbstractVariable:
-        place = self._variables
-        self._variables += 1
-        if place >= len(self._made.variables):
+    def _variable_of_first(self, request: VariableRequest) -> AbstractVariable:
+        number, created = self._taken, self._first._variables
+        self._taken += 1
+        if number >= len(created):
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} on replica {self._number}, "
                 "that replica 0 has not created: all replicas create the same variables"
             )
-        first, variable = self._made.variables[place]
+        first, variable = created[number]
         # Names alone: what else differs (values drawn at random, say) is the first
         # one's, as TF has it.
         if first.name != request.name:
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} with mismatching name on "
-                f"replica {self._number}: number {place} of replica 0 is "
+                f"replica {self._number}: number {number} of replica 0 is "
                 f"{first.name!r}. All replicas create the same variables, in the same "
                 "order"
             )

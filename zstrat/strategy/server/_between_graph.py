@@ -26,7 +26,7 @@ from zstrat.cluster import (
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, hold_session, join_session
 from zstrat.data import InputContext
-from zstrat.strategy._devices import task_names
+from zstrat.strategy._devices import ps_names, task_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._local_strategy import LocalStrategy
 from zstrat.strategy._strategy import Closing
@@ -36,53 +36,11 @@ from ._server_variables import ServerVariables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.strategy._strategy import Strategy
     from zstrat.strategy.input._inputs import ProcessInputs
-    from zstrat.variables import AbstractVariable
 
     Connect = Callable[[ClusterSpec, Settings, bool, int], ClusterSession]
-
-
-@final
-class BetweenGraphExtended(StrategyExtended):
-    """Devices and duties of one program among several."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        devices: tuple[str, ...],
-        ps_count: int,
-        variables: ServerVariables,
-        *,
-        is_chief: bool,
-    ) -> None:
-        servers = [f"/job:ps/task:{n}" for n in range(ps_count)]
-        super().__init__(strategy, devices, servers, variables)
-        self._variables = variables
-        self._is_chief = is_chief
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Whether this program creates the variables: the chief."""
-        return self._is_chief
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self._is_chief
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self._is_chief
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        return self._variables.colocated(variable)
 
 
 def _connect(
@@ -94,7 +52,7 @@ def _connect(
 
 
 @final
-class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
+class BetweenGraphStrategy(LocalStrategy, Closing):
     """Asynchronous training of several programs with variables on parameter servers.
 
     Blocks until all ps answer, and, in a program that is not the chief, until the chief
@@ -155,13 +113,16 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         )
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")
-        self._variables = ServerVariables(self._session, ps_count)
-        self._extended = BetweenGraphExtended(
+        self._variables = variables = ServerVariables(self._session, ps_count)
+        self._extended = StrategyExtended(
             self,
             task_names(self._mesh.devices, job, index),
-            ps_count,
-            self._variables,
-            is_chief=is_first,
+            ps_names(ps_count),
+            variables.owns,
+            colocated=variables.colocated,
+            between_graph=True,
+            initializes=is_first,
+            saves=is_first,
         )
 
     @property

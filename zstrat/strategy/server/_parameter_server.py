@@ -32,13 +32,15 @@ from zstrat.coordinator import (
     connect_session,
 )
 from zstrat.program import hide_frames, worker_context
+from zstrat.strategy._devices import device_names, ps_names
+from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.input._unbuilt import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
 from ._server_variables import ServerVariables
 from ._variable_placement import PlacementRule
-from ._worker_strategy import ParameterServerExtended, worker_strategy
+from ._worker_strategy import worker_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -241,15 +243,19 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         """How many stores there are, whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
-        self._variables = ServerVariables(
+        self._variables = variables = ServerVariables(
             self._session,
             self._ps_count,
             variable_partitioner,
             rule,
             self._workers.bind,
         )
-        self._extended = ParameterServerExtended(
-            self, self._session.platform, self._ps_count, self._variables
+        self._extended = StrategyExtended(
+            self,
+            device_names(self._session.platform, self._replicas),
+            ps_names(self._ps_count),
+            variables.owns,
+            colocated=variables.colocated,
         )
 
     @property
@@ -288,7 +294,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return self._replicas
 
     @property
-    def extended(self) -> ParameterServerExtended:
+    def extended(self) -> StrategyExtended:
         """Devices of one worker, and the parameter servers, where variables are."""
         return self._extended
 

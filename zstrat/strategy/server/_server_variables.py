@@ -229,7 +229,7 @@ class ServerVariables(StrategyCreator):
             with self._numbers.taking():
                 number = self._numbers.optimizer()
                 work = self._servers.create_optimizer(number, optimizer.name, code)
-                self._create(work, "creating an optimizer")
+                self._session.run(work, "creating an optimizer")
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
@@ -339,14 +339,6 @@ class ServerVariables(StrategyCreator):
         work = self._servers.bind_optimizer(optimizer, tree)
         return work, "telling the tree of an optimizer"
 
-    def _create(
-        self,
-        work: Coroutine[Any, Any, None],
-        what: str,
-        entries: Sequence[tuple[VariableSpec, InitialEntry]] = (),
-    ) -> None:
-        self._session.run(work, what)
-
     def _withdraw(self) -> None:
         """Removes what a failed creation has left, before its keys are used again."""
         specs, optimizers = self._numbers.doubtful
@@ -370,10 +362,11 @@ class ServerVariables(StrategyCreator):
             else:
                 arrays += [(spec, new.array(spec)) for spec in parts]
         if arrays:
-            self._create(self._servers.create_variables(arrays), "creating variables")
+            work = self._servers.create_variables(arrays)
+            self._session.run(work, "creating variables")
         for code, described in entries.items():
             work = self._servers.initialize_variables(described, code)
-            self._create(work, "initializing variables", described)
+            self._session.run(work, "initializing variables")
 
     def _made(self, new: VariablePlan, specs: list[VariableSpec]) -> AbstractVariable:
         parts = [handle(spec, self) for spec in specs]
