@@ -75,7 +75,9 @@ class AbstractStrategy(abc.ABC):
         """The replicas' values one behind the other along ``axis``."""
 
     @abc.abstractmethod
-    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: Any = None
+    ) -> Iterable[Any]:
         """A dataset of global batches, shared out among all replicas."""
 
     @abc.abstractmethod

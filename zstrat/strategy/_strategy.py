@@ -20,22 +20,20 @@ from zstrat.variables import StrategyCreator, Variable, is_staging, recorder
 
 from ._context import ReplicaContext, Scope
 from ._frames import leave_for, require_cross_replica
+from ._options import RunOptions
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
 from .mirrored._copies import by_copies, copies_of, reducible
 from .reduce._across import gather_across, reduce_across
-from .reduce._options import RunOptions
 from .reduce._values import ValueContext, gather_values, reduce_values, reduction
-from .replica import _spread
 from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._fibers import NeedsSequential
+from .replica._mapped import mesh_of
 from .replica._one_program import as_one_program
-from .replica._per_replica import PerReplica, local_results, select_replica
-from .replica._regroup import regroup
+from .replica._per_replica import PerReplica, local_results, regroup, select_replica
 from .replica._replica_recorder import as_sole_replica
-from .replica._sequential import run_sequentially
-from .replica._sequential_region import uneven
+from .replica._sequential import run_sequentially, uneven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +43,8 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
     from ._extended import StrategyExtended
+    from ._options import InputOptions
     from .input._distributed_dataset import DistributedDataset
-    from .input._input_options import InputOptions
 
 _log: Final = logging.getLogger(__name__)
 
@@ -363,7 +361,7 @@ class Strategy(FirstVersion):
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
                     self._report_pace(fn)
-                return as_one_program(call, _spread.mesh_of(devices, team.local))
+                return as_one_program(call, mesh_of(devices, team.local))
             except NeedsSequential:  # raised by the trace: nothing was computed yet
                 return regroup(run_sequentially(call, devices))
             except UnevenParts:

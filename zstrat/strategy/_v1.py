@@ -24,7 +24,7 @@ from zstrat.variables import VariableAggregation
 
 from ._abstract import AbstractStrategy
 from ._frames import current
-from .input._input_options import InputReplicationMode
+from ._options import InputReplicationMode
 from .reduce._values import reduction
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zstrat.data import InputContext
 
     from ._abstract import AbstractReplicaContext
-    from .input._input_options import InputOptions
+    from ._options import InputOptions
 
 
 class FirstVersion(AbstractStrategy):

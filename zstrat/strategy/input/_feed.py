@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.data import Allotment, Recipe
+    from zstrat.strategy._options import InputOptions
 
     from ._epoch_sync import AllMax
-    from ._input_options import InputOptions
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]

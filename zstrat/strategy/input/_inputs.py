@@ -13,7 +13,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import jax
 
@@ -28,22 +28,19 @@ from zstrat.data import (
     ending,
 )
 from zstrat.program import StepDataset, building, kept
+from zstrat.strategy._options import InputOptions
 from zstrat.variables import line_outside
 
-from ._distributed_dataset import DistributedDataset
+from ._distributed_dataset import DistributedDataset, refuse_attribute
 from ._epoch_sync import PassLength
 from ._feed import BegunPass, DatasetFeed, FeedSources
-from ._input_options import InputOptions
-from ._replica_batches import (
-    per_replica,
-    shares_of_batches,
-    shares_of_elements,
-)
+from ._replica_batches import per_replica, shares_of_batches, shares_of_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Allotment, Dataset, Recipe
+    from zstrat.strategy._abstract import AbstractStrategy
 
     from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place
@@ -343,4 +340,87 @@ def distributed_already() -> TypeError:
     """The error of a dataset that a strategy has made."""
     return TypeError(
         "the dataset is distributed already: distribute the dataset that it was made of"
+    )
+
+
+@final
+class UnbuiltDataset:
+    """A distributed dataset that workers will build.
+
+    ``coordinator.create_per_worker_dataset`` takes it, or a function that makes one.
+
+    Raises:
+        NotImplementedError: ``options`` asks for PER_REPLICA.
+        TypeError: It is no options; the source is no dataset, or no function.
+        ValueError: The source is arrays whose first axes differ.
+    """
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        source: Any,
+        options: InputOptions | None,
+        *,
+        is_function: bool,
+    ) -> None:
+        if input_options(options).is_per_replica:
+            raise not_per_replica()
+        if is_function:
+            require_function(source)
+        else:
+            _require_dataset(source)
+        self._strategy: Final = strategy
+        self._source: Final = source
+        self._options: Final = options
+        self._is_function: Final = is_function
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refused: there are no elements on the coordinator.
+
+        Raises:
+            ValueError: Always; says what to do.
+        """
+        raise _unbuilt("iter() of")
+
+    @property
+    def element_spec(self) -> Any:
+        """Refused, as `__iter__`."""
+        raise _unbuilt("the element_spec of")
+
+    def __reduce__(self) -> Any:
+        how = self._strategy, self._source, self._options, self._is_function
+        return _built, how
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute("distributed dataset", name)
+
+    def __repr__(self) -> str:
+        return "<zstrat distributed dataset, to be built by workers>"
+
+
+def _require_dataset(source: object) -> None:
+    """Refuses here what each worker would refuse."""
+    if isinstance(source, UnbuiltDataset):
+        raise distributed_already()
+    refuse_distributed(source)
+    as_dataset(source)
+
+
+def _built(
+    strategy: AbstractStrategy,
+    source: Any,
+    options: InputOptions | None,
+    is_function: bool,
+) -> Any:
+    if is_function:
+        return strategy.distribute_datasets_from_function(source, options)
+    return strategy.experimental_distribute_dataset(source, options)
+
+
+def _unbuilt(what: str) -> ValueError:
+    return ValueError(
+        f"{what} a dataset of ParameterServerStrategy on the coordinator: its elements "
+        "are made by the workers. Distribute it in a dataset function, hand that to "
+        "`coordinator.create_per_worker_dataset(dataset_fn)`, and pass the iterator of "
+        "what it returns to scheduled functions"
     )

@@ -1,7 +1,13 @@
-"""One copy of a variable that several devices have, as a variable of its own.
+"""The components of a variable: its copies on several devices, and their updates.
 
-TF's components of a distributed variable: ``v``, ``v/replica_1``, ... What is done to
-one is done to this copy alone; the copies are kept apart from then on.
+A copy is a variable of its own, with the name that TF gives it: ``v``,
+``v/replica_1``, ... What is done to one is done to this copy alone; the copies differ
+from then on.
+
+In the update context (`updated`) a function changes the components. A variable that all
+replicas share is one array, so the function is called once, with operands that are the
+same for all of them. Where each replica has a copy of its own, it is called for each
+copy.
 """
 
 from __future__ import annotations
@@ -10,14 +16,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_on_read
+from zstrat.program.trace import copies_in_step, is_apart, is_on_read
+from zstrat.strategy._frames import Frame, entered
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    is_distributed,
+    regroup,
 )
 from zstrat.variables import (
     CopyHome,
@@ -30,9 +40,10 @@ from zstrat.variables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Residence, VariableHandle
+    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.variables import AbstractVariable, Residence, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
@@ -112,21 +123,111 @@ def _sharing(residence: Residence) -> int:
     return residence.copies if mesh is None else len(mesh.local_devices)
 
 
-def copied(values: Sequence[Any]) -> VariableHandle | None:
-    """The variable whose copies these are, all of them in replica order; None: they are
-    something else."""
-    homes = [value.home for value in values if isinstance(value, Variable)]
-    copies = [home for home in homes if isinstance(home, CopyHome)]
-    if not copies or len(copies) < len(values):
-        return None
-    whole = copies[0].container
-    numbers = [home.number for home in copies if home.container is whole]
-    home = whole.home
-    is_all = isinstance(home, DeviceHome) and len(numbers) == home.residence.copies
-    return whole if is_all and numbers == list(range(len(values))) else None
-
-
 def container_of(variable: VariableHandle) -> VariableHandle:
     """The variable that this one is a copy of, or itself."""
     copy = copy_home(variable)
     return variable if copy is None else copy.container
+
+
+def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
+    """The copies of a variable of which each replica has its own, or the variable."""
+    if isinstance(variable, Variable) and is_apart(variable):
+        return copies_of(variable)
+    return (variable,)
+
+
+def updated(
+    strategy: AbstractStrategy,
+    fns: Sequence[Callable[..., Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    group: bool,
+) -> Any:
+    """What ``fns`` return, one for each component in its update context.
+
+    Raises:
+        ValueError: There is a value per replica among the arguments, or a mirrored one
+            of more values than one that are not as many as the components.
+    """
+    given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
+    if any(isinstance(leaf, PerReplica) for leaf in given):
+        raise ValueError(
+            "update: a value per replica among the arguments; they may contain "
+            "mirrored values alone: bring it together with reduce_to first"
+        )
+    for leaf in given:
+        if isinstance(leaf, DistributedValues):
+            _require_enough(leaf, len(fns))
+    results = []
+    for number, fn in enumerate(fns):
+        own_args, own_kwargs = _own(number, (tuple(args), dict(kwargs)))
+        with entered(Frame(strategy, update=number)):
+            results.append(fn(*own_args, **own_kwargs))
+    if not group:
+        return _listed(results)
+    return results[0] if len(results) == 1 else regroup(results)
+
+
+def agreed(tree: Any) -> Any:
+    """What all replicas have brought, as one value. In a trace it is that of the first
+    one: whether they are equal is not known there.
+
+    Raises:
+        ValueError: They have brought different values.
+    """
+    return jax.tree.map(_agreed_leaf, tree, is_leaf=is_distributed)
+
+
+def _agreed_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    first, *others = leaf.values
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf.values))
+    if not traced and not all(_are_equal(first, other) for other in others):
+        raise ValueError(
+            f"update: replicas give different values, {leaf!r:.200}: bring them "
+            "together first (get_replica_context().all_reduce)"
+        )
+    return first
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # As bytes of numbers: nan is as good as another nan.
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def _require_enough(mirrored: DistributedValues, components: int) -> None:
+    """Refuses a mirrored value that some component has no part of.
+
+    Raises:
+        ValueError: It has other devices than the components.
+    """
+    count = mirrored.replicas
+    # One value is for all of them, and one component may have any of several.
+    if count == 1 or count == components or (count and components == 1):
+        return
+    raise ValueError(
+        f"update: a mirrored value of {count} values among the arguments, where copies "
+        f"to update: {components}; expected as many values, or one for all: reduce_to "
+        "with the variable as its destination makes such a value"
+    )
+
+
+def _own(component: int, tree: Any) -> Any:
+    """The pytree as that component sees it."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        return leaf.values[component if leaf.replicas > 1 else 0]
+
+    return jax.tree.map(own, tree, is_leaf=is_distributed)
+
+
+def _listed(results: Sequence[Any]) -> Any:
+    """One tree of the results, in which each leaf is the list of the results'
+    leaves."""
+    return jax.tree.map(
+        lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
+    )

@@ -29,11 +29,11 @@ from zstrat.program import hide_frames
 from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
+from zstrat.strategy._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy._strategy import Closing, Strategy
-from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._layout import MeshLayout
-from zstrat.strategy.replica._spread import mesh_over
+from zstrat.strategy.replica._mapped import mesh_over
 
 from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables

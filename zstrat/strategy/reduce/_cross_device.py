@@ -20,12 +20,11 @@ import jax
 from zstrat.collectives import ReduceOp
 from zstrat.program.trace import is_narrowed
 from zstrat.strategy._devices import device_named, task_names
+from zstrat.strategy._options import CommunicationOptions
 from zstrat.strategy.replica._columns import is_sparse, require_alike, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, PerReplica
 
-from ._all_reduced import all_reduced, at
-from ._options import CommunicationOptions
-from ._places import for_each, places, put
+from ._on_devices import all_reduced, at, for_each, places, put
 from ._values import (
     as_array,
     computable,

@@ -19,8 +19,8 @@ import numpy as np
 from zstrat.program.trace import Plain, joined, uncut
 from zstrat.variables import recorder
 
+from ._mapped import Spread
 from ._per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
-from ._spread import Spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

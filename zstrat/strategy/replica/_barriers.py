@@ -21,8 +21,14 @@ from zstrat.variables import is_staging, recorder
 from ._collective import TeamReduction
 from ._columns import columns_of, require_alike, require_joinable, strong
 from ._fibers import ReplicaBarrier
-from ._per_replica import PerReplica, is_concrete, loose, on_one_device, select_replica
-from ._regroup import regroup
+from ._per_replica import (
+    PerReplica,
+    is_concrete,
+    loose,
+    on_one_device,
+    regroup,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

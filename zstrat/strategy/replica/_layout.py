@@ -25,8 +25,8 @@ from zstrat.variables import is_weak
 
 from ._arguments import is_known
 from ._collective import AXIS
+from ._mapped import one_array
 from ._per_replica import PerReplica, on_one_device
-from ._spread import one_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -46,9 +46,9 @@ from ._per_replica import (
     PerReplica,
     is_distributed,
     loose,
+    regroup,
     select_replica,
 )
-from ._regroup import regroup
 from ._sequential import run_sequentially
 
 if TYPE_CHECKING:

@@ -59,10 +59,9 @@ from zstrat.variables import (
 from ._arguments import RunArguments
 from ._columns import is_slices
 from ._fibers import NeedsSequential
+from ._mapped import Spread, in_stages, mapped_over
 from ._per_replica import DistributedValues, PerReplica, is_distributed
-from ._region import in_stages
 from ._replica_recorder import ReplicaRecorder
-from ._spread import Spread, mapped_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

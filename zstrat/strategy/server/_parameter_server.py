@@ -35,7 +35,7 @@ from zstrat.program import hide_frames, worker_context
 from zstrat.strategy._devices import device_names, ps_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
-from zstrat.strategy.input._unbuilt import UnbuiltDataset
+from zstrat.strategy.input._inputs import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
 from ._server_variables import ServerVariables
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
     from zstrat.program import Plan
-    from zstrat.strategy.input._input_options import InputOptions
+    from zstrat.strategy._options import InputOptions
     from zstrat.variables import Creator
 
     Connect = Callable[..., ClusterSession]
