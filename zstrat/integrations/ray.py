@@ -47,7 +47,7 @@ that comes."""
 
 @dataclass
 class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
-    """Has the workers of a trainer of Ray find each other."""
+    """Configures the workers of a trainer of Ray as one cluster."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -58,7 +58,8 @@ class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
 
 
 class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
-    """Tells each worker who is where, before the program runs, and cleans up after."""
+    """Announces the workers to each other before the program runs, and cleans up
+    after."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
@@ -84,8 +85,8 @@ _remover: subprocess.Popen[bytes] | None = None
 
 
 def own_address() -> str:
-    """In a worker: where the others reach it. The port is free now; it is bound when
-    the program makes its strategy."""
+    """Returns, in a worker, the address where the others reach it. The port is free
+    now; the program binds it when it makes its strategy."""
     node = ray.get_runtime_context().get_node_id()
     (host,) = (
         each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node
@@ -95,7 +96,7 @@ def own_address() -> str:
 
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
-    """Called in a worker: sets what the strategies of this process find."""
+    """Sets, in a worker, the environment that the strategies of this process read."""
     global _remover
     forget_keys()  # of a start before, in the same process
     task = {"type": "worker", "index": index}
@@ -114,7 +115,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
 
 
 def forget_keys() -> None:
-    """Called in a worker: removes the keys of its run; returns when they are gone."""
+    """Removes, in a worker, the keys of its run; returns when they are gone."""
     global _remover
     remover, _remover = _remover, None
     if remover is not None:
@@ -122,7 +123,7 @@ def forget_keys() -> None:
 
 
 def _fresh_keys() -> dict[str, str]:
-    """What a worker needs: its secret, and the public halves of all."""
+    """Generates the keys of a worker: its secret, and the public halves of all."""
     with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as passing:
         folder = Path(passing) / "keys"
         generate_keys(folder)

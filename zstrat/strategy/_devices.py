@@ -29,7 +29,7 @@ _LOCAL: Final = ("localhost", "worker", "chief")
 
 
 def device_named(name: str | jax.Device) -> jax.Device:
-    """The device of this process that is meant.
+    """Returns the device of this process that a name means.
 
     Args:
         name: TF's name, or a device, which is taken as it is.
@@ -65,7 +65,7 @@ def device_named(name: str | jax.Device) -> jax.Device:
 
 
 def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.Device]:
-    """The devices that are meant, one for each replica.
+    """Returns the devices that names mean, one for each replica.
 
     Args:
         argument: What errors call ``names``.
@@ -88,7 +88,8 @@ def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.
 
 
 def local_devices() -> list[jax.Device]:
-    """All devices of this process that jax knows: of its platform, and the CPUs."""
+    """Lists all devices of this process that jax knows: those of its platform, and the
+    CPUs."""
     found = list(jax.local_devices())
     if found and found[0].platform != "cpu":
         with contextlib.suppress(RuntimeError):  # jax was told to leave the CPU alone
@@ -97,13 +98,14 @@ def local_devices() -> list[jax.Device]:
 
 
 def device_names(platform: str, count: int) -> list[str]:
-    """``/device:GPU:0``, ...: devices within their task, by jax's word for the kind."""
+    """Names devices within their task, by jax's word for the kind: ``/device:GPU:0``,
+    ..."""
     return [f"/device:{_kind(platform).upper()}:{n}" for n in range(count)]
 
 
 def short_name(device: jax.Device) -> str:
-    """The short name of a device of this process; the number counts the devices of its
-    kind."""
+    """Returns the short name of a device of this process; its number counts the devices
+    of its kind."""
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id
@@ -113,7 +115,7 @@ def short_name(device: jax.Device) -> str:
 def task_names(
     devices: Sequence[jax.Device], job: str = "localhost", task: int = 0
 ) -> tuple[str, ...]:
-    """The full names of devices of this process, which is that task."""
+    """Returns the full names of devices of this process, which is that task."""
     where = f"/job:{job}/replica:0/task:{task}"
     return tuple(f"{where}{short_name(device)}" for device in devices)
 

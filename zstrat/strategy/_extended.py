@@ -90,7 +90,7 @@ class StrategyExtended:
         return self._parameters
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        """Whether ``v`` was created in the scope of this very strategy."""
+        """Returns whether ``v`` was created in the scope of this strategy."""
         owns = self._owns
         return owns is not None and all(owns(part) for part in v.components)
 
@@ -118,7 +118,7 @@ class StrategyExtended:
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Variables created inside go where that one is.
+        """Places the variables that are created inside where that one is.
 
         Raises:
             ValueError: It was not created in this strategy's scope.
@@ -207,8 +207,8 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(*args, **kwargs)`` in the update context, for what an optimizer
-        keeps that belongs to no variable alone.
+        """Calls ``fn(*args, **kwargs)`` in the update context, for the state of an
+        optimizer that belongs to no single variable.
 
         Args:
             colocate_with: What `non_slot_devices` returned. It moves nothing: values
@@ -225,8 +225,8 @@ class StrategyExtended:
             return updated(self._strategy, [fn], args, dict(kwargs or {}), group)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
-        """Where what belongs to all of these variables is kept: the device of the first
-        one by name.
+        """Returns where state that belongs to all of these variables is stored: the
+        device of the first variable by name.
 
         Raises:
             ValueError: There are none.
@@ -245,8 +245,9 @@ class StrategyExtended:
         destinations: Any,
         options: object = None,
     ) -> Any:
-        """The sum or mean of the replicas' values, on other devices: `Mirrored` on
-        several, and for a value of several replicas, with one value for each.
+        """Sums or averages the values of the replicas, on other devices. The result is
+        `Mirrored` on several devices, and for a value per replica as the destination:
+        one value for each.
 
         Args:
             value: A pytree of values, distributed or not.
@@ -273,7 +274,8 @@ class StrategyExtended:
         value_destination_pairs: Pairs,
         options: object = None,
     ) -> list[Any]:
-        """`reduce_to` of several values at once, in order; Raises as it does."""
+        """Reduces several values at once, in order, as `reduce_to` does; Raises as it
+        does."""
         require_cross_replica(self._strategy, "reduce_to()")
         op = reduction(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
@@ -294,7 +296,7 @@ class StrategyExtended:
         return self._ops.reduced(op, given, team.size, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """The value on other devices; Python numbers stay what they are.
+        """Copies the value to other devices; Python numbers stay what they are.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.

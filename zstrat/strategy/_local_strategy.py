@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class LocalStrategy(Strategy):
-    """Base of these. A subclass, which is final, sets what is declared here when it is
-    made, and says where elements of datasets go."""
+    """Base of the strategies of one process. A subclass, which is final, sets the
+    attributes that are declared here, and says where elements of datasets go."""
 
     _mesh: LocalMesh
     _variables: Creator
@@ -142,7 +142,7 @@ def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _host() -> jax.Device:
-    """The CPU of this process, or its first device where jax has none."""
+    """Returns the CPU of this process, or its first device where jax has no CPU."""
     there = local_devices()
     return next((x for x in there if x.platform == "cpu"), there[0])
 
@@ -199,8 +199,8 @@ def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
-    """What TF takes: one device if there is a CPU among them, else an all-reduce, which
-    XLA carries out on whatever accelerators they are."""
+    """Chooses as TF does: one device if there is a CPU among them, else an all-reduce,
+    which XLA carries out on any accelerators."""
     if any(device.platform == "cpu" for device in devices):
         return ReductionToOneDevice()
     return NcclAllReduce()

@@ -44,7 +44,8 @@ _constrained: Final[Any] = jax.lax.with_sharding_constraint
 
 
 def logical_axes(count: int) -> tuple[str, ...]:
-    """Names of the axes that ``count`` logical devices have behind that of replicas."""
+    """Names the axes of ``count`` logical devices, which follow the axis of the
+    replicas."""
     return tuple(f"logical_{n}" for n in range(len(axes_for(count))))
 
 
@@ -72,7 +73,7 @@ class LogicalDevices:
         return found
 
     def require_number(self, logical_device_id: int) -> int:
-        """A number of a logical device.
+        """Returns the number of a logical device, checked.
 
         Raises:
             TypeError: It is no integer.
@@ -89,7 +90,7 @@ class LogicalDevices:
         return logical_device_id
 
     def assigned(self, tensor: Any, logical_device_id: int) -> Any:
-        """The tensor, whole on that logical device (and on the others).
+        """Places the whole tensor on that logical device (and on the others).
 
         Raises:
             ValueError: In SPMD mode, or there is no such logical device.
@@ -104,11 +105,11 @@ class LogicalDevices:
         return self._laid(tensor, (), f"assigned_to_logical_device_{number}")
 
     def replicated(self, tensor: Any) -> Any:
-        """The tensor, whole on all logical devices."""
+        """Places the whole tensor on all logical devices."""
         return self._laid(tensor, (), "replicated_to_logical_devices")
 
     def split(self, tensor: Any, partition_dimensions: Any) -> Any:
-        """The tensor, a tile on each logical device.
+        """Places a tile of the tensor on each logical device.
 
         Raises:
             ValueError: See `require_split`.
@@ -127,7 +128,7 @@ class LogicalDevices:
             return _constrained(jnp.asarray(tensor), sharding)
 
     def _where(self, tensor: Any, split: Sequence[int]) -> Any:
-        """How to lay it, as jax is told there; None where nothing is laid down."""
+        """Returns the sharding for jax; None where nothing is laid out."""
         if self.count == 1:
             return None
         mapped = jax.sharding.get_abstract_mesh()
@@ -153,7 +154,8 @@ def _named(extents: Sequence[int], split: Sequence[int]) -> Any:
 def require_split(
     shape: Sequence[int], partition_dimensions: Any, count: int
 ) -> tuple[int, ...]:
-    """The split of an array of that shape over so many logical devices, checked.
+    """Checks and returns the split of an array of that shape over so many logical
+    devices.
 
     Raises:
         ValueError: It is no list of positive integers, one for each dimension; does not
@@ -183,12 +185,13 @@ def require_split(
 
 
 def axes_for(count: int) -> tuple[int, ...]:
-    """Extents of the axes of ``count`` logical devices, each a prime number."""
+    """Returns the extents of the axes of ``count`` logical devices, each a prime
+    number."""
     return tuple(_primes(count))
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
-    """The axes, by number, that each dimension of the split is laid over."""
+    """Returns the axes, by number, that each dimension of the split is laid over."""
     in_row = _in_row(extents, split)
     return _anyhow(extents, split) if in_row is None else in_row
 
@@ -196,7 +199,7 @@ def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...
 def _in_row(
     extents: Sequence[int], split: Sequence[int]
 ) -> list[tuple[int, ...]] | None:
-    """Axes in their order, None if no axis ends where a dimension does."""
+    """Takes the axes in their order; None if no axis ends where a dimension does."""
     found, axis = [], 0
     for parts in split:
         first, taken = axis, 1

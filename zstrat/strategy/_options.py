@@ -132,7 +132,7 @@ def _named(name: str) -> CommunicationImplementation:
 
 
 def called_with(team: Team, options: object, call: str) -> Team:
-    """The replicas, as they are brought together by a call with these options.
+    """Returns the team with the options of one call.
 
     Raises:
         TypeError: They are no `CommunicationOptions`.

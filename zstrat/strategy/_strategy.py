@@ -67,28 +67,30 @@ class Strategy(FirstVersion):
 
     @abc.abstractmethod
     def _creator(self) -> Creator | None:
-        """Who creates variables in scope; None: they live in this process."""
+        """Returns the creator of variables in scope; None if they live in this
+        process."""
 
     def _team(self) -> Team:
-        """The replicas that compute together."""
+        """Returns the replicas that compute together."""
         return Team(self.num_replicas_in_sync)
 
     def _inputs(self) -> ProcessInputs:
-        """Who draws from datasets in this process, and where elements go."""
+        """Describes who draws from datasets in this process, and where elements go."""
         team = self._team()
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """Who draws, as dataset functions are told (`_inputs` for whole datasets)."""
+        """Describes who draws from the datasets of functions (`_inputs` for whole
+        datasets)."""
         return self._inputs()
 
     def _used(self, method: str) -> None:
-        """Told when a method of a step runs; a strategy may warn."""
+        """Called when a method of a step runs; a strategy may warn."""
         del method
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Makes the strategy current; variables created inside are its own.
+        """Makes the strategy current; it owns the variables that are created inside.
 
         May be nested in itself.
 
@@ -98,7 +100,7 @@ class Strategy(FirstVersion):
         return Scope(self, self._own_creator())
 
     def _own_creator(self) -> Creator | None:
-        """Who creates variables in scope, told for whom."""
+        """Returns the creator of variables in scope, bound to this strategy."""
         own = self._creator()
         if isinstance(own, StrategyCreator):
             own.belong_to(self)
@@ -181,7 +183,7 @@ class Strategy(FirstVersion):
             raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """One value from the replicas' values, leaf by leaf of a pytree.
+        """Reduces the values of the replicas to one, leaf by leaf of a pytree.
 
         ``axis`` None reduces across replicas alone; an integer (or several) also over
         that axis of each replica's value, a mean then counting every element once.
@@ -202,7 +204,8 @@ class Strategy(FirstVersion):
         return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: Any) -> Any:
-        """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
+        """Concatenates the values of the replicas along ``axis``, leaf by leaf of a
+        pytree.
 
         ``axis`` is an integer, or an integer array without dimensions. It shapes the
         result, so it cannot be among the numbers that a step is called with: bind it,
@@ -222,8 +225,9 @@ class Strategy(FirstVersion):
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """One entry per local replica; ``(value,)`` for what is not distributed. Of a
-        variable of several devices its copies, each a variable."""
+        """Returns one entry per local replica, ``(value,)`` for a value that is not
+        distributed. Of a variable of several devices it returns the copies, each a
+        variable."""
         if isinstance(value, Variable):
             return copies_of(value)
         return local_results(by_copies(value, lambda v: PerReplica(copies_of(v))))
@@ -278,7 +282,8 @@ class Strategy(FirstVersion):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """The datasets that ``dataset_fn`` makes, one for each worker.
+        """Calls ``dataset_fn`` in each worker and distributes the datasets that it
+        makes.
 
         It is called once in each worker, at once, with an `InputContext` that says
         which one that is, and returns what this worker's replicas draw, in batches of
@@ -306,8 +311,9 @@ class Strategy(FirstVersion):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """A `PerReplica` of what ``value_fn`` returns for each replica's context; of
-        containers, the container with a `PerReplica` of each member.
+        """Returns a `PerReplica` of the values that ``value_fn`` returns for the
+        context of each replica; of containers, the container with a `PerReplica` of
+        each member.
 
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -350,7 +356,7 @@ class Strategy(FirstVersion):
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """What the replicas of this process return, brought together."""
+        """Runs the replicas of this process and merges what they return."""
         team = self._team()
         if team.local > 1:
             devices = self._devices()
@@ -384,11 +390,11 @@ class Strategy(FirstVersion):
 
 
 class Closing(abc.ABC):
-    """Something that has an end, which ``with`` brings about."""
+    """A resource that ``with`` closes."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends it; a second time it does nothing."""
+        """Closes it; a second time it does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -92,7 +92,7 @@ class TPUExtended(StrategyExtended):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """How many replicas a host has room for; no more than there are."""
+        """Number of replicas that fit on a host; no more than there are."""
         if self._assignment is None:
             return self._cores_per_host
         room = self._cores_per_host // self._assignment.num_cores_per_replica
@@ -100,8 +100,7 @@ class TPUExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """Inside, this is the logical device that `worker_devices` of this strategy
-        names.
+        """Makes this the logical device that `worker_devices` of this strategy names.
 
         Variables that are created inside are on all logical devices, as all others.
 
@@ -120,7 +119,7 @@ class TPUExtended(StrategyExtended):
             _entered.reset(before)
 
     def _current(self) -> int:
-        """The current logical device of this strategy."""
+        """Returns the current logical device of this strategy."""
         own = [number for whose, number in _entered.get() if whose is self]
         return own[-1] if own else 0
 
@@ -211,7 +210,7 @@ class TPUStrategy(LocalStrategy):
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> Any:
-        """The tensor, which that logical device has.
+        """Assigns a tensor to a logical device.
 
         jax has no public word for "on this device of the mesh alone". So the value is
         laid whole on *all* logical devices of the replica, this one among them, and the
@@ -231,7 +230,7 @@ class TPUStrategy(LocalStrategy):
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """The tensor, cut into tiles, one on each logical device, row by row.
+        """Cuts the tensor into tiles, one on each logical device, row by row.
 
         The gradient of the result is laid out alike. Of numbers with several primes one
         order of the devices does not serve all splits (of 6: ``[2, 3]`` and
@@ -248,7 +247,7 @@ class TPUStrategy(LocalStrategy):
         return self._logical.split(tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """The tensor, whole on every logical device."""
+        """Places the whole tensor on every logical device."""
         return self._logical.replicated(tensor)
 
     def _inputs(self) -> ProcessInputs:
@@ -279,7 +278,7 @@ class TPUStrategy(LocalStrategy):
 def _assigned(
     tasks: Sequence[Sequence[jax.Device]], assignment: DeviceAssignment | None
 ) -> np.ndarray:
-    """The devices ``[replicas, logical devices]``."""
+    """Returns the devices ``[replicas, logical devices]``."""
     if assignment is None:
         # TF's rule: without an assignment each core is a replica by itself.
         every = [device for devices in tasks for device in devices]
@@ -316,7 +315,8 @@ def _require_own(devices: np.ndarray) -> None:
 
 
 def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or what traces it: in a step that runs in Python for its loops.
+    """Returns the function, or in a step that runs in Python for its loops a step
+    function that traces it.
 
     Raises:
         NotImplementedError: Nothing would trace it.

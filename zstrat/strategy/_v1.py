@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
 class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
-    the class has not."""
+    the class does not have."""
 
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """`distribute_datasets_from_function`, by the name that it had before."""
+        """Calls `distribute_datasets_from_function`, which had this name before."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def colocate_vars_with(
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[Any]:
-        """`extended.colocate_vars_with`."""
+        """Calls `extended.colocate_vars_with`."""
         found: AbstractContextManager[Any]
         found = self.extended.colocate_vars_with(colocate_with_variable)
         return found
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
-        """An iterator of ``experimental_distribute_dataset(dataset)``."""
+        """Returns an iterator of ``experimental_distribute_dataset(dataset)``."""
         return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -67,9 +67,9 @@ class FirstVersion(AbstractStrategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode | None = None,
     ) -> Iterator[Any]:
-        """An iterator of ``distribute_datasets_from_function(input_fn)``; `input_fn`
-        may also return a function without arguments that makes the elements one by one,
-        and raises StopIteration or `OutOfRangeError` where there are no more.
+        """Returns an iterator of ``distribute_datasets_from_function(input_fn)``.
+        `input_fn` may also return a function without arguments that makes the elements
+        one by one, and raises StopIteration or `OutOfRangeError` at the end.
 
         Args:
             replication_mode: PER_WORKER, which is also the default.
@@ -92,17 +92,17 @@ class FirstVersion(AbstractStrategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None
     ) -> Dataset:
-        """``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of arrays, row
-        by row. ``session`` changes nothing: there are none, and the arrays stay here.
-        """
+        """Returns ``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of
+        arrays, row by row. ``session`` changes nothing: there are no sessions, and the
+        arrays stay here."""
         del session
         return Dataset.from_tensor_slices(numpy_input)
 
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
     ) -> Any:
-        """``run(fn, args=(input_iterator.get_next(),))``, of an iterator that has no
-        such method ``next(input_iterator)``.
+        """Calls ``run(fn, args=(input_iterator.get_next(),))``;
+        ``next(input_iterator)`` for an iterator without that method.
 
         Raises:
             OutOfRangeError: The iterator of a dataset has no more elements.
@@ -112,12 +112,12 @@ class FirstVersion(AbstractStrategy):
         return self.run(fn, args=args)
 
     def unwrap(self, value: Any) -> list[Any]:
-        """`experimental_local_results`, as a list."""
+        """Returns `experimental_local_results` as a list."""
         return list(self.experimental_local_results(value))
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all that ``value`` consists of has been computed. ``name``
-        changes nothing: there is no graph with a node that could have it."""
+        """Waits until all arrays in ``value`` have been computed. ``name`` changes
+        nothing: there is no graph with a node to name."""
         del name
         wait: Any = jax.block_until_ready  # untyped
         wait(self.unwrap(value))
@@ -129,8 +129,8 @@ class FirstVersion(AbstractStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy is told its cluster when it is made, and there
-        are no sessions to configure.
+        """Changes nothing: a strategy gets its cluster when it is made, and there are
+        no sessions to configure.
 
         Raises:
             ValueError: The cluster has several tasks that train together, of which this
@@ -141,7 +141,8 @@ class FirstVersion(AbstractStrategy):
             _require_known(self.cluster_resolver, normalize_cluster_spec(cluster_spec))
 
     def update_config_proto(self, config_proto: Mapping[str, Any] | Any) -> Any:
-        """A copy of the configuration: there is no session that would read it."""
+        """Returns a copy of the configuration: there is no session that would read
+        it."""
         return copy.deepcopy(config_proto)
 
 
@@ -158,7 +159,7 @@ def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:
-    """What the function makes, until it says that there is no more."""
+    """Yields what the function makes, until it says that there is no more."""
     while True:
         try:
             element = make()
@@ -188,13 +189,14 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """By name what `set_last_step_output` was last given, reduced if it was to be:
-        what one replica context gave without it is one value per replica."""
+        """By name the last argument of `set_last_step_output`, reduced if it asked for
+        that. An output of a replica context that was not reduced is one value per
+        replica."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """What `set_non_tensor_output` was last given, by name."""
+        """By name the last argument of `set_non_tensor_output`."""
         return self._non_tensor_outputs
 
     def set_last_step_output(

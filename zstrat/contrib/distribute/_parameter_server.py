@@ -65,7 +65,8 @@ class ParameterServerStrategy(DistributionStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Tells the cluster; variables go to its ps from then on. The first one counts.
+        """Sets the cluster; variables go to its ps from then on. The first cluster
+        counts.
 
         Blocks until all ps answer, and, in a worker that is not the chief, until the
         chief has come.

@@ -31,8 +31,8 @@ _TRANSFORMATIONS: Final = frozenset(
 
 @final
 class DistributedDataset(StepDataset):
-    """What this process draws, step by step. Each ``iter()`` is a fresh pass, whose
-    iterator may be an argument of a step.
+    """The elements that this process draws, step by step. Each ``iter()`` begins a
+    fresh pass, whose iterator may be an argument of a step.
 
     No transformation is applied to it any more: transform the dataset before it is
     distributed.
@@ -47,7 +47,7 @@ class DistributedDataset(StepDataset):
         """The last pass that a reader has: it makes an element to be described."""
 
     def __iter__(self) -> DistributedIterator:
-        """A fresh pass; its elements are made in advance, on a thread.
+        """Begins a fresh pass, whose elements are made in advance, on a thread.
 
         A trace cannot go through it: a step that is called here then runs in Python;
         see `zs.function`.
@@ -70,8 +70,8 @@ class DistributedDataset(StepDataset):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, or with
-        several replicas in this process of `PerReplica` of them.
+        """The shapes and dtypes of an element: a pytree of ``jax.ShapeDtypeStruct``, or
+        with several replicas in this process of `PerReplica` of them.
 
         The shapes are those of the first step of any pass. Makes that step's elements
         where there are none yet: of a pass that is under way, else of one that the next
@@ -101,7 +101,7 @@ class DistributedDataset(StepDataset):
 
 @final
 class DistributedIterator(StepIterator, CheckpointableIterator):
-    """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
+    """The iterator of a distributed dataset. A step draws from it, and a loop in
     Python, which ends with the elements.
 
     Its place is counted in steps. All processes save at the same one, and go to it
@@ -115,12 +115,13 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like; see `DistributedDataset.element_spec`."""
+        """The shapes and dtypes of an element; see
+        `DistributedDataset.element_spec`."""
         return self._pass.spec()
 
     def get_next(self) -> Any:
-        """The next element: of one replica the element itself, else a pytree of the
-        same structure with a `PerReplica` at each leaf.
+        """Draws the next element: of one replica the element itself, else a pytree of
+        the same structure with a `PerReplica` at each leaf.
 
         Raises:
             ValueError: In a replica function.
@@ -134,16 +135,18 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         return super().get_next()
 
     def initialize(self) -> list[Any]:
-        """Nothing: an iterator is ready when it is made. Programs of TF's first version
-        call it before the first element."""
+        """Does nothing: an iterator is ready when it is made. Programs of TF's first
+        version call it before the first element."""
         return []
 
     def get_state(self) -> dict[str, Any]:
-        """The place in the data, of numbers, texts and lists that JSON has."""
+        """Returns the position in the data, of numbers, texts and lists that JSON
+        has."""
         return self._pass.place(self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` gave, of an iterator of the same dataset.
+        """Goes to a position that `get_state` of an iterator of the same dataset
+        returned.
 
         Raises:
             InvalidArgumentError: It is the place of another dataset; nothing changed.
@@ -170,7 +173,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
 
 def refuse_attribute(kind: str, name: str) -> NoReturn:
-    """The error of what a distributed dataset does not have."""
+    """Raises the error of an attribute that a distributed dataset does not have."""
     if name in _TRANSFORMATIONS:
         raise AttributeError(
             f"a {kind} takes no more transformations: call {name}() on the dataset "

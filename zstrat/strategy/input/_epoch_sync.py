@@ -38,7 +38,7 @@ reduce in 32 bits."""
 @final
 @dataclass(frozen=True, slots=True)
 class PassLength:
-    """What a worker knows of the length of its passes before they begin.
+    """The known length of the passes of a worker, before they begin.
 
     Args:
         steps: None: nobody knows.
@@ -60,7 +60,7 @@ class _EndRule(enum.Enum):
 
 @final
 class SynchronizedPass:
-    """One worker's pass, as long as any worker's.
+    """The pass of one worker, which is as long as that of any worker.
 
     Args:
         elements: The pass over its own data.
@@ -118,7 +118,7 @@ class SynchronizedPass:
         return self._own_or_empty()
 
     def close(self) -> None:
-        """Ends the pass of this worker; the others hear of it in no way."""
+        """Ends the pass of this worker; the others are not notified."""
         self._elements.close()
 
     def _agreed(self) -> _EndRule:
@@ -176,7 +176,7 @@ class SynchronizedPass:
 
 
 def _unlike(order: str) -> ValueError:
-    """The error of workers whose passes are not in the same order."""
+    """Makes the error of workers whose passes have different orders."""
     here = f"; this one begins {order} (distribution.pass)" if order else ""
     return ValueError(
         "several workers deal a dataset out among themselves, and do not all begin the "

@@ -54,7 +54,7 @@ class BegunPass(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class FeedPosition:
-    """A place in the passes of a distributed dataset.
+    """A position in the passes of a distributed dataset.
 
     Args:
         steps: How many steps come before it.
@@ -68,7 +68,7 @@ class FeedPosition:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FeedPosition:
-        """The inverse of `plain`.
+        """Makes the position of which `plain` gave this.
 
         Raises:
             InvalidArgumentError: It is something else.
@@ -109,7 +109,7 @@ class FeedSources:
     are_alike: bool = False
 
     def misfit(self, place: FeedPosition) -> str:
-        """Why it is no place in the passes; "" if it is one."""
+        """Returns why it is not a position in the passes; "" if it is one."""
         if place.split != self.split:
             return (
                 f"its steps are those of {_split(place.split)}, and here there are "
@@ -150,13 +150,13 @@ class DatasetFeed:
     spec: Any = None
 
     def begin(self, place: FeedPosition | None = None) -> DatasetPass:
-        """A fresh pass, or the rest of one behind a place."""
+        """Begins a fresh pass, or the rest of one after a position."""
         return DatasetPass(self, place)
 
 
 @final
 class DatasetPass:
-    """One pass: its elements as they are drawn, and what they look like."""
+    """One pass: its elements as they are drawn, and their shapes and dtypes."""
 
     def __init__(self, feed: DatasetFeed, place: FeedPosition | None = None) -> None:
         self.feed: Final = feed
@@ -191,7 +191,7 @@ class DatasetPass:
         return next(self._drawn)
 
     def place(self, steps: int) -> FeedPosition:
-        """The place behind so many steps of the whole pass.
+        """Returns the position after so many steps of the whole pass.
 
         Raises:
             InvalidArgumentError: Another pass may have another order.
@@ -203,7 +203,7 @@ class DatasetPass:
         return FeedPosition(steps, tuple(passes), self.feed.sources.split)
 
     def spec(self) -> Any:
-        """What an element looks like; may make the first one for that.
+        """Returns the shapes and dtypes of an element; may make the first one for that.
 
         Raises:
             OutOfRangeError: There is none.
@@ -257,7 +257,8 @@ class _Maker:
         self.first = share.emptied()
 
     def has_looked_back(self) -> bool:
-        """Whether an element before the rest, in which there is none, describes all."""
+        """Returns whether an element before the rest, which has no element, describes
+        all."""
         if self._whole is None:
             return False
         with ending(self._feed.sources.begin(self._whole).shares) as shares:
@@ -267,7 +268,7 @@ class _Maker:
         return share is not None
 
     def empty(self) -> Any:
-        """What a worker draws that has no more data.
+        """Makes the element of a worker that has no more data.
 
         Raises:
             ValueError: It never had any, so nobody knows what it looks like.
@@ -301,8 +302,8 @@ def _tell(share: Share, placed: Any, where: Where) -> None:
 
 
 def _spec_of(share: Share, placed: Any) -> Any:
-    """The shapes are those of the share. The dtypes are those of the element, for jax
-    keeps 32 of 64 bits unless it is told otherwise."""
+    """Returns the shapes of the share and the dtypes of the placed element: jax keeps
+    32 of 64 bits unless it is configured otherwise."""
     seen = [_dtype_of(leaf) for leaf in jax.tree.leaves(placed, is_leaf=_is_parts)]
     return leaf_by_leaf([_shaped(part, seen) for part in share.parts])
 

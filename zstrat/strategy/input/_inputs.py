@@ -162,8 +162,8 @@ class ProcessInputs:
         return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
-        """What decides of a last step of a dataset function that lacks elements. Where
-        other processes are waited for it is always one, as in TF."""
+        """Returns which last step of a dataset function, one that lacks elements, is a
+        step. Where other processes are waited for every one is, as in TF."""
         if self.static_shapes:
             return ShapePromise.SAME
         if self.all_max is not None or self.local == 1:
@@ -173,7 +173,7 @@ class ProcessInputs:
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
     ) -> DistributedDataset:
-        """One input pipeline for each replica."""
+        """Makes one input pipeline for each replica."""
         if not self.per_replica:
             raise not_per_replica()
         # To each function it looks like a worker of its own, as in TF.
@@ -217,8 +217,9 @@ class ProcessInputs:
     def _read(
         self, begun: Recipe, allotment: Allotment, options: InputOptions, start: int
     ) -> Iterator[Any]:
-        """The elements of a pass from a number on. Nobody writes to them while they
-        wait, and none is sparse where all shapes have to be the same on devices."""
+        """Yields the elements of a pass from a number on. They are copies if the source
+        reuses its buffers, and dense where all shapes have to be the same on
+        devices."""
         elements = begun.without_first(start).elements()
         # The prefetch thread is ahead of the step, and a source that fills one buffer
         # again would overwrite what waits.
@@ -250,7 +251,7 @@ class ProcessInputs:
 
 
 def not_per_replica() -> NotImplementedError:
-    """The error of an option that only one method has."""
+    """Makes the error of an option that only one method has."""
     return NotImplementedError(
         "InputReplicationMode.PER_REPLICA is only supported in "
         "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
@@ -261,7 +262,7 @@ def not_per_replica() -> NotImplementedError:
 def _begun(
     made: Sequence[Allotment], place: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
-    """The passes, begun, and how many steps of them are left out."""
+    """Begins the passes; returns them, and how many of their steps to leave out."""
     if place is None:
         return tuple(each.begin() for each in made), 0
     pairs = zip(made, place.passes, strict=True)
@@ -269,7 +270,7 @@ def _begun(
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:
-    """So many elements of a pass."""
+    """Yields the first elements of a pass."""
     with ending(begun.elements()) as elements:
         yield from itertools.islice(elements, count)
 
@@ -281,13 +282,13 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
 
 
 def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Share]:
-    """The shares, at whose end their source is closed."""
+    """Yields the shares, and closes their source at the end."""
     with ending(source):
         yield from shares
 
 
 def input_options(options: InputOptions | None) -> InputOptions:
-    """The options; those of the class where there are none.
+    """Returns the options; the defaults for None.
 
     Raises:
         TypeError: It is something else.
@@ -313,7 +314,7 @@ def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> D
 
 
 def require_function(dataset_fn: object) -> None:
-    """Refuses what cannot be called with an `InputContext`.
+    """Refuses an argument that cannot be called with an `InputContext`.
 
     Raises:
         TypeError: Says what takes a dataset itself.
@@ -327,7 +328,7 @@ def require_function(dataset_fn: object) -> None:
 
 
 def refuse_distributed(dataset: object) -> None:
-    """Refuses what a strategy has made.
+    """Refuses a dataset that a strategy has distributed already.
 
     Raises:
         TypeError: Says what to distribute.
@@ -337,7 +338,7 @@ def refuse_distributed(dataset: object) -> None:
 
 
 def distributed_already() -> TypeError:
-    """The error of a dataset that a strategy has made."""
+    """Makes the error of a dataset that a strategy has distributed already."""
     return TypeError(
         "the dataset is distributed already: distribute the dataset that it was made of"
     )

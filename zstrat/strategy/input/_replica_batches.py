@@ -64,19 +64,21 @@ class Share:
         )
 
     def emptied(self) -> Share:
-        """A share of the same kind without any data."""
+        """Returns a share of the same kind without any data."""
         parts = tuple(map(empty_like, self.parts))
         return Share((0,) * len(parts), apart=parts)
 
 
 def per_replica(share: Share) -> Any:
-    """The element itself for one replica, else one with a `PerReplica` at each leaf, of
-    arrays where they are: for a strategy that does not put elements on devices."""
+    """Returns the element itself for one replica, else one with a `PerReplica` at each
+    leaf, of arrays where they are: for a strategy that does not put elements on
+    devices."""
     return leaf_by_leaf(share.parts)
 
 
 def leaf_by_leaf(parts: Sequence[Any]) -> Any:
-    """A pytree of `PerReplica` of a pytree for each replica; of one, the pytree."""
+    """Turns a pytree for each replica into a pytree of `PerReplica`; of one replica,
+    returns the pytree."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: PerReplica(leaves), *parts)
@@ -85,7 +87,7 @@ def leaf_by_leaf(parts: Sequence[Any]) -> Any:
 def shares_of_batches(
     batches: Iterator[Any], cutter: Cutter, *, is_partial: bool, is_fresh: bool = False
 ) -> Iterator[Share]:
-    """The batches, cut.
+    """Cuts the batches for the replicas.
 
     Args:
         is_fresh: Nobody else has their memory.
@@ -124,7 +126,7 @@ def shares_of_elements(
     is_fresh: bool = False,
     before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
-    """One element for each replica, as they are, until no pipeline has any more.
+    """Gives each replica one element, as it is, until no pipeline has another one.
 
     Args:
         pipelines: One for each replica; the same one for several gives them its
@@ -173,7 +175,7 @@ class _Shapes:
             self._differ |= shapes != self._first
 
     def make_step(self, element: Any) -> bool:
-        """Whether this one, and others that are missing, are a step."""
+        """Returns whether this element, and others that are missing, are a step."""
         match self._promise():
             case ShapePromise.AS_MADE:
                 if not self._differ:
@@ -190,7 +192,7 @@ def _shapes_of(element: Any) -> list[tuple[int, ...]]:
 
 
 def batch_rows(batch: Any) -> int:
-    """The rows of a batch: the first axis of all its leaves.
+    """Returns the number of rows of a batch: the first axis of all its leaves.
 
     Raises:
         ValueError: There are no leaves, a leaf is a scalar, or they differ.
@@ -202,14 +204,14 @@ def batch_rows(batch: Any) -> int:
 
 
 def sliced(batch: Any, start: int, stop: int) -> Any:
-    """The rows from ``start`` to ``stop`` of every leaf; of numpy's arrays they are
-    views."""
+    """Cuts the rows from ``start`` to ``stop`` out of every leaf; of numpy's arrays
+    they are views."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
 def empty_like(element: Any) -> Any:
-    """The element without rows; a scalar leaf becomes zero, as in TF, and a random key
-    stays, as there is none that means nothing."""
+    """Returns the element without rows. A scalar leaf becomes zero, as in TF; a random
+    key stays, as no key means nothing."""
 
     def empty(leaf: Any) -> Any:
         if np.ndim(leaf):

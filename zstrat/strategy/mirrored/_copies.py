@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
-    """The copies of a variable that this process has, in replica order: the variable
-    itself where there is one copy, as where one device keeps it for all replicas."""
+    """Returns the copies of a variable that this process has, in replica order: the
+    variable itself where there is one copy, as where one device keeps it for all
+    replicas."""
     home = variable.home
     if not isinstance(home, DeviceHome):
         return (variable,)
@@ -71,9 +72,9 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
 
 
 def as_values(node: Any) -> Any:
-    """A variable, if replicas or processes have a value each, as the values of the
-    replicas of this process: `PerReplica` if they may differ, `Mirrored` if not. What
-    is no such variable comes back as it is."""
+    """Returns the values of the replicas of this process in place of a variable, if
+    each replica or process has a value: `PerReplica` if they may differ, `Mirrored` if
+    not. Anything else comes back as it is."""
     if not isinstance(node, Variable):
         return node
     home = node.home
@@ -91,7 +92,7 @@ def as_values(node: Any) -> Any:
 
 
 def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """The pytree with what ``split`` makes of each variable in its place. A pytree
+    """Replaces each variable of a pytree by what ``split`` makes of it. A pytree
     without variables is not copied."""
     if isinstance(tree, DistributedValues) and tree.whole is not None:
         return tree  # one array
@@ -105,8 +106,8 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 
 
 def reducible(op: ReduceOp, tree: Any) -> Any:
-    """The pytree with the values of the replicas in place of variables, to be reduced.
-    For a mean one of several equal values will do."""
+    """Replaces variables of a pytree by the values of the replicas, to be reduced. For
+    a mean it takes one of several equal values."""
     found = by_copies(tree)
     if op is not ReduceOp.MEAN:
         return found
@@ -118,19 +119,20 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
 
 
 def _sharing(residence: Residence) -> int:
-    """How many replicas of this process have a value that is the same for all."""
+    """Returns how many replicas of this process share one value."""
     mesh = residence.mesh
     return residence.copies if mesh is None else len(mesh.local_devices)
 
 
 def container_of(variable: VariableHandle) -> VariableHandle:
-    """The variable that this one is a copy of, or itself."""
+    """Returns the variable that this one is a copy of, or itself."""
     copy = copy_home(variable)
     return variable if copy is None else copy.container
 
 
 def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
-    """The copies of a variable of which each replica has its own, or the variable."""
+    """Returns the copies of a variable of which each replica has its own, or the
+    variable."""
     if isinstance(variable, Variable) and is_apart(variable):
         return copies_of(variable)
     return (variable,)
@@ -143,7 +145,8 @@ def updated(
     kwargs: Mapping[str, Any],
     group: bool,
 ) -> Any:
-    """What ``fns`` return, one for each component in its update context.
+    """Calls ``fns``, one for each component, in the update context; returns their
+    results.
 
     Raises:
         ValueError: There is a value per replica among the arguments, or a mirrored one
@@ -169,8 +172,8 @@ def updated(
 
 
 def agreed(tree: Any) -> Any:
-    """What all replicas have brought, as one value. In a trace it is that of the first
-    one: whether they are equal is not known there.
+    """Returns the one value that all replicas have given. In a trace it is that of the
+    first replica: whether they are equal is not known there.
 
     Raises:
         ValueError: They have brought different values.
@@ -198,7 +201,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _require_enough(mirrored: DistributedValues, components: int) -> None:
-    """Refuses a mirrored value that some component has no part of.
+    """Refuses a mirrored value that has no part for some component.
 
     Raises:
         ValueError: It has other devices than the components.
@@ -215,7 +218,7 @@ def _require_enough(mirrored: DistributedValues, components: int) -> None:
 
 
 def _own(component: int, tree: Any) -> Any:
-    """The pytree as that component sees it."""
+    """Returns the pytree as that component sees it."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, DistributedValues):
@@ -226,8 +229,8 @@ def _own(component: int, tree: Any) -> Any:
 
 
 def _listed(results: Sequence[Any]) -> Any:
-    """One tree of the results, in which each leaf is the list of the results'
-    leaves."""
+    """Merges the results into one tree, in which each leaf is the list of the leaves of
+    the results."""
     return jax.tree.map(
         lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
     )

@@ -43,14 +43,13 @@ _REFUSAL: Final = "!"
 
 
 def is_in_job() -> bool:
-    """Whether jax has brought this process together with others."""
+    """Returns whether jax has connected this process with others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def resolver_of_jax() -> ClusterResolver:
-    """The cluster of the processes that jax has brought together: all are workers, in
-    the order of jax. Each takes a free port and tells the others; all have to call it.
-    """
+    """Returns the cluster of the processes that jax has connected: all are workers, in
+    the order of jax. Each takes a free port and announces it; all have to call this."""
     host = _own_address()
     (port,) = free_ports(1, "::" if ":" in host else "0.0.0.0")
     gathered = multihost_utils.process_allgather(
@@ -66,7 +65,8 @@ def resolver_of_jax() -> ClusterResolver:
 
 
 def _own_address() -> str:
-    """Where others reach this host: the address that it sends from. Nothing is sent."""
+    """Returns the address of this host that it sends from, where others reach it. Sends
+    nothing."""
     for family, nowhere in _NOWHERE:
         # No way out by IPv4, or no IPv6 at all: another one, or there is none.
         with (
@@ -90,8 +90,8 @@ def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 
 def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
-    """Forms the job, or takes the one that there is; the devices of all processes, one
-    row for each rank.
+    """Forms the job, or takes the existing one; returns the devices of all processes,
+    one row for each rank.
 
     Args:
         host: Where rank 0 listens.
@@ -116,7 +116,7 @@ def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
 
 
 def require_private(host: str) -> None:
-    """Refuses an address that the world may reach.
+    """Refuses an address that is reachable from the public internet.
 
     Raises:
         ValueError: It is one, or has no number.
@@ -138,8 +138,8 @@ def require_private(host: str) -> None:
 
 
 def _broadcast_address(collective: Collective, host: str) -> str:
-    """The address of the coordinator, from rank 0, or why it has none: nobody waits for
-    a process that has given up."""
+    """Sends the address of the coordinator from rank 0, or why there is no address:
+    nobody should wait for a process that has given up."""
     refused: Exception | None = None
     text = ""
     if collective.rank == 0:

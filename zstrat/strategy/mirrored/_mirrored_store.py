@@ -89,8 +89,8 @@ class MirroredVariables(StrategyCreator):
             self.residence = _KeeperDevice(store, devices[0], self.residence)
 
     def take_over(self) -> None:
-        """Gives all processes the values of the one that has made the most steps; all
-        of them call this, or use a variable for the first time.
+        """Gives all processes the values of the one that has made the most steps. All
+        processes call this, or use a variable for the first time.
 
         Raises:
             InvalidArgumentError: They have not created the same variables.
@@ -115,14 +115,14 @@ class MirroredVariables(StrategyCreator):
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
+        """Returns whether the variable was created here."""
         home = variable.home
         return isinstance(home, DeviceHome) and home.residence is self.residence
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """New variables, in one broadcast for all of them.
+        """Creates variables, in one broadcast for all of them.
 
         Raises:
             ValueError: A request has no initial value, or a synchronization that
@@ -153,12 +153,12 @@ class MirroredVariables(StrategyCreator):
         return list(made)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """The number of an optimizer; it runs in the step that uses it."""
+        """Returns a number for an optimizer, which runs in the step that uses it."""
         self._optimizers.append(optimizer)
         return next_id()
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """The last one will not run in any step."""
+        """Forgets the last optimizer: it will not run in any step."""
         del optimizer
         self._optimizers.pop()
 
@@ -194,7 +194,7 @@ class MirroredVariables(StrategyCreator):
 
 
 class _Devices(Residence):
-    """The devices of this process, or of all of them."""
+    """Storage on the devices of this process, or of all processes."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Devices(Residence):
 
 
 class _KeeperDevice(Residence):
-    """One device that keeps the values, which travel to others for each step: to
+    """Storage on one device, from which the values travel to others for each step: to
     ``first``, if there is one replica."""
 
     travels = True

@@ -148,8 +148,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:
-        """Brings the processes together again after one was lost, started anew or not
-        heard of; blocks until all of them are there.
+        """Connects the processes again after one was lost, restarted or cut off; blocks
+        until all of them are there.
 
         Those that were not lost call it when a step has raised `PeerLostError`,
         `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
@@ -182,8 +182,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         self._variables.take_over()
 
     def close(self) -> None:
-        """Leaves the other processes, which hear of it in their next collective.
-        Closing twice is fine; ``with`` closes at its end."""
+        """Leaves the other processes, whose next collective fails. Closing twice is
+        fine; ``with`` closes at its end."""
         if self._channel is not None:
             self._channel.collective.close()
 
@@ -221,7 +221,7 @@ def _all_max(channel: Channel, numbers: Sequence[int]) -> list[int]:
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:
-    """The task of rank 0."""
+    """Returns the task of rank 0."""
     job = "chief" if "chief" in spec.jobs else "worker"
     return job, spec.task_indices(job)[0]
 
@@ -232,14 +232,14 @@ def _host(address: str) -> str:
 
 
 def _found() -> ClusterResolver:
-    """The resolver of a program that gives none."""
+    """Returns the resolver of a program that gives none."""
     if is_in_job() and not environment().get("TF_CONFIG", "").strip():
         return resolver_of_jax()
     return detect()
 
 
 def _require_alone(env: Mapping[str, str]) -> None:
-    """Refuses to train alone for want of TF_CONFIG where several processes would.
+    """Refuses to train alone without TF_CONFIG where several processes would.
 
     Raises:
         ValueError: Names what says that there are several, and what to give.
@@ -275,7 +275,7 @@ def _require_all(resolver: ClusterResolver) -> None:
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
-    """The task that this process is, and whether it saves."""
+    """Returns the task that this process is, and whether it saves."""
     spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not spec:

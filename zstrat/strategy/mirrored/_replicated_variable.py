@@ -68,7 +68,7 @@ class ReplicatedVariable(Variable):
 
     @classmethod
     def made(cls, spec: VariableSpec, home: Home, team: Team, owner: Creator) -> Self:
-        """A handle of a variable that exists already.
+        """Makes a handle of a variable that exists already.
 
         Args:
             team: The replicas that have it.
@@ -90,8 +90,8 @@ class ReplicatedVariable(Variable):
         return copies_of(self)
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        """A new variable, whose replicas have the values that they have of this one:
-        they need not be equal."""
+        """Creates a variable whose replicas have the values that they have of this one,
+        which may differ."""
         made = super()._duplicated(value)
         old, new = self._home, made.components[0].home
         if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
@@ -99,7 +99,7 @@ class ReplicatedVariable(Variable):
         return made
 
     def _operand(self, value: Any) -> Any:
-        """An operand for every copy: a mirrored value is that of any replica.
+        """Returns the operand for every copy: of a mirrored value that of any replica.
 
         Raises:
             TypeError: It differs from replica to replica.
@@ -118,7 +118,7 @@ class ReplicatedVariable(Variable):
 @final
 class MirroredVariable(ReplicatedVariable):
     """A variable whose copies are equal, because all of them get the same updates. With
-    the aggregation NONE each replica updates its own copy, and they differ then."""
+    the aggregation NONE each replica updates its own copy, and the copies differ."""
 
     __slots__ = ()
 
@@ -129,7 +129,7 @@ class MirroredVariable(ReplicatedVariable):
         return super()._dense(op, value)
 
     def _require_distributed(self, value: complex) -> None:
-        """Refuses a sum of what is the same number on several replicas.
+        """Refuses to sum a number that is the same on several replicas.
 
         Raises:
             ValueError: It is.
@@ -165,8 +165,9 @@ class SyncOnReadVariable(ReplicatedVariable):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A new variable, of which each replica has the value that it has of this one.
-        Of several processes all copy it, at the same place of the program.
+        """Creates a variable of which each replica has the value that it has of this
+        one. Where there are several processes, all copy it, at the same place of the
+        program.
 
         Raises:
             RuntimeError: A step is being traced; or in the scope of another strategy.
@@ -187,8 +188,8 @@ class SyncOnReadVariable(ReplicatedVariable):
         return self._home.read(self)
 
     def saved_value(self) -> np.ndarray:
-        """What a checkpoint has: the value of all replicas of all processes; where
-        there is none (NONE), that of the first replica here.
+        """Returns the value for a checkpoint: that of all replicas of all processes;
+        without an aggregation (NONE) that of the first replica here.
 
         Cost: a collective, if there are several processes: all of them call this.
 
@@ -255,7 +256,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         copies: Callable[[], Any],
         across: Callable[[CrossKind, list[Any]], list[Any]],
     ) -> Any:
-        """The value that all processes have together: one collective.
+        """Combines the values of all processes in one collective.
 
         Args:
             value: What the replicas of this process have together.
@@ -275,11 +276,11 @@ class SyncOnReadVariable(ReplicatedVariable):
         return whole
 
     def _copies_here(self) -> np.ndarray:
-        """The copies of the replicas of this process, ``[replicas, ...]``."""
+        """Returns the copies of the replicas of this process, ``[replicas, ...]``."""
         return device_home(self).copies(self)
 
     def _traced_copies(self, recording: TraceRecorder) -> Any:
-        """The copies of the replicas of this process, as a step sees them."""
+        """Returns the copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
         assert isinstance(recording, KeepsCopies), recording
@@ -312,8 +313,9 @@ class SyncOnReadVariable(ReplicatedVariable):
         raise self._no_rows(op)
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
-        """The operand for each process's value, of one for the whole; of integers, with
-        several replicas here, those of their copies ``[replicas, ...]``."""
+        """Returns the operand for the value of each process, from one for the whole; of
+        integers, with several replicas here, those of their copies ``[replicas,
+        ...]``."""
         if self.aggregation is not _SUM or self._team.size == 1:
             return value
         if op is UpdateOp.ASSIGN:

@@ -41,7 +41,8 @@ def taken_over(
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
 ) -> int:
-    """Gives every process the values and slots of one; the steps that it had made.
+    """Gives every process the values and slots of one; returns the number of steps that
+    it had made.
 
     Args:
         steps: That this process has made, negative if it comes anew.
@@ -79,7 +80,8 @@ def taken_over(
 
 
 def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceHome, str] | None:
-    """A variable whose value another process would have to give, if there is one."""
+    """Returns a variable whose value another process would have to give, if there is
+    one."""
     for variable in variables.values():
         home = variable.home
         if isinstance(home, DeviceHome) and home.is_lost and not _is_own(variable):
@@ -107,7 +109,7 @@ def _list(
 
 
 def _is_own(variable: VariableHandle) -> bool:
-    """Whether its value is one that other processes have no part in."""
+    """Returns whether other processes have no part in the value of a variable."""
     return variable.synchronization is VariableSynchronization.ON_READ and (
         variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
     )
@@ -134,8 +136,8 @@ def _arrays(
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
-    """The values and leaves of slots of the list; made here, where they are not yet or
-    no more."""
+    """Returns the values and leaves of slots of the list; zeros of the right shape
+    where this process has none."""
     arrays: list[Any] = []
     for each in listed:
         home = _home(each, variables)
@@ -199,7 +201,8 @@ def _home(
 
 
 def _described(slots: SlotValues) -> list[Any]:
-    """Name, shape and dtype of each, and whether it has the variable's rows."""
+    """Returns name, shape and dtype of each, and whether it has the rows of the
+    variable."""
     return [
         [name, list(array.shape), array.dtype.name, has]
         for name, array, has in slots.items()

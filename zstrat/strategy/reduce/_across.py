@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """The pytree with every leaf reduced over all replicas, and over ``axis`` first.
-    Of `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
+    """Reduces every leaf of a pytree over all replicas, and over ``axis`` first. Of
+    `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
 
     Cost: one collective for all arrays, and one for all `IndexedSlices`, if there are
     any.
@@ -79,7 +79,7 @@ def _sums_across(
     columns: Sequence[Column],
     axes: tuple[int, ...] | None,
 ) -> list[Any]:
-    """The sum or mean of each column of arrays, with those of the other processes."""
+    """Sums or averages each column of arrays with those of the other processes."""
     is_mean = op is ReduceOp.MEAN
     mine = [total_of(parts, axes, mean=is_mean) for parts in columns]
     sums = [total for total, _ in mine]
@@ -95,7 +95,8 @@ def _sums_across(
 def _slices_across(
     channel: Channel, op: ReduceOp, columns: Sequence[Column]
 ) -> list[IndexedSlices]:
-    """The rows of each column of IndexedSlices, with those of the other processes."""
+    """Concatenates the rows of each column of IndexedSlices with those of the other
+    processes."""
     mine = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
     fronts = [array for each in mine for array in (each.values, each.indices)]
     joined = iter(_joined(channel, fronts))
@@ -110,8 +111,8 @@ def _slices_across(
 
 
 def gather_across(team: Team, value: Any, axis: Any) -> Any:
-    """The pytree with the parts of each leaf concatenated along ``axis``, those of rank
-    0 first. Their lengths may differ, but in a step, where each process gives as many.
+    """Concatenates the parts of each leaf along ``axis``, those of rank 0 first. Their
+    lengths may differ, but in a step, where each process gives as many.
 
     Raises:
         TypeError: ``axis`` is no integer.
@@ -136,7 +137,8 @@ def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
 
 
 def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
-    """The rows that all processes have of these arrays, those of rank 0 first."""
+    """Concatenates the rows that all processes have of these arrays, those of rank 0
+    first."""
     if not fronts:
         return []
     if _is_traced():
@@ -146,7 +148,7 @@ def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
-    """The sums over all processes."""
+    """Sums the arrays over all processes."""
     if not arrays:
         return []
     if _is_traced():
@@ -155,8 +157,8 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _mean(total: Any, count: Any, mine: Any) -> Any:
-    """The mean, in the dtype that it has in one process; ``mine`` is the sum of this
-    one, of jax or of numpy, whose rules for dtypes differ."""
+    """Divides in the dtype that the mean has in one process. ``mine`` is the sum of
+    this one, of jax or of numpy, whose rules for dtypes differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
     if isinstance(mine, jax.Array):
@@ -168,5 +170,5 @@ def _mean(total: Any, count: Any, mine: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Whether what is done here becomes part of a program."""
+    """Returns whether this becomes part of a program."""
     return recorder.get() is not None or is_staging()

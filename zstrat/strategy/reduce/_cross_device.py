@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class CrossDeviceOps(abc.ABC):
-    """Base of what reduces values of several devices; write `reduce_implementation`,
-    and the other two hooks where they can do more than it."""
+    """Base of classes that reduce values of several devices; write
+    `reduce_implementation`, and override the other two hooks where they can do more."""
 
     def reduce(
         self,
@@ -53,7 +53,7 @@ class CrossDeviceOps(abc.ABC):
         destinations: Any,
         options: object = None,
     ) -> Any:
-        """One value of the replicas' values.
+        """Reduces the values of the replicas to one.
 
         Args:
             destinations: Where it is wanted: a value per replica or a variable (where
@@ -77,7 +77,7 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Pairs,
         options: object = None,
     ) -> list[Any]:
-        """`reduce` of several values, in order; dense ones go together.
+        """Reduces several values as `reduce` does, in order; dense ones go together.
 
         Raises:
             ValueError: As `reduce`, or what is given is no list of pairs.
@@ -93,8 +93,8 @@ class CrossDeviceOps(abc.ABC):
     def reduced(
         self, op: ReduceOp, pairs: Pairs, replicas: int, options: object = None
     ) -> list[Any]:
-        """`batch_reduce` of pytrees, of which leaves that are not distributed are the
-        same on all replicas.
+        """Reduces pytrees as `batch_reduce` does. Leaves that are not distributed are
+        the same on all replicas.
 
         Raises:
             ValueError: As `reduce`, or such a leaf is to be summed over several
@@ -123,7 +123,7 @@ class CrossDeviceOps(abc.ABC):
         return [treedef.unflatten(leaves) for leaves, treedef in found]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """The value where it is wanted: for a value per replica one for each.
+        """Copies the value to its destination: for a value per replica one for each.
 
         Raises:
             ValueError: ``destinations`` is no place.
@@ -139,7 +139,7 @@ class CrossDeviceOps(abc.ABC):
         destinations: Any,
         options: Any,
     ) -> Any:
-        """See `reduce`.
+        """Reduces one value: the hook of `reduce`.
 
         Args:
             reduce_op: SUM or MEAN.
@@ -151,20 +151,20 @@ class CrossDeviceOps(abc.ABC):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
     ) -> list[Any]:
-        """See `batch_reduce`; one `reduce_implementation` after the other, if it is not
-        overridden."""
+        """Reduces several values, the hook of `batch_reduce`: calls
+        `reduce_implementation` for each, if it is not overridden."""
         return [
             self.reduce_implementation(reduce_op, value, destination, options)
             for value, destination in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """See `broadcast`; copies, if it is not overridden."""
+        """Copies a value, the hook of `broadcast`."""
         return for_each(put(tensor, places(destinations)), destinations)
 
 
 def checked_pairs(pairs: Pairs) -> Pairs:
-    """The pairs, if they are.
+    """Returns the pairs, checked.
 
     Raises:
         ValueError: They are no list of pairs.
@@ -180,7 +180,8 @@ def checked_pairs(pairs: Pairs) -> Pairs:
 
 
 def _per_replica(value: Any) -> DistributedValues:
-    """One for each replica; a value that is not distributed is that of one device."""
+    """Returns a value per replica; a value that is not distributed is that of one
+    device."""
     if not isinstance(value, DistributedValues):
         return PerReplica((value,))
     if not value.replicas:
@@ -324,7 +325,7 @@ def _added(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _parts(value: DistributedValues, op: ReduceOp) -> list[Any]:
-    """The replicas' values, fit to be added."""
+    """Returns the values of the replicas in a form that can be added."""
     parts = value.values
     remedy = "reduce each of them along its axis first"
     require_alike("`per_replica_value`", parts, remedy)

@@ -53,7 +53,7 @@ _TASK: Final = re.compile(r"/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:\d+)?/?")
 
 
 def places(destination: Any) -> tuple[jax.Device, ...]:
-    """The devices of a destination, each once, in the order of the replicas.
+    """Returns the devices of a destination, each once, in the order of the replicas.
 
     Raises:
         ValueError: It is none, or names a device that there is not.
@@ -81,8 +81,8 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
 
 
 def for_each(placed: Any, destination: Any) -> Any:
-    """What `put` made for the devices of a destination, as that has it: for a value
-    per replica one for each replica, however many of them share a device."""
+    """Converts a result of `put` to the form of its destination: for a value per
+    replica one value for each replica, however many of them share a device."""
     if not isinstance(destination, DistributedValues) or destination.replicas < 2:
         return placed
     count = destination.replicas
@@ -97,7 +97,8 @@ def for_each(placed: Any, destination: Any) -> Any:
 
 
 def put(value: Any, devices: Sequence[jax.Device]) -> Any:
-    """The value on these devices: `Mirrored` on several, as it is for none.
+    """Copies the value to these devices: `Mirrored` on several; without devices it
+    stays as it is.
 
     Integers of numpy that jax would cut stay on the host as they are.
     """
@@ -158,8 +159,8 @@ def _is_traced(value: Any) -> bool:
 def all_reduced(
     op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
-    """The sums or means of those values, by number, that lie on devices of their own:
-    on each of these. Those on the same devices are one program."""
+    """Sums or averages the values of which each part is on a device of its own, there;
+    returns the results by number. Values on the same devices are one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
         if (apart := spread_out(value)) is not None:
@@ -177,8 +178,8 @@ def all_reduced(
 
 
 def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
-    """What `all_reduced` made, on these devices: `Mirrored` on several, one array on
-    one; for none, where the first replica is."""
+    """Copies a result of `all_reduced` to these devices: `Mirrored` on several, one
+    array on one; without devices it is where the first replica is."""
     there = places(total)
     if tuple(devices) == there:
         return total
@@ -193,8 +194,8 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
 
 
 def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
-    """The value as one array over its devices, and these; None if not each replica has
-    an array of the same kind on a device of its own, or if what is done here becomes
+    """Returns the value as one array over its devices, and these; None if not each
+    replica has an array of the same kind on a device of its own, or if this becomes
     part of a program, which knows by itself where things are. Cost: no copy but of
     scalars."""
     if value.replicas < 2 or is_staging():
@@ -234,14 +235,14 @@ def _memory(array: jax.Array) -> str | None:
 
 
 def _lies_so(whole: jax.Array, mesh: Mesh) -> bool:
-    """Whether each device has the rows of its replica, in the memory that it computes
-    with."""
+    """Returns whether each device has the rows of its replica, in the memory that it
+    computes with."""
     return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))
 
 
 def _is_addable(array: jax.Array) -> bool:
-    """Whether it has numbers, of a kind that collectives know: not keys of random
-    numbers, nor float8 or int4."""
+    """Returns whether it has numbers of a kind that collectives know: not random keys,
+    nor float8 or int4."""
     dtype = array.dtype
     if not array.size or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False

@@ -38,12 +38,12 @@ class UnevenParts(ValueError):
 
 
 def unwrapped(tree: Any) -> Any:
-    """The pytree with the numbers themselves."""
+    """Returns the pytree with Python numbers in place of `Plain` ones."""
     return joined.mapped(_value, tree)
 
 
 def require_one_each(node: Any, replicas: int) -> None:
-    """Refuses a value per replica of another number of replicas.
+    """Refuses a value per replica for another number of replicas.
 
     Raises:
         ValueError: It is one.
@@ -56,19 +56,20 @@ def require_one_each(node: Any, replicas: int) -> None:
 
 
 def require_all_one_each(tree: Any, replicas: int) -> None:
-    """Refuses as `require_one_each` does, all values per replica in a pytree."""
+    """Refuses values per replica in a pytree as `require_one_each` does."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
 
 
 def is_known(array: Any) -> bool:
-    """Whether devices know its dtype; keys of jax have none of numpy's."""
+    """Returns whether devices know the dtype of an array; random keys have a dtype of
+    jax."""
     return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"
 
 
 def require_known(tree: Any) -> None:
-    """Finds arrays of text, dates and objects. Whoever draws them and passes them on
-    has written no step that could refuse them.
+    """Refuses arrays of text, dates and objects, which devices do not know: a function
+    may draw and pass them on without a step that refuses them.
 
     Raises:
         UnevenParts: There is one.
@@ -79,7 +80,7 @@ def require_known(tree: Any) -> None:
 
 
 def distribute_rows(tree: Any, replicas: int) -> Any:
-    """The pytree with what was drawn as a value per replica: its rows in order.
+    """Replaces each drawn array of a pytree by a value per replica: its rows in order.
 
     Raises:
         ValueError: They do not split evenly.
@@ -107,12 +108,13 @@ class ReplicaCall(NamedTuple):
         return tuple(self.args), dict(self.kwargs)
 
     def given(self, tree: Any) -> ReplicaCall:
-        """This call with other arguments: a pytree as `tree` is."""
+        """Returns this call with other arguments: a pytree as `tree` is."""
         return self._replace(args=tree[0], kwargs=tree[1])
 
 
 class RunArguments:
-    """Arguments of ``run``, sorted into what is split, shared and not an array.
+    """The arguments of ``run``, sorted into arrays that are split, arrays that are
+    shared, and other values.
 
     Raises:
         UnevenParts: Parts of one argument differ in shape, dtype or structure.
@@ -133,7 +135,7 @@ class RunArguments:
             self._sort(leaf)
 
     def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        """The arguments, made of one replica's arrays."""
+        """Returns the arguments of one replica, made of its arrays."""
         sources = {"shared": iter(shared), "split": iter(own)}
         leaves = [
             leaf if kind == "whole" else next(sources[kind])
@@ -142,7 +144,7 @@ class RunArguments:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _expand(self, node: Any) -> Any:
-        """A value per replica as a pytree of parts."""
+        """Turns a value per replica into a pytree of parts."""
         if not isinstance(node, DistributedValues):
             return node
         require_one_each(node, self._replicas)
@@ -180,7 +182,8 @@ def _value(leaf: Any) -> Any:
 
 
 def _as_one(parts: Sequence[Any]) -> Any:
-    """One array of those of the replicas, or what is the same for all of them."""
+    """Makes one array of those of the replicas, or returns the value that is the same
+    for all of them."""
     first, *others = values = [_value(part) for part in parts]
     if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
         other is first or _are_same(other, first) for other in others
@@ -208,7 +211,8 @@ def _as_one(parts: Sequence[Any]) -> Any:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether a program may have one of them for both: 0.0 and -0.0 are equal."""
+    """Returns whether a program may use one of them for both; 0.0 and -0.0 are equal,
+    but differ."""
     if type(one) is not type(other):
         return False
     if isinstance(one, NUMBERS):
@@ -217,7 +221,8 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def _is_batch(leaf: Any) -> bool:
-    """Whether the array was drawn from an iterator, so that its rows are split."""
+    """Returns whether the array was drawn from an iterator, so that its rows are
+    split."""
     if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
         return False
     recording = recorder.get()

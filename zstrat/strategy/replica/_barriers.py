@@ -47,8 +47,9 @@ def merging(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> ReplicaBarrier:
-    """``merge_fn`` is called once, with the values of all replicas. Each computes with
-    what it is given, so that comes to its device."""
+    """Makes the barrier of ``merge_call``: ``merge_fn`` is called once, with the values
+    of all replicas. Each replica computes with its part of the result, which is moved
+    to its device."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         merged, named = regroup(values, PerReplica)
@@ -64,8 +65,8 @@ def merging(
 
 
 def brought(tree: Any, device: jax.Device) -> Any:
-    """The pytree, with what is bound to one device or to others as what all that is on
-    this one may be computed with: there, and on CPUs bound to no device."""
+    """Moves arrays of a pytree that are bound to a device to this one. On a CPU the
+    result is bound to no device, so it can be combined with arrays of others."""
     return jax.tree.map(
         lambda x: _brought(x, device) if is_concrete(x) and x.committed else x, tree
     )
@@ -78,7 +79,8 @@ def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
-    """All get the sum or mean of a pytree; see `Team.all_reduce`.
+    """Makes the barrier of ``all_reduce``: every replica gets the sum or mean of a
+    pytree; see `Team.all_reduce`.
 
     ``join`` raises ValueError if they bring different structures or shapes.
     """
@@ -95,7 +97,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
 
 
 def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
-    """All get what the replicas give, one after the other along an axis."""
+    """Makes the barrier of ``all_gather``: every replica gets the arrays of all,
+    concatenated along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = columns_of(values)
@@ -114,7 +117,8 @@ def updating(
     optimizer: OptimizerHandle | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
 ) -> ReplicaBarrier:
-    """What the replicas do to a variable is brought together and done once."""
+    """Makes the barrier of an update: the operands of all replicas are combined, and
+    applied to the variable once."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         apply(SequentialReduction(team).aggregated(variable, op, values))
@@ -128,8 +132,8 @@ def updating(
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
 ) -> ReplicaBarrier:
-    """The gradients of all replicas are brought together and applied once; see
-    `Team.aggregate_call`."""
+    """Makes the barrier of gradients: those of all replicas are combined and applied
+    once; see `Team.aggregate_call`."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         calls = [call.with_arrays(arrays) for arrays in values]
@@ -144,8 +148,9 @@ def optimizing(
 
 
 def own(tree: Any) -> Any:
-    """What all replicas are given, as arrays that are this replica's: on its device,
-    other objects than those of the others, and of the dtype that they have together."""
+    """Copies arrays that all replicas are given to the device of this replica. They are
+    distinct objects from those of the others, and have the dtype that they have
+    together."""
     return jax.tree.map(_own, tree)
 
 
@@ -165,8 +170,8 @@ def _options_of(team: Team) -> str:
 
 @final
 class SequentialReduction(TeamReduction):
-    """Replicas that run sequentially: a column has the parts of all that are in this
-    process, and these come to the device of the first."""
+    """Reduces the values of sequential replicas: a column has the parts of all replicas
+    in this process, and these are moved to the device of the first one."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         totals: list[jax.Array] = []

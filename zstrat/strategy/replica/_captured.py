@@ -69,7 +69,8 @@ def named(
     compared: list[types.FunctionType],
     depth: int = 0,
 ) -> tuple[int, Hashable]:
-    """Where the function stands in the source, and what it has captured.
+    """Returns where the function stands in the source, and marks of what it has
+    captured.
 
     Args:
         captured: Gets the objects that are known by their identity.
@@ -124,7 +125,7 @@ def _mark(
 def _mark_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """The mark of a value that may be made anew of the same parts at each call."""
+    """Marks a value that may be made again of the same parts at each call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -142,7 +143,7 @@ def _mark_of_parts(
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
-    """What the function has captured, always in the same order."""
+    """Returns the values that the function has captured, always in the same order."""
     found = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
@@ -153,7 +154,8 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
-    """What a function has captured but for globals: cells and defaults."""
+    """Returns the values that a function has captured but for globals: cells and
+    defaults."""
     found = [_contents(cell) for cell in fn.__closure__ or ()]
     if fn.__defaults__:
         found += fn.__defaults__
@@ -193,8 +195,8 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def innermost(fn: Any) -> types.FunctionType | None:
-    """The function of Python that a callable comes down to: what it wraps or binds, or
-    the method that its class has for calls; None: there is none."""
+    """Returns the Python function of a callable: the one that it wraps or binds, or the
+    method that its class has for calls; None if there is none."""
     match fn:
         case Function():
             return innermost(fn.body)
@@ -212,7 +214,7 @@ def innermost(fn: Any) -> types.FunctionType | None:
 
 
 def wrapped_in(value: Any) -> Any:
-    """What ``functools.wraps`` was told, as jax does, too."""
+    """Returns the function that ``functools.wraps``, or jax, has recorded."""
     try:
         wrapped = vars(value).get("__wrapped__")
     except TypeError:  # no __dict__
@@ -221,19 +223,19 @@ def wrapped_in(value: Any) -> Any:
 
 
 def is_global(fn: types.FunctionType) -> bool:
-    """Whether it is the very function that its module has under its name."""
+    """Returns whether its module has this very function under its name."""
     return fn.__globals__.get(fn.__name__) is fn
 
 
 def is_partial(fn: Any) -> bool:
-    """Whether it is a partial that calls as any other, such as one of jax."""
+    """Returns whether it is a partial that calls as any other, such as one of jax."""
     partial = functools.partial
     return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Each place of what ``fn`` has captured, for a person, with the mark of what is
-    there, and what that is."""
+    """Yields each place of what ``fn`` has captured, in words, with the mark and a
+    description of the value there."""
     for place, value in _captured(fn):
         yield place, _mark(value, [], [], 0), _in_words(value)
 
@@ -280,8 +282,8 @@ def _in_words(value: Any) -> str:
 
 
 def beneath(fn: Any) -> list[types.FunctionType]:
-    """The functions that ``fn`` may call, as far as they are of its module, and
-    closures of other modules of a user.
+    """Lists the functions of its module that ``fn`` may call, and closures of other
+    modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
@@ -302,8 +304,9 @@ def _is_closure(fn: types.FunctionType) -> bool:
 
 
 class FunctionDependencies:
-    """What has a fixed place: the globals of some functions, and the cells, defaults
-    and codes of those that are not compared at each call by their marks.
+    """The dependencies of a function in fixed places: the globals of some functions,
+    and the cells, defaults and codes of those that are not compared at each call by
+    their marks.
 
     A name that is not bound counts, too: one may hide a builtin, later.
     """
@@ -333,7 +336,8 @@ class FunctionDependencies:
         self._held = CapturedObjects(held)
 
     def are_same(self) -> bool:
-        """Whether each place has what it had, or an equal number, say."""
+        """Returns whether each place has the value that it had, or an equal number,
+        say."""
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
@@ -345,7 +349,8 @@ class FunctionDependencies:
         return self._held.are_there()
 
     def may_return(self) -> bool:
-        """Whether all that was there still exists, so that it can be there again."""
+        """Returns whether all objects that were there still exist, so that they can be
+        there again."""
         return self._held.are_there()
 
 
@@ -363,8 +368,8 @@ def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
 
 
 class CapturedObjects:
-    """Objects that are known by their identity: an object that is gone has given it to
-    any other.
+    """Objects that are compared by identity. When one is freed, another object may get
+    its id.
 
     They are held weakly where they can be, so that nothing lives longer because a
     function has seen it.
@@ -387,5 +392,5 @@ class CapturedObjects:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
-        """Whether all objects are still there."""
+        """Returns whether all objects still exist."""
         return not self._gone

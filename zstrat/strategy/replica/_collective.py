@@ -82,12 +82,12 @@ class Team:
         return 0 if self.channel is None else self.channel.rank * self.local
 
     def replica_id(self) -> int | jax.Array:
-        """The number of the replica that runs, from 0; int32 where several replicas are
-        one program."""
+        """Returns the number of the replica that runs, from 0; int32 where several
+        replicas are one program."""
         return self.id_of(0 if self.local == 1 else jax.lax.axis_index(AXIS))
 
     def id_of(self, replica: int | jax.Array) -> int | jax.Array:
-        """The number that a replica of this process has among all of them."""
+        """Returns the number that a replica of this process has among all replicas."""
         if within_mesh.get():
             # One program for all processes: XLA takes a number that is written in it
             # for that of each of them, and would gather one process's own from all.
@@ -105,7 +105,7 @@ class Team:
         return jax.tree.unflatten(treedef, found)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
-        """The replicas' arrays one after the other along ``axis``, in replica order."""
+        """Concatenates the arrays of the replicas along ``axis``, in replica order."""
         leaves, treedef = jax.tree.flatten(tree)
         found = MappedReduction(self).gathered([(x,) for x in leaves], axis)
         return jax.tree.unflatten(treedef, found)
@@ -113,18 +113,18 @@ class Team:
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it; raises as
+        """Combines the operands of all replicas into those of one update; raises as
         `TeamReduction.aggregated`."""
         return MappedReduction(self).aggregated(variable, op, [operands])
 
     def aggregate_call(self, call: GradientCall) -> GradientCall:
-        """The gradients of all the replicas together; see
+        """Combines the gradients of all replicas; see
         `TeamReduction.aggregated_call`."""
         return MappedReduction(self).aggregated_call([call])
 
 
 class TeamReduction(abc.ABC):
-    """What the replicas of a team have together, whichever way they run.
+    """Combines the values of the replicas of a team, whichever way they run.
 
     Arrays come as columns (`_columns`). How a column becomes one array in this process
     is said by two subclasses, in the first three methods; everything else is the same
@@ -136,11 +136,11 @@ class TeamReduction(abc.ABC):
 
     @abc.abstractmethod
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """The sum of each column of arrays of one shape."""
+        """Sums each column of arrays of one shape."""
 
     @abc.abstractmethod
     def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
-        """The arrays of each column one after the other.
+        """Concatenates the arrays of each column.
 
         Raises:
             ValueError: They have no such axis, or differ in another dimension.
@@ -148,10 +148,10 @@ class TeamReduction(abc.ABC):
 
     @abc.abstractmethod
     def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """What the first replica of this process has of each column."""
+        """Returns the array of the first replica of this process, for each column."""
 
     def reduced(self, columns: Sequence[Column], mean: bool) -> list[jax.Array]:
-        """The sum or mean of each column, in one collective. Means of integers are
+        """Sums or averages each column, in one collective. Means of integers are
         floats."""
         totals = self._added(
             [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
@@ -161,8 +161,7 @@ class TeamReduction(abc.ABC):
         return [x / self._team.size for x in totals] if mean else totals
 
     def gathered(self, columns: Sequence[Column], axis: int = 0) -> list[jax.Array]:
-        """The arrays of each column one after the other along ``axis``, in one
-        collective.
+        """Concatenates the arrays of each column along ``axis``, in one collective.
 
         Raises:
             ValueError: They have no such axis, or differ in another dimension.
@@ -177,21 +176,21 @@ class TeamReduction(abc.ABC):
         return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
 
     def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """What replica 0 has of each column."""
+        """Returns the array of replica 0, for each column."""
         mine, channel = self._of_first(columns), self._team.channel
         return mine if channel is None else first_of(channel, mine)
 
     def joined(self, column: Sequence[IndexedSlices], mean: bool) -> IndexedSlices:
-        """The rows of all replicas, one after the other; for a mean, divided by the
-        number of replicas."""
+        """Concatenates the rows of all replicas; for a mean, divides them by the number
+        of replicas."""
         parts = [x.values for x in column], [x.indices for x in column]
         values, indices = self.gathered(parts)
         values = values / self._team.size if mean else values
         return IndexedSlices(values, indices, column[0].dense_shape)
 
     def all_reduced(self, columns: Sequence[Column], mean: bool) -> list[Any]:
-        """The sum or mean of each column: of arrays in one collective, of which XLA
-        makes one all-reduce; of `IndexedSlices` as `joined` says."""
+        """Sums or averages each column: arrays in one collective, of which XLA makes
+        one all-reduce; `IndexedSlices` as `joined` says."""
         return by_kind(
             columns,
             is_sparse,
@@ -205,9 +204,9 @@ class TeamReduction(abc.ABC):
         op: UpdateOp,
         operands: Sequence[tuple[jax.Array, ...]],
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it, of those that each
-        has. The mean of integers is one, exactly; what is behind the point is left out:
-        of rows, of what all replicas together add to each row.
+        """Combines the operands of each replica into those of one update. The mean of
+        integers is an integer, rounded once: of rows, from the sum that all replicas
+        add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
@@ -236,10 +235,9 @@ class TeamReduction(abc.ABC):
         return (self.reduced(columns, mean)[0].astype(dtype),)
 
     def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
-        """One call with the gradients of all the replicas, of that which each makes:
-        their sums, unless they are the same in all of them already. Of further
-        arguments the mean, or what the first replica has of those that are no floats.
-        """
+        """Combines the gradients of the calls of all replicas: sums them, unless they
+        are the same in all replicas already. Of further arguments it takes the mean, or
+        the value of the first replica if they are not floats."""
         call = calls[0]
         if self._team.size == 1:
             return call
@@ -278,8 +276,9 @@ class TeamReduction(abc.ABC):
 
 @final
 class MappedReduction(TeamReduction):
-    """Replicas that are one program over `AXIS`, which jax's own collectives bring
-    together inside of XLA. A column has one part, which is that of each replica."""
+    """Combines the values of replicas that are one program over `AXIS`, with jax's own
+    collectives inside of XLA. A column has one part, which stands for that of each
+    replica."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         arrays = [strong(array) for (array,) in columns]
@@ -327,7 +326,7 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
 
 
 class AggregationRule(enum.Enum):
-    """How what several replicas do to a variable becomes one update."""
+    """How the updates of several replicas to a variable become one."""
 
     SUM = enum.auto()
     MEAN = enum.auto()
@@ -338,7 +337,8 @@ class AggregationRule(enum.Enum):
 def aggregation_rule(
     variable: VariableHandle, op: UpdateOp, has_rows: bool
 ) -> AggregationRule:
-    """The way of an update. Gradients are summed; all else follows the variable.
+    """Returns how an update is aggregated. Gradients are summed; all else follows the
+    variable.
 
     Raises:
         ValueError: The variable's aggregation is NONE.

@@ -61,7 +61,7 @@ _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
 class JaxSettings:
-    """The settings of this thread when this is made."""
+    """The settings of jax in this thread, recorded when this is made."""
 
     __slots__ = ("_mesh", "_names", "_values")
 
@@ -71,7 +71,7 @@ class JaxSettings:
         self._names = source_info_util.current_name_stack()
 
     def require_unchanged(self, what: str) -> None:
-        """Refuses to let others run under other settings.
+        """Refuses to let other replicas run under changed settings.
 
         Raises:
             RuntimeError: One has been changed.
@@ -95,20 +95,20 @@ class JaxSettings:
         )
 
     def names(self) -> AbstractContextManager[Any]:
-        """While entered, the names for profiles are those of then."""
+        """Restores the recorded names for profiles, while entered."""
         context: AbstractContextManager[Any]
         context = source_info_util.set_name_stack(self._names)
         return context
 
 
 class NeedsSequential(BaseException):
-    """The function is none that one program could do for all replicas. No `Exception`:
+    """The function cannot be one program for all replicas. Not an `Exception`, because
     the function itself must not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBarrier:
-    """What one replica waits at a barrier for.
+    """One replica that waits at a barrier, and what for.
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
     of all replicas and returns what each is given; that of replica 0 is called.
@@ -144,7 +144,7 @@ class ReplicaFiber:
         return current_trace() != self._trace
 
     def wait_at(self, barrier: ReplicaBarrier) -> Any:
-        """Waits for the other replicas; returns what this one is given.
+        """Waits for the other replicas at a barrier; returns the result for this one.
 
         Raises:
             RuntimeError: Inside a function that jax transforms, which cannot wait, or
@@ -168,7 +168,7 @@ class ReplicaFiber:
             return parent.switch(barrier)
 
     def go_on(self, given: Any) -> None:
-        """Lets it run to its end or the next barrier.
+        """Resumes the replica until its end or the next barrier.
 
         Raises:
             BaseException: Whatever the replica function raises.
@@ -177,7 +177,7 @@ class ReplicaFiber:
         self.barrier = came if isinstance(came, ReplicaBarrier) else None
 
     def end(self) -> None:
-        """Ends one that waits, or has not begun."""
+        """Ends a replica that waits, or has not started."""
         self._is_over = True
         self.barrier = None
         if not self._greenlet.dead:
@@ -199,7 +199,7 @@ def run_fibers(
     bodies: Sequence[Callable[[ReplicaFiber], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
-    """What the replicas return, in order.
+    """Runs the replicas until all have ended; returns their results, in order.
 
     Args:
         bodies: One function for each replica.
@@ -231,7 +231,8 @@ def _end_all(
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
-    """Ends all; what they raise while they clean up is noted at the error that is why.
+    """Ends all replicas. What they raise while they clean up becomes a note of the
+    error that ended them.
 
     Raises:
         BaseException: One that is no `Exception`, such as an interrupt, when all have
@@ -254,7 +255,7 @@ def _end_all(
 
 
 def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
-    """The barriers, if all replicas came to the same one.
+    """Returns the barriers, if all replicas came to the same one.
 
     Raises:
         RuntimeError: Says who did not. Its cause is the error that a replica cleans up
@@ -273,8 +274,8 @@ def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
 def _difference(
     barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
 ) -> str | None:
-    """Says which replica came to another barrier than replica 0, or to none; None: all
-    came to the same."""
+    """Says which replica came to another barrier than replica 0, or to none; None if
+    all came to the same."""
     if len(came) < len(barriers):
         waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
         ended = next(n for n, barrier in enumerate(barriers) if barrier is None)

@@ -82,14 +82,14 @@ def run_as(
 
 
 def given() -> Callable[..., Any]:
-    """The function of this call; a step function as it runs in a step."""
+    """Returns the function of this call; of a step function its body."""
     fn = _given.get()
     return fn.body if isinstance(fn, Function) else fn
 
 
 @dataclass(slots=True, eq=False)
 class CachedStep:
-    """A function as a step that does nothing but run it.
+    """A function as a step that only runs it.
 
     ``why_not`` says what keeps it from being one, once that is known.
     """
@@ -108,18 +108,18 @@ class CachedStep:
         return self.origin is None or self.origin() is not None
 
     def is_of(self, marks: Hashable) -> bool:
-        """Whether it does what a function with these marks does now."""
+        """Returns whether it does what a function with these marks does now."""
         is_alike = self.marks == marks and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
-        """Whether a function with these marks can ever be given again."""
+        """Returns whether a function with these marks can ever be passed again."""
         return self.held.are_there() and self.dependencies.may_return()
 
 
 @dataclass(slots=True, eq=False)
 class StepPlace:
-    """The steps that were made of the functions of one place in the source."""
+    """The steps that were made of the functions at one place in the source."""
 
     steps: list[CachedStep] = field(default_factory=list)
     replaced: int = 0
@@ -127,15 +127,16 @@ class StepPlace:
     """What the last function had captured."""
 
     def find(self, marks: Hashable) -> CachedStep | None:
-        """The step of a function with these marks."""
+        """Returns the step of a function with these marks."""
         for step in self.steps:
             if step.is_of(marks):
                 return step
         return None
 
     def add(self, made: CachedStep) -> bool:
-        """Keeps another one; says whether it is compiled in the stead of one: not
-        beside those of other functions that live, nor for what runs sequentially."""
+        """Adds a step; returns whether it was compiled in place of another one. That is
+        not so beside steps of other functions that live, nor for functions that run
+        sequentially."""
         origin = made.origin and made.origin()
         live = [step for step in self.steps if step.is_live]
         own = [step for step in live if (step.origin and step.origin()) is origin]
@@ -152,7 +153,8 @@ class StepPlace:
 
 
 class FunctionCache:
-    """The steps of one strategy; ``make`` makes the body of one, which runs `given`."""
+    """The steps of one strategy. ``make`` makes the body of a step, which runs
+    `given`."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
@@ -160,7 +162,7 @@ class FunctionCache:
         self._lock = threading.RLock()  # what is freed in it may run code
 
     def of(self, fn: Callable[..., Any]) -> CachedStep:
-        """The step of a function, made if it is not known.
+        """Returns the step of a function; makes it if it is not known.
 
         Warns:
             RetraceWarning: It was made for the fifth time, say, in the stead of another
@@ -241,7 +243,7 @@ def _tell(name: str, times: int, before: Words, now: Words) -> None:
 
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Whatever says whether the function is still in use."""
+    """Returns a reference that tells whether the function is still in use."""
     held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
     try:
         return weakref.ref(held)
@@ -250,7 +252,7 @@ def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
 
 
 def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
-    """``step``, by the names of ``fn``, which it does not hold."""
+    """Gives ``step`` the names of ``fn``, without a reference to it."""
     while is_partial(fn) and "__name__" not in vars(fn):
         fn = fn.func  # it has none of its own
     names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]

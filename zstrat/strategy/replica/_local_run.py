@@ -79,7 +79,7 @@ jax.tree_util.register_pytree_node(
 
 
 def returned(leaf: Any) -> Any:
-    """A leaf of what a function returns that is a step of its own.
+    """Checks a leaf of the result of a function that is a step of its own.
 
     Raises:
         NeedsSequential: It is nothing that a program returns.
@@ -143,7 +143,8 @@ class LocalMesh:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """What the replicas return, brought together; called in the strategy's scope.
+        """Runs the replicas and merges what they return; called in the strategy's
+        scope.
 
         Raises:
             TypeError: A function that must be compiled returns what no program does.
@@ -178,7 +179,8 @@ class LocalMesh:
         return ReplicaCall(self._strategy, self.team, fn, args, kwargs)
 
     def _there(self) -> AbstractContextManager[Any]:
-        """Inside, what is bound to no device is computed on the only one."""
+        """Computes what is bound to no device on the only device of the strategy, while
+        entered."""
         if not self._is_elsewhere:
             return nullcontext()
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
@@ -191,8 +193,8 @@ class LocalMesh:
         return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
-        """What the replicas made sequentially: one array, if each part is on the device
-        of its replica."""
+        """Merges the results of sequential replicas: into one array, if each part is on
+        the device of its replica."""
         if not all(isinstance(part, jax.Array) for part in parts):
             return PerReplica(parts)
         kinds = {(part.shape, part.dtype) for part in parts}
@@ -211,7 +213,8 @@ class LocalMesh:
 
     @staticmethod
     def _near(leaf: Any) -> Any:
-        """An array that all devices have, as one that each may compute with."""
+        """Returns an array that all devices have as one that each of them can compute
+        with."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
@@ -226,8 +229,8 @@ class LocalMesh:
         return step
 
     def _staged(self, call: ReplicaCall) -> Any:
-        """Runs the replicas as a part of the program that is being traced, in either
-        way."""
+        """Runs the replicas as a part of the program that is being traced, as one
+        program or sequentially."""
         try:
             return self._traced(call)
         except (NeedsSequential, UnevenParts):
@@ -240,8 +243,8 @@ class LocalMesh:
         return alone(call.given(unwrapped(select_replica(0, call.tree))))
 
     def _given(self, tree: Any) -> Any:
-        """The arguments of a step of its own: values per replica on their devices, and
-        Python numbers as what they are.
+        """Returns the arguments of a step of its own: values per replica on their
+        devices, and Python numbers as such.
 
         Raises:
             UnevenParts: There is text among them, say. Where nothing runs but programs,
@@ -263,8 +266,8 @@ class LocalMesh:
         return regroup(leaf.values, self._given_parts, always_wrap=True)
 
     def _everywhere(self, array: jax.Array) -> Any:
-        """Where an array that is bound to devices is given to all replicas: where it
-        is, if all of them are there."""
+        """Returns the sharding of an array that is bound to devices and given to all
+        replicas: its own, if all of them are there."""
         if self.replicas == 1:
             return self.layout.rows
         if array.sharding.device_set == set(self.mesh.devices.flat):

@@ -40,12 +40,12 @@ _sharding: Final[Any] = NamedSharding
 
 
 def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
-    """These devices, one for each replica."""
+    """Makes a mesh of these devices, one for each replica."""
     return Mesh(np.array(devices), (AXIS,))
 
 
 def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
-    """That of arrays of which each device has the rows of its replica.
+    """Returns the sharding of arrays of which each device has the rows of its replica.
 
     Args:
         memory: In which kind of memory (``"pinned_host"``, say); left out: the usual.
@@ -55,15 +55,16 @@ def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
 
 
 def one_array(parts: Sequence[jax.Array], rows: Sharding) -> jax.Array:
-    """The array whose rows are those of the parts, which lie where ``rows`` has them:
-    nothing is copied."""
+    """Makes the array whose rows are those of the parts, which are placed as ``rows``
+    has them: nothing is copied."""
     count, *rest = parts[0].shape
     shape = (count * len(parts), *rest)
     return jax.make_array_from_single_device_arrays(shape, rows, list(parts))
 
 
 def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
-    """The first devices, one for each replica; None if there are fewer."""
+    """Makes a mesh of the first devices, one for each replica; None if there are
+    fewer."""
     if len(devices) < count:
         return None
     return mesh_over(devices[:count])
@@ -87,8 +88,8 @@ def mapped_over(
     mesh: Mesh | None,
     mine: Sequence[Spread],
 ) -> Callable[..., Any]:
-    """``one`` over all replicas, with these arrays of their own: outputs spread, update
-    operands as they are (they are equal on every replica)."""
+    """Maps ``one`` over all replicas, with these arrays of their own. Outputs are
+    spread; operands of updates come as they are, as they are equal on every replica."""
     is_nested = within_mesh.get()
     scalars: list[bool] = []
 
@@ -144,7 +145,7 @@ def mapped_over(
 
 
 def by_replica(value: Spread, count: int) -> Any:
-    """``[count, ...]``, a row for each replica."""
+    """Reshapes to ``[count, ...]``, a row for each replica."""
     array = value.array
     if value.stacked:
         return array
@@ -159,8 +160,8 @@ def in_stages(
     *,
     in_order: bool = False,
 ) -> Any:
-    """``mapped(one, rows)``, with the collectives between processes outside of it; of
-    ``in_order`` see `stages`.
+    """Computes ``mapped(one, rows)``, with the collectives between processes outside of
+    it; of ``in_order`` see `stages`.
 
     ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)``: ``own`` are more arrays
     of which each device is given its part, ``whole`` more shared ones; ``shared`` is
@@ -232,9 +233,9 @@ class _StagePart:
         return _StagePart(cut, number, store, shape)
 
     def run(self, known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """What each device has of its own, and what is the same on all: at the end
-        results and operands of updates, before it what is left and the operands of
-        collectives."""
+        """Returns what each device has of its own, and what is the same on all: at the
+        end results and operands of updates, before it what later stages need and the
+        operands of collectives."""
         store = self._store | known
         made = self.stage.run(*[store[n] for n in self.stage.takes])
         if self.is_last:
@@ -245,6 +246,6 @@ class _StagePart:
         return [store[n] for n in self.left], [store[n] for n in operands]
 
     def operands(self, arrays: Sequence[Any]) -> Any:
-        """The operands of each update, made of the arrays that the last stage gave."""
+        """Returns the operands of each update, made of the arrays of the last stage."""
         treedef: Any = jax.tree.structure(self._shape[1])
         return treedef.unflatten(list(arrays))

@@ -80,8 +80,8 @@ if TYPE_CHECKING:
 
 @final
 class MappedReplica(ReplicaRecorder):
-    """The recorder inside one of several replicas that are one program: what it is told
-    is noted by a capture of this region."""
+    """The recorder inside one of several replicas that are one program; a capture of
+    this region notes what it records."""
 
     def __init__(self, feed: TraceFeed, team: Team) -> None:
         self.capture = Capture(feed, is_region=True)
@@ -194,8 +194,8 @@ def replicate(
 
 
 class RegionMade(NamedTuple):
-    """What one replica makes: arrays of its result, its copies of variables that it has
-    changed, operands of each update, and ids of its lookups."""
+    """The outputs of one replica: arrays of its result, its changed copies of
+    variables, operands of each update, and ids of its lookups."""
 
     arrays: list[Any]
     copies: list[Any]
@@ -205,8 +205,8 @@ class RegionMade(NamedTuple):
 
 @final
 class DiscoveredRegion:
-    """A replica function that was traced under values that were made up. ``program``
-    is what was traced, as a program; None if it has to be traced again."""
+    """A replica function that was traced with made-up values. ``program`` is the trace
+    as a program; None if the function has to be traced again."""
 
     def __init__(self, capture: Capture, result: Any) -> None:
         self.program: BodyProgram | None = None
@@ -233,7 +233,7 @@ class DiscoveredRegion:
 
 @dataclass(frozen=True, slots=True)
 class TracedRegion:
-    """What the trace of a region left: leaves of its result, its effects, and the
+    """The outcome of tracing a region: leaves of its result, its effects, and the
     variables whose copies it has changed."""
 
     leaves: Sequence[Any]
@@ -249,7 +249,7 @@ class TracedRegion:
     def recorded_result(
         self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
     ) -> Any:
-        """The result, when the step has been told what was done.
+        """Records the effects of the replicas in the step; returns their result.
 
         Args:
             arrays: What the program made: of the result, then copies of ``changed``.
@@ -295,13 +295,13 @@ class _Given:
     def feed(
         self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
     ) -> Replay:
-        """What the function meets."""
+        """Returns the values that the function reads."""
         return Replay("strategy.run", self._known(values, mine), (), rows)
 
     def named(
         self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
     ) -> dict[Any, Any]:
-        """The same for a `BodyProgram`."""
+        """Returns the same for a `BodyProgram`."""
         known = self._known(values, mine)
         named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
         return named | {("rows", number): x for number, x in enumerate(rows)}
@@ -322,8 +322,8 @@ def discovered(
     team: Team,
     mesh: Mesh | None = None,
 ) -> DiscoveredRegion:
-    """What the function reads and looks up, which copies it updates, and its program,
-    traced in the map over the replicas in which it runs.
+    """Finds what the function reads and looks up, which copies it updates, and its
+    program. The trace is in the map over the replicas in which the function runs.
 
     The step itself is not asked inside this trace: what it handed out here would belong
     to a trace that ends before the step does.
@@ -358,7 +358,8 @@ def discovered(
 
 
 def _refuse_unnoticed(found: Capture) -> None:
-    """Refuses what the replicas do to variables where jax traces and no step does."""
+    """Refuses effects of the replicas on variables where jax traces outside of a
+    step."""
     for variable, _ in found.own.values():
         refuse_update(variable.spec, "update")
     for update in found.updates:
@@ -374,7 +375,7 @@ def _looked_up(
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: TraceRecorder,
 ) -> list[Spread]:
-    """The rows of the replicas' lookups, looked up in the step.
+    """Looks up the rows of the lookups of the replicas, in the step.
 
     The replicas compute the ids that need no rows, and nothing else; with these rows
     the ids that need no others; and so on.
@@ -421,7 +422,8 @@ _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep
 
 
 def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
-    """What the replicas return: each array as a `PerReplica`, all else as it is.
+    """Runs the replicas as one program; returns each array as a `PerReplica`, all else
+    as it is.
 
     Args:
         mesh: The replicas' devices; None: one device computes all of them.
@@ -445,8 +447,8 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
 
 
 def needs_sequential(call: ReplicaCall) -> bool:
-    """Whether replicas that are given what the first one is given are no one program.
-    The step, if there is one, hears nothing of it.
+    """Returns whether replicas whose arguments all are like those of the first one
+    cannot be one program. The step, if there is one, records nothing of it.
 
     Raises:
         Exception: Whatever the function raises while it is traced.
@@ -481,7 +483,7 @@ def _replica(
 
 
 def alone(call: ReplicaCall) -> Any:
-    """What the only replica returns, in a step.
+    """Runs the only replica, in a step.
 
     Raises:
         NeedsSequential: As `as_one_program`.
@@ -509,7 +511,8 @@ def _needs_sequential(error: Exception) -> NeedsSequential:
 
 
 def _per_replica(node: Any, count: int) -> Any:
-    """An array or an IndexedSlices as one value per replica, all else as it is."""
+    """Turns an array or an IndexedSlices into a value per replica; returns all else as
+    it is."""
     if isinstance(node, Spread):
         return PerReplica.of_whole(node.array, count, stacked=node.stacked)
     if not any(isinstance(leaf, Spread) for leaf in jax.tree.leaves(node)):

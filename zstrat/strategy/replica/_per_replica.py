@@ -58,7 +58,7 @@ class DistributedValues:
 
     @classmethod
     def of_whole(cls, whole: Any, replicas: int, *, stacked: bool = False) -> Self:
-        """The values that one array has for all replicas.
+        """Makes the values that one array has for all replicas.
 
         Args:
             whole: ``[replicas * n, ...]``, of which replica i has the rows from
@@ -158,12 +158,12 @@ jax.tree_util.register_pytree_node(Mirrored, _children, _mirrored)
 
 
 def is_distributed(node: object) -> bool:
-    """Whether this is a value per replica."""
+    """Returns whether this is a value per replica."""
     return isinstance(node, DistributedValues)
 
 
 def select_replica(replica: int, tree: Any) -> Any:
-    """The pytree as that replica sees it."""
+    """Returns the pytree as that replica sees it."""
     return jax.tree.map(
         lambda node: (
             node.values[replica] if isinstance(node, DistributedValues) else node
@@ -174,7 +174,7 @@ def select_replica(replica: int, tree: Any) -> Any:
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
-    """One entry per replica; ``(value,)`` if nothing in it is distributed."""
+    """Returns one entry per replica; ``(value,)`` if nothing in it is distributed."""
     if isinstance(value, DistributedValues):
         return value.values
     for node in jax.tree.leaves(value, is_leaf=is_distributed):
@@ -198,8 +198,9 @@ def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
 def _shards(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], count: int
 ) -> dict[jax.Device, int] | None:
-    """The device of each replica and the number of its addressable part, if what a
-    device has is what a replica has; of several devices of a replica the first one."""
+    """Returns the device of each replica with the number of its addressable part, if a
+    device has exactly the part of its replica; of several devices of a replica the
+    first one."""
     rows = shape[0] // count
     indices = sharding.addressable_devices_indices_map(shape)
     devices, places = list(indices), list(indices.values())
@@ -219,16 +220,17 @@ def _shards(
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Whether this is an array of jax that lies somewhere, and no part of a trace."""
+    """Returns whether this is an array of jax that has a device and is not part of a
+    trace."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def loose(
     shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
 ) -> jax.Array:
-    """The shard as an array that may meet those of other devices: jax refuses to
-    compute with a shard as it is and one of another device. No copy but of a scalar. On
-    accelerators, where jax has no way to do so without one, it is the shard.
+    """Returns the shard as an array that can be combined with those of other devices:
+    jax refuses to compute with a shard as it is and one of another device. No copy but
+    of a scalar. On accelerators, where jax needs a copy for that, it is the shard.
 
     ``weak``: whether it is of a weak type, which a part of an array does not know; left
     out: as it says itself.
@@ -242,7 +244,7 @@ def loose(
 def _loose(
     shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool
 ) -> list[jax.Array]:
-    """`loose` of shards that are alike, each on its device."""
+    """Does as `loose` for shards that are alike, each on its device."""
     first, device = next(iter(shards.values())), next(iter(shards))
     # The dtype of random keys is none of numpy's.
     if device.platform != "cpu" or not isinstance(first.dtype, np.dtype):
@@ -266,7 +268,7 @@ def _view_on(device: jax.Device, view: np.ndarray) -> Any:
 
 
 def _parts(shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool) -> list[Any]:
-    """`_part` of each shard, bound to no device."""
+    """Does as `_part` for each shard, bound to no device."""
     first = next(iter(shards.values()))
     # As jax takes it now: in the scope of `jax.enable_x64` otherwise than outside.
     taken = jax.dtypes.canonicalize_dtype(first.dtype)
@@ -291,7 +293,7 @@ def _part_programs(
     stacked: bool,
     weak: bool,
 ) -> list[Any]:
-    """`_part` of such arrays, compiled for each of the devices. To call one takes a
+    """Compiles `_part` of such arrays for each of the devices. To call one takes a
     fifth of the time of the jitted function with that device as the default one."""
     return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
 
@@ -307,7 +309,7 @@ def _part_program(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _part(array: Any, stacked: bool, weak: bool) -> Any:
-    """The array or its first row, of a weak type if so wanted, which none of jax's
+    """Returns the array or its first row, of a weak type if wanted, which none of jax's
     functions gives it."""
     part = array[0] if stacked else array
     if not weak or is_weak(part):
@@ -321,8 +323,8 @@ _WIDE: Final = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128"))
 
 
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays that may be computed with together: those that are bound to other devices
-    than the first one come to it."""
+    """Returns arrays that can be computed with together: those that are bound to other
+    devices than the first one are moved to it."""
     bound = [x for x in arrays if is_concrete(x) and x.committed]
     if len({frozenset(x.devices()) for x in bound}) < 2:
         return list(arrays)
@@ -334,7 +336,7 @@ def on_one_device(arrays: Sequence[Any]) -> list[Any]:
 def regroup(
     values: Sequence[Any], wrap: Wrap = PerReplica, *, always_wrap: bool = False
 ) -> Any:
-    """One value of those of all replicas, in replica order.
+    """Merges the values of all replicas into one, in replica order.
 
     Args:
         wrap: Makes the value per replica.
@@ -356,7 +358,7 @@ def regroup(
 
 
 def _members(value: Any) -> list[Any] | None:
-    """The members of a container, None for what is none."""
+    """Returns the members of a container, or None if it is not a container."""
     match value:
         case IndexedSlices() | DistributedValues() | None:
             return None
@@ -368,7 +370,8 @@ def _members(value: Any) -> list[Any] | None:
 
 
 def _members_like(first: Any, value: Any) -> list[Any]:
-    """The members, in the order of those of another replica's container."""
+    """Returns the members, in the order of those of the container of another
+    replica."""
     members = _members(value) if type(value) is type(first) else None
     if members is not None and _keys(value) == _keys(first):
         if isinstance(first, Mapping):
@@ -382,7 +385,7 @@ def _members_like(first: Any, value: Any) -> list[Any]:
 
 
 def _keys(value: Any) -> Any:
-    """What must be equal for two containers to be merged."""
+    """Returns what must be equal for two containers to be merged."""
     match value:
         case Mapping():
             return set(value)
@@ -411,12 +414,12 @@ def _rebuilt(like: Any, members: list[Any]) -> Any:
 
 
 def _is_node(value: Any) -> bool:
-    """Whether jax knows it as a container."""
+    """Returns whether jax knows it as a container."""
     return not jax.tree_util.all_leaves([value])
 
 
 def _flat(node: Any) -> tuple[list[Any], Any]:
-    """The members of one that jax knows, and what else there is to it."""
+    """Returns the members of a container that jax knows, and its structure."""
     found: tuple[list[Any], Any]
     found = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
     return found
@@ -428,8 +431,8 @@ def _described(value: Any) -> str:
 
 
 def _variable_of_copies(values: Sequence[Any]) -> VariableHandle | None:
-    """The variable whose copies these are, all of them in replica order; None: they are
-    something else."""
+    """Returns the variable whose copies these are, all of them in replica order, or
+    None."""
     homes = [value.home for value in values if isinstance(value, Variable)]
     copies = [home for home in homes if isinstance(home, CopyHome)]
     if not copies or len(copies) < len(values):

@@ -82,18 +82,18 @@ class ReplicaRecorder(abc.ABC):
             self.outer.require_known_end(name)
 
     def _is_own(self, update: VariableUpdate) -> bool:
-        """Whether it is of a value that this replica has by itself. Asked of updates
-        without an optimizer."""
+        """Returns whether this replica alone has the value of an update without an
+        optimizer."""
         if isinstance(update.target, Table):
             return False  # rows over several variables are always brought together
         return updates_copies(update.variable, self._team.local)
 
     @abc.abstractmethod
     def _update_own(self, update: VariableUpdate) -> None:
-        """Updates the value that this replica has by itself."""
+        """Updates the value that this replica alone has."""
 
     def _update_shared(self, update: VariableUpdate) -> None:
-        """Updates, once, what all replicas share."""
+        """Combines the operands of all replicas and updates the shared value once."""
         team = self._team
         combined = team.aggregate(update.variable, update.op, update.operands)
         self.outer.update(update._replace(operands=combined))
@@ -102,7 +102,7 @@ class ReplicaRecorder(abc.ABC):
 @final
 class SoleReplica(ReplicaRecorder):
     """The only replica of its process: its function is called, and nothing is mapped.
-    What it does is brought together with what those of other processes do."""
+    Its updates are combined with those of other processes."""
 
     def _is_own(self, update: VariableUpdate) -> bool:
         # TF's rules: each process has a copy that it updates by itself.
@@ -118,7 +118,7 @@ class SoleReplica(ReplicaRecorder):
 
 @contextlib.contextmanager
 def as_sole_replica(team: Team) -> Iterator[None]:
-    """What is inside runs as the one replica of this process."""
+    """Runs the body as the one replica of this process."""
     outer = recorder.get()
     before = recorder.set(SoleReplica(Immediate() if outer is None else outer, team))
     try:
@@ -129,7 +129,7 @@ def as_sole_replica(team: Team) -> Iterator[None]:
 
 @contextlib.contextmanager
 def merged() -> Iterator[None]:
-    """What is inside is done once for all replicas: updates are made as they are."""
+    """Runs the body once for all replicas: its updates are not aggregated."""
     current = recorder.get()
     if not isinstance(current, SoleReplica):
         yield

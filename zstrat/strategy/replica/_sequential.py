@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 
 
 def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
-    """What each replica of this process returns.
+    """Runs the replicas of this process one after the other; returns what each returns.
 
     Args:
         devices: One for each replica; replicas without one compute where jax does.
@@ -135,8 +135,8 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
 
 def _near(leaf: Any, device: jax.Device) -> Any:
-    """What is bound to one device, for the replica on this one. What lies on several
-    stays: no other replica has use for it."""
+    """Moves an array that is bound to one device to the device of the replica. One on
+    several devices stays: no other replica uses it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
     return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
@@ -144,7 +144,8 @@ def _near(leaf: Any, device: jax.Device) -> Any:
 
 @final
 class SequentialReplica(ReplicaRecorder):
-    """The recorder of one replica: to update what all share it waits for the others."""
+    """The recorder of one sequential replica: to update what all replicas share it
+    waits for the others."""
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ class SequentialReplica(ReplicaRecorder):
 def _own_updates(
     variable: VariableHandle, op: UpdateOp, operands: tuple[np.ndarray, ...]
 ) -> list[tuple[np.ndarray, ...]]:
-    """Operands of the updates of one copy: of rows those that are there.
+    """Returns operands of the updates of one copy, without rows that are not there.
 
     Raises:
         IndexError: There is no such row.
@@ -327,8 +328,8 @@ _barrier: Final[Any] = jax.lax.optimization_barrier
 
 
 def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
-    """What the replicas of this process return, brought together. Those of other
-    processes may be one program.
+    """Runs replicas whose arguments have different shapes, and merges what they return.
+    The replicas of other processes may be one program.
 
     Raises:
         UnevenParts: In a step, where XLA reaches the other processes, so that all run
@@ -395,7 +396,7 @@ class _Region:
         """What the last trace left; there is none before the first."""
 
     def variables(self) -> list[VariableHandle]:
-        """The variables that the replicas use.
+        """Lists the variables that the replicas use.
 
         Raises:
             UnevenParts: Rows are looked up that are not here.
@@ -415,8 +416,8 @@ class _Region:
         return found.variables
 
     def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
-        """Arrays that the replicas return, then copies that they have changed; and the
-        operands of their updates."""
+        """Traces the replicas; returns the arrays of their results, then changed
+        copies, and the operands of their updates."""
         given = iter(inputs)
         leaves = [
             next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves

@@ -130,8 +130,8 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
         return self._resolver
 
     def close(self) -> None:
-        """Leaves the parameter servers, which keep what they have for the others.
-        Closing twice is fine; ``with`` closes at its end."""
+        """Leaves the parameter servers, which keep the variables for the other
+        programs. Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
 
     def _function_inputs(self) -> ProcessInputs:

@@ -301,8 +301,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """A dataset of global batches, to be shared out among the replicas of each
-        worker, which reads all of it.
+        """Distributes a dataset of global batches over the replicas of each worker,
+        which reads all of it.
 
         Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
         on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
@@ -319,8 +319,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> UnbuiltDataset:
-        """The datasets that ``dataset_fn`` makes, one for each worker, whose replicas
-        take its elements in turn.
+        """Calls ``dataset_fn`` in each worker; the replicas of a worker take the
+        elements of its dataset in turn.
 
         Its `InputContext` has the worker's index and the number of workers, and as
         ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
@@ -359,7 +359,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine; ``with`` closes at its end, but an exception
+        coordinator. Closing twice is fine. ``with`` closes at its end, but an exception
         leaves a session that has a name (``resume``)."""
         self._session.close()
 
@@ -423,7 +423,7 @@ def _rule(placement: str) -> PlacementRule:
 
 
 def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
-    """Seconds to wait for a lost ps; None: calls raise at once."""
+    """Returns the seconds to wait for a lost ps; None if calls raise at once."""
     if on_ps_loss not in ("raise", "restore"):
         raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")
     if timeout is not None and not 0 < timeout < math.inf:
@@ -451,7 +451,8 @@ def _detected() -> ClusterResolver:
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """The resolver's cluster, in TF's order of complaints."""
+    """Returns the cluster of the resolver, checked in the order in which TF
+    complains."""
     spec = cluster_spec_of(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")

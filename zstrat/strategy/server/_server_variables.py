@@ -101,11 +101,11 @@ class ServerVariables(StrategyCreator):
         return self._session
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
+        """Returns whether the variable was created here."""
         return variable.home is self
 
     def require_known(self, plan: Plan) -> None:
-        """Refuses a step that uses what was created for another connection.
+        """Refuses a step that uses variables or optimizers of another session.
 
         Raises:
             NotFoundError: Names the variables and optimizers.
@@ -130,7 +130,7 @@ class ServerVariables(StrategyCreator):
             )
 
     def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        """New variables go where that one is, which was created here.
+        """Places new variables where that one is, which was created here.
 
         Raises:
             ValueError: It is on several ps.
@@ -145,9 +145,9 @@ class ServerVariables(StrategyCreator):
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """New variables, in one round trip per ps for all values that are made here,
-        and one for each initializer that runs there. If one cannot be created, none of
-        them is, and the next ones are counted as if nothing had been asked for.
+        """Creates variables, in one round trip per ps for all values that are made
+        here, and one for each initializer that runs there. If one cannot be created,
+        none is, and the next ones are counted as if nothing had been requested.
 
         Raises:
             ValueError: A request has no initial value, or the partitioner's answer is
@@ -165,8 +165,8 @@ class ServerVariables(StrategyCreator):
         return [self._made(*new) for new in zip(drafts, specs, strict=True)]
 
     def create_per_worker(self, request: VariableRequest) -> PerWorkerVariable:
-        """A variable with a value for each worker, in one round trip per ps. An initial
-        value that is a function is called for each of them.
+        """Creates a variable with a value for each worker, in one round trip per ps. An
+        initial value that is a function is called for each of them.
 
         Raises:
             ValueError: The workers are programs of their own, and nobody coordinates
@@ -233,7 +233,7 @@ class ServerVariables(StrategyCreator):
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Gives the number of an optimizer out again: nobody has a handle of it."""
+        """Frees the number of an optimizer that has no handle."""
         with self._lock:
             self._numbers.give_back(optimizer)
 
@@ -270,7 +270,7 @@ class ServerVariables(StrategyCreator):
         await self._session.run_async(*self._updating(updates))
 
     def bind(self, call: GradientCall) -> None:
-        """Tells the parameter servers of the tree of an optimizer, once.
+        """Sends the tree of an optimizer to the parameter servers, once.
 
         Raises:
             ValueError: It cannot be told, or a server refuses it; says why.
@@ -283,7 +283,7 @@ class ServerVariables(StrategyCreator):
             self._bound.add(tree)
 
     async def bind_async(self, call: GradientCall) -> None:
-        """`bind`, without blocking the running loop.
+        """Does as `bind`, without blocking the running loop.
 
         Cancellation: they may have been told.
         """
@@ -295,7 +295,7 @@ class ServerVariables(StrategyCreator):
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """What an optimizer keeps beside variables, by name.
+        """Reads the arrays that an optimizer keeps beside variables, by name.
 
         Raises:
             PSUnavailableError: A ps is gone.
@@ -340,7 +340,8 @@ class ServerVariables(StrategyCreator):
         return work, "telling the tree of an optimizer"
 
     def _withdraw(self) -> None:
-        """Removes what a failed creation has left, before its keys are used again."""
+        """Removes what a failed creation left on the ps, before its keys are used
+        again."""
         specs, optimizers = self._numbers.doubtful
         if specs or optimizers:
             work = self._servers.withdraw(specs, optimizers)

@@ -92,6 +92,7 @@ class WorkerStrategy(Strategy):
 
 @functools.cache
 def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
-    """The stand-in of this process; one object, as scopes compare strategies by
-    identity and a step function and its arguments are unpickled apart."""
+    """Returns the stand-in of this process. It is one object, as scopes compare
+    strategies by identity, and a step function and its arguments are unpickled
+    apart."""
     return WorkerStrategy(ps_count, replicas)
