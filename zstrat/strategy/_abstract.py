@@ -1,8 +1,8 @@
-"""What a strategy and the contexts that it hands out know of each other.
+"""The interfaces through which strategies and their contexts know each other.
 
-A strategy makes the contexts of its replicas, and a context says whose it is. Here each
-is known by what the code beneath it asks of it, so that no file of either has to be
-read to understand the other.
+A strategy makes the contexts of its replicas, and a context knows its strategy. These
+classes have the methods that the rest of the package calls, so that neither file
+imports the other.
 
 Law of the file: of this package it imports the `Team` alone, so that every file of the
 package may import it.

@@ -69,12 +69,12 @@ class Scope(Generic[_Entered]):
                 refuse_mixing(self._strategy, outer.strategy)
         elif outer is not None and outer.replica is not None:
             refuse_replica_context("scope()")
-        # A scope within an update context is in that still: it knows its copy.
+        # A scope within an update context still knows its copy.
         frame = Frame(self._strategy, update=None if outer is None else outer.update)
         self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
-        # Asked, not imported: a program without Keras must not pay for it.
+        # Not imported: a program without Keras must not pay for it.
         if "keras" in sys.modules:
             watch_keras()
         return self._strategy
@@ -91,8 +91,8 @@ class ReplicaContext(AbstractReplicaContext):
     """What a replica function knows about itself.
 
     Several replicas of a worker are one traced program, in which the id is a traced
-    int32 and `all_reduce` a collective over the worker's devices; or they take turns,
-    each with its id as an int, and meet for what they do together.
+    int32 and `all_reduce` a collective over the worker's devices; or they run
+    sequentially, each with its id as an int, and wait for each other at barriers.
     """
 
     def __init__(self, strategy: AbstractStrategy, replica_id: int | jax.Array) -> None:
@@ -148,9 +148,9 @@ class ReplicaContext(AbstractReplicaContext):
         many rows.
 
         ``options`` are `CommunicationOptions` of this call, for what goes between
-        processes; what they leave out is as the strategy was made. They must be the
+        processes; options that are left out are those of the strategy. They must be the
         same in all processes. In a step the call is then a collective by itself. A
-        strategy of one process has nobody to wait for: there they change nothing. So
+        strategy of one process waits for no others: there they change nothing. Neither
         do ``bytes_per_pack`` and ``implementation`` for `IndexedSlices`, and
         ``bytes_per_pack`` where XLA carries out what steps do.
 
@@ -158,12 +158,12 @@ class ReplicaContext(AbstractReplicaContext):
         one between the processes of the strategy, if there are several.
 
         Raises:
-            ValueError: ``reduce_op`` is no reduction; replicas that run sequentially
+            ValueError: ``reduce_op`` is not a reduction; replicas that run sequentially
                 bring different structures or shapes; in a step, processes bring
                 different numbers of rows; ``options`` ask for an implementation that
                 the strategy was not made for, or, in a step that XLA carries out, for a
                 timeout.
-            TypeError: ``options`` are no `CommunicationOptions`.
+            TypeError: ``options`` are not `CommunicationOptions`.
             InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
             RuntimeError: This is not the replica context that is current; or, where
                 replicas run sequentially, a function that jax transforms calls it.
@@ -184,9 +184,9 @@ class ReplicaContext(AbstractReplicaContext):
         Replicas that are one program give arrays of the same shape. Their lengths along
         ``axis`` may differ where replicas run sequentially, and from process to process
         outside of a step. A compiled step has one shape for all processes: with
-        implementation=XLA it is theirs to keep to it, else what differs is refused.
-        Differentiable, if nothing differs: a replica's gradient is its part of the sum
-        of the incoming gradients.
+        implementation=XLA the processes have to see to it, else a difference is
+        refused. Differentiable, if nothing differs: a replica's gradient is its part of
+        the sum of the incoming gradients.
 
         Args:
             axis: An integer, or an integer array without dimensions. Negative: from the
@@ -195,7 +195,7 @@ class ReplicaContext(AbstractReplicaContext):
                 ones change nothing here, where every process talks to every other.
 
         Raises:
-            TypeError: ``axis`` is no integer; ``options`` are no
+            TypeError: ``axis`` is not an integer; ``options`` are nott
                 `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0 or no such axis; replicas that run
@@ -263,14 +263,13 @@ class ReplicaContext(AbstractReplicaContext):
         if frame is None or frame.replica is None:
             raise RuntimeError(
                 "Need to be inside `call_for_each_replica()`: a replica context is "
-                f"used in the replica function that it was given to, the body of "
-                f"{self._strategy!r}.run"
+                f"used in its own replica function, the body of {self._strategy!r}.run"
             )
         if frame.strategy is not self._strategy:
             refuse_mixing(self._strategy, frame.strategy)
         raise RuntimeError(
-            "Mismatching ReplicaContext: this is that of another replica function of "
-            f"{self._strategy!r}; ask get_replica_context()"
+            "Mismatching ReplicaContext: this is the context of another replica "
+            f"function of {self._strategy!r}; call get_replica_context()"
         )
 
     def __enter__(self) -> ReplicaContext:
@@ -304,11 +303,11 @@ _WORDS: Final = (
 
 
 _watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes of models whose methods warn already."""
+"""Classes of models whose methods are wrapped already."""
 
 
 _inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_fit", default=False)
-"""Whether one of them runs, which calls others."""
+"""Whether one of these methods runs, which may call others."""
 
 
 def watch_keras() -> None:

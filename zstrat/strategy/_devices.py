@@ -1,11 +1,10 @@
-"""Devices by TF's names: which one is meant, and how each is called.
+"""Devices and their names in TF.
 
 A name may be short (``GPU:0``, ``/gpu:0``, ``/device:CPU:1``) or full
 (``/job:localhost/replica:0/task:0/device:CPU:0``). Numbers count the devices of a kind
 in this process.
 
-Law of the file: decides by what it is given; who asks jax for its devices is said by
-`local_devices`.
+Law of the file: `local_devices` alone asks jax for devices.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _SHORT: Final = re.compile(
     re.IGNORECASE,
 )
 _LOCAL: Final = ("localhost", "worker", "chief")
-"""Jobs whose task 0 may be this process."""
+"""Jobs of which this process may be task 0."""
 
 
 def device_named(name: str | jax.Device) -> jax.Device:
     """Returns the device of this process that a name means.
 
     Args:
-        name: TF's name, or a device, which is taken as it is.
+        name: The name of TF, or a device, which is returned as it is.
 
     Raises:
-        ValueError: It is no name of a device, or there is no such device; says which
-            ones there are.
+        ValueError: It is not the name of a device, or there is no such device; lists
+            the devices.
     """
     if isinstance(name, jax.Device):
         return name
@@ -44,7 +43,7 @@ def device_named(name: str | jax.Device) -> jax.Device:
     there = local_devices()
     if found is None:
         raise ValueError(
-            f"{name!r} is no name of a device: expected one like 'GPU:0', "
+            f"{name!r} is not the name of a device: expected one like 'GPU:0', "
             f"'/device:CPU:1' or {task_names(there)[0]!r}, or a jax.Device"
         )
     if (found["job"] or "localhost").lower() not in _LOCAL or int(found["task"] or 0):
@@ -71,18 +70,19 @@ def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.
         argument: What errors call ``names``.
 
     Raises:
-        ValueError: It is no list, or an empty one; a device is not there, or is named
-            twice.
+        ValueError: It is not a list, or an empty one; a device does not exist, or is
+            named twice.
     """
     if isinstance(names, str) or not names:
         raise ValueError(
-            f"{argument} {names!r}: expected a list of one device or more, as "
-            "['GPU:0', 'GPU:1']; without it the strategy chooses them"
+            f"{argument} {names!r}: expected a list of one device or more, such as "
+            "['GPU:0', 'GPU:1']; without it the strategy chooses the devices"
         )
     found = [device_named(name) for name in names]
     if len(set(found)) < len(found):
         raise ValueError(
-            f"duplicates in {argument} {names!r}: each replica has a device of its own"
+            f"duplicates in {argument} {names!r}: expected a different device for each "
+            "replica"
         )
     return found
 
@@ -92,7 +92,7 @@ def local_devices() -> list[jax.Device]:
     CPUs."""
     found = list(jax.local_devices())
     if found and found[0].platform != "cpu":
-        with contextlib.suppress(RuntimeError):  # jax was told to leave the CPU alone
+        with contextlib.suppress(RuntimeError):  # jax is configured without the CPU
             found += jax.local_devices(backend="cpu")
     return found
 
@@ -126,6 +126,6 @@ def ps_names(count: int) -> list[str]:
 
 
 def _kind(platform: str) -> str:
-    # jax calls the platform of AMD's and Nvidia's by their makers.
+    # jax names the platforms of AMD's and Nvidia's devices after their makers.
     kind = platform.lower()
     return "gpu" if kind in ("cuda", "rocm") else kind

@@ -147,7 +147,7 @@ class StrategyExtended:
         """Reads a variable; the aggregate, if each replica has a value of its own.
 
         Raises:
-            ValueError: ``v`` is no variable.
+            ValueError: ``v`` is not a variable.
         """
         return _variable(v, "read").value()
 
@@ -164,18 +164,18 @@ class StrategyExtended:
         and for each copy, in replica order, where replicas have copies of their own.
 
         In a replica function this is a ``merge_call``: each replica calls it, with
-        arguments that are equal in all of them.
+        equal arguments.
 
         Args:
-            args, kwargs: Of mirrored values each component gets its own; one value is
-                for all of them.
+            args, kwargs: Of a mirrored value each component gets its own; one value is
+            for all components.
             group: Whether what ``fn`` returns comes back as it is, of several
                 components as a value per replica, or as the variable if it is they;
                 if not, each leaf of it is a list with one entry per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or there is a value per replica among
-                the arguments, or replicas give different ones: reduce them first; or a
+            ValueError: ``var`` is not a variable; or an argument is a value per
+                replica, or replicas pass different ones: reduce them first; or a
                 mirrored value has neither one value nor one for each component.
             RuntimeError: In the scope of another strategy.
         """
@@ -211,12 +211,11 @@ class StrategyExtended:
         optimizer that belongs to no single variable.
 
         Args:
-            colocate_with: What `non_slot_devices` returned. It moves nothing: values
-                of this process are where it is.
-            args, kwargs, group: As in `update`.
+            colocate_with: A result of `non_slot_devices`. It moves nothing: values of
+                this process are there already. args, kwargs, group: As in `update`.
 
         Raises:
-            ValueError: There is a value per replica among the arguments.
+            ValueError: An argument is a value per replica.
             RuntimeError: In a replica function, or in the scope of another strategy.
         """
         del colocate_with
@@ -229,12 +228,12 @@ class StrategyExtended:
         device of the first variable by name.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The list is empty.
         """
         if not var_list:
             raise ValueError(
-                "non_slot_devices() was given no variables: what is kept beside them "
-                "is where the first of them is"
+                "non_slot_devices() was given no variables: expected one or more; the "
+                "state is stored where the first of them is"
             )
         return min(var_list, key=lambda variable: variable.name).components[0].device
 
@@ -254,15 +253,15 @@ class StrategyExtended:
             destinations: Where the result is wanted: a value per replica or a variable
                 (where it lives), an array, or TF's name of a device.
             options: `CommunicationOptions` of this call, as of
-                `ReplicaContext.all_reduce`; in one process what its `CrossDeviceOps`
-                are given, of which zstrat's own, as TF's, make nothing.
+                `ReplicaContext.all_reduce`; in one process they are passed to its
+                `CrossDeviceOps`; those of zstrat, as of TF, ignore them.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             ValueError: An unknown operation or destination, or the sum of a value that
                 is the same on several replicas; ``options`` as in
                 `ReplicaContext.all_reduce`.
-            TypeError: There are several processes, and ``options`` are no
+            TypeError: There are several processes, and ``options`` are not
                 `CommunicationOptions`.
             AssertionError: ``destinations`` is a list or tuple.
         """
@@ -283,14 +282,14 @@ class StrategyExtended:
             _require_one_place(destination)
         team = self._strategy._team()
         if team.channel is not None:
-            # Of one process they are for its own `CrossDeviceOps`.
+            # In one process they are for its own `CrossDeviceOps`.
             team = called_with(team, options, "reduce_to")
         values = [reducible(op, value) for value, _ in pairs]
         where = [destination for _, destination in pairs]
         if team.channel is not None:
             return _wanted(reduce_across(team, op, values, None), where)
         if recorder.get() is not None:
-            # Part of a program, which knows by itself where things are.
+            # Part of a program, which places values by itself.
             return _wanted(reduce_values(op, values, None, team.size), where)
         given = [(x, pair[1]) for x, pair in zip(values, pairs, strict=True)]
         return self._ops.reduced(op, given, team.size, options)
@@ -301,7 +300,7 @@ class StrategyExtended:
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             AssertionError: ``destinations`` is None, a list or a tuple.
-            ValueError: It is no place.
+            ValueError: It is not a destination.
         """
         require_cross_replica(self._strategy, "broadcast_to()")
         _require_one_place(destinations)
@@ -358,7 +357,8 @@ class StrategyExtended:
 
 
 def _wanted(found: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
-    """Results that stay where they are, as their destinations have them."""
+    """Converts results, which stay where they are, to the form of their
+    destinations."""
     return [
         jax.tree.map(lambda x, where=where: for_each(x, where), one, is_leaf=is_whole)
         for one, where in zip(found, destinations, strict=True)

@@ -4,8 +4,8 @@ Outside everything the code is in the replica context of the default strategy. A
 is the cross-replica context of its strategy; the body of ``run`` is the replica
 context; what ``extended.update`` calls is in the update context, which is a
 cross-replica context that knows its copy. A context variable holds the stack, so each
-thread and each asyncio task has its own; beneath all of them is the strategy that
-`experimental_set_strategy` made current, if any.
+thread and each asyncio task has its own. Code that has entered nothing is under the
+strategy that `experimental_set_strategy` made current, if any.
 
 Law of the file: frames are pushed and popped here alone, and popped in reverse order;
 anything else is an error that names both strategies.

@@ -1,5 +1,4 @@
-"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`:
-what they have in common, and those that are no more than that.
+"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`.
 
 Variables are on one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a
 copy on each (`MirroredStrategy`).
@@ -157,13 +156,13 @@ class MirroredStrategy(LocalStrategy):
     Args:
         devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
             out: all of this process, accelerators if there are any.
-        cross_device_ops: What brings values together outside of steps
-            (``extended.reduce_to``); in steps it is XLA. Left out: `NcclAllReduce`, or
-            `ReductionToOneDevice` if there is a CPU among the devices.
+        cross_device_ops: Reduces values outside of steps (``extended.reduce_to``); in
+            steps XLA does. Left out: `NcclAllReduce`, or `ReductionToOneDevice` if
+            there is a CPU among the devices.
 
     Raises:
         ValueError: There is no such device, one is named twice, or none at all.
-        TypeError: ``cross_device_ops`` is none.
+        TypeError: ``cross_device_ops`` is not a `CrossDeviceOps`.
     """
 
     def __init__(

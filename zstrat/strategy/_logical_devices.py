@@ -1,10 +1,9 @@
-"""The logical devices of each replica, and how values are laid over them.
+"""The logical devices of each replica, and how values are laid out over them.
 
 Replicas and logical devices are the axes of one mesh. A replica function is mapped over
 the axis of the replicas by hand; along the others XLA lays out the program by itself,
-from what it is told of some values: that is an annotation. It changes no value. Law of
-the file: an annotation is checked wherever it is made, and laid down only where a
-replica is being traced.
+from annotations of some values, which change no value. Law of the file: an annotation
+is always checked, and takes effect only where a replica is being traced.
 
 A split ``[1, 2, 4]`` over 8 logical devices cuts the array into 8 tiles, which go to
 the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices
@@ -76,8 +75,8 @@ class LogicalDevices:
         """Returns the number of a logical device, checked.
 
         Raises:
-            TypeError: It is no integer.
-            ValueError: There is none with it.
+            TypeError: It is not an integer.
+            ValueError: There is no device of that number.
         """
         logical_device_id = operator.index(logical_device_id)
         if not 0 <= logical_device_id < self.count:
@@ -158,9 +157,9 @@ def require_split(
     devices.
 
     Raises:
-        ValueError: It is no list of positive integers, one for each dimension; does not
-            divide one of them; or makes more or fewer tiles than there are devices.
-            Checked in this order.
+        ValueError: It is not a list of positive integers, one for each dimension; an
+            entry does not divide its dimension; or it makes more or fewer tiles than
+            there are devices. Checked in this order.
     """
     splits = _integers(partition_dimensions)
     if len(splits) != len(shape):
@@ -215,11 +214,11 @@ def _in_row(
 def _anyhow(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
     left, found = list(range(len(extents))), []
     for parts in split:
-        mine = []
+        axes = []
         for prime in _primes(parts):
-            mine.append(next(axis for axis in left if extents[axis] == prime))
-            left.remove(mine[-1])
-        found.append(tuple(mine))
+            axes.append(next(axis for axis in left if extents[axis] == prime))
+            left.remove(axes[-1])
+        found.append(tuple(axes))
     return found
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries a collective out. TF's names, and what else there is here.
+    """The implementation of a collective: those of TF, and others.
 
     AUTO, RING and TREE differ in how an all-reduce goes between hosts, where the first
     process of each host speaks for it. Inside a host memory is shared with any of them;
@@ -56,7 +56,7 @@ class CommunicationOptions:
         implementation: A `CommunicationImplementation`, or its name in any case.
 
     Raises:
-        ValueError: Negative bytes or seconds, or an implementation that there is not.
+        ValueError: Negative bytes or seconds, or an unknown implementation.
     """
 
     bytes_per_pack: int = 0
@@ -135,9 +135,9 @@ def called_with(team: Team, options: object, call: str) -> Team:
     """Returns the team with the options of one call.
 
     Raises:
-        TypeError: They are no `CommunicationOptions`.
-        ValueError: They ask for what is decided when a strategy is made, or for what
-            XLA does not do.
+        TypeError: They are not `CommunicationOptions`.
+        ValueError: They ask for a choice that is made with the strategy, or that XLA
+            does not offer.
     """
     if options is None:
         return team
@@ -186,7 +186,8 @@ _ALGORITHMS: Final = {
     CommunicationImplementation.RING: "ring",
     CommunicationImplementation.TREE: "double_tree",
 }
-"""Of an all-reduce, between hosts. What is not here is chosen by size."""
+"""The algorithm of an all-reduce between hosts; without an entry it is chosen by
+size."""
 
 
 @final
@@ -267,8 +268,8 @@ class InputOptions:
             each replica, at least 1.
 
     Raises:
-        ValueError: Options that do not go together, or a buffer without room.
-        TypeError: A replication mode that is none.
+        ValueError: Options that exclude each other, or an empty buffer.
+        TypeError: The replication mode is not an `InputReplicationMode`.
     """
 
     experimental_fetch_to_device: bool | None = None

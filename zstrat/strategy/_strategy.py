@@ -1,9 +1,9 @@
-"""A strategy: where variables live, where steps run, how results meet.
+"""A strategy: where variables are stored, where steps run, how results are reduced.
 
-The methods are the same for all strategies; a subclass, which is final, says how many
-replicas there are, on which devices, and who creates variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._one_program`). Of a
-strategy that holds a connection, ``with`` closes it at its end.
+The methods are the same for all strategies; a subclass, which is final, defines the
+number of replicas, their devices, and the creator of variables. Replica functions run
+in one program over the local devices (`zstrat.strategy.replica._one_program`). A
+strategy that holds a connection is a context manager that closes it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
     _is_pace_reported = False
-    """It was said that replicas outside of a step are slow."""
+    """Whether the warning was logged that replicas outside of a step are slow."""
 
     @property
     @abc.abstractmethod
     def extended(self) -> StrategyExtended:
-        """What algorithms need that know of replicas: places, reductions, updates."""
+        """The methods for algorithms that know of replicas: devices, reductions,
+        updates."""
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver that the strategy was made from, None if there is none."""
+        """The resolver that the strategy was made from, or None."""
         return None
 
     @abc.abstractmethod
@@ -122,17 +123,17 @@ class Strategy(FirstVersion):
         by member.
 
         All replicas run as one program if ``fn`` is a pure function of arrays: it is
-        traced once. In a step (`zs.function`) it is part of the step. The strategies of
-        one process compile it elsewhere, too, and find it again by its code and what it
-        has captured. A global or captured name, of its own or of a function or class of
-        its module that it calls by its name, may be bound anew: it is compiled again,
-        then. What changes inside of an object, or lies in a container or another
-        module, is not seen, and what Python does in it beside computing (prints, lists
-        that grow) happens when it is traced, as in ``tf.function``. Python numbers
-        among its arguments stay numbers in it, there, and each value is compiled as a
-        program of its own: pass one that changes from call to call (the number of the
-        step, a learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning`
-        tells. Numbers in a `PerReplica` that differ between the replicas are arrays.
+        traced once. In a step (`zs.function`) it is part of the step. Outside of a step
+        the strategies of one process compile it, too, and cache it by its code and what
+        it has captured. If a global or captured name is bound again, of the function
+        itself or of a function or class of its module that it calls by its name, it is
+        compiled again. A change inside of an object, of a container or in another
+        module goes unnoticed, and side effects of Python in it (prints, lists that
+        grow) happen when it is traced, as in ``tf.function``. Outside of a step Python numbers
+        among its arguments stay numbers, and each value is compiled separately: pass a
+        number that changes from call to call (the number of the step, a learning rate)
+        as an array, ``np.float32(rate)``, say. A `RetraceWarning` points it out.
+        Numbers in a `PerReplica` that differ between the replicas are arrays.
 
         Replicas run sequentially, if ``fn`` is not pure, that is, if
 
@@ -145,18 +146,18 @@ class Strategy(FirstVersion):
         - replicas are given arrays of different shapes;
         - it is a ``zs.function(eager=True)``, or called in one.
 
-        That is found out by tracing, so that what Python does up to there happens once
+        Tracing finds that out, so side effects of Python up to that point happen once
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
         call; several compute one operation at a time, which is slow, and logging says
-        so. Context variables that replicas set sequentially do not reach the caller.
+        so. Context variables that sequential replicas set do not reach the caller.
 
-        ``options`` change nothing: TF's are for the compiler, and jax compiles for each
-        shape as it comes.
+        ``options`` change nothing: those of TF are for the compiler, and jax compiles
+        for each shape that it is given.
 
         Raises:
-            TypeError: ``options`` are no `RunOptions`.
-            ValueError: ``args`` is no list or tuple; a drawn batch does not split
+            TypeError: ``options`` are not `RunOptions`.
+            ValueError: ``args`` is not a list or tuple; a drawn batch does not split
                 evenly; a variable of parameter servers whose aggregation is NONE is
                 updated by several replicas.
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -191,9 +192,9 @@ class Strategy(FirstVersion):
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
-            ValueError: An unknown operation, an axis outside the rank, or the sum of a
-                value that is not distributed over several replicas.
-            TypeError: ``axis`` is no integer.
+            ValueError: An unknown operation, an axis outside the rank, or SUM of a
+                value that is not distributed, over several replicas.
+            TypeError: ``axis`` is not an integer.
         """
         require_cross_replica(self, "reduce()")
         self._used("reduce")
@@ -212,7 +213,7 @@ class Strategy(FirstVersion):
         ``zs.function(functools.partial(fn, axis=0))``.
 
         Raises:
-            TypeError: ``axis`` is no integer.
+            TypeError: ``axis`` is not an integer.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             NotImplementedError: The value is an IndexedSlices.
@@ -245,8 +246,8 @@ class Strategy(FirstVersion):
           with one worker, each batch is cut by itself into equal pieces, the last of
           which may be shorter. Otherwise rows are distributed in batches of the global
           size divided by the number of replicas, the first ones larger if that has a
-          remainder; if nobody knows that size (behind `map` and `rebatch`), as under
-          DATA. With one replica nothing is cut.
+          remainder; if that size is unknown (after `map` and `rebatch`), as under DATA.
+          With one replica nothing is cut.
         - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
           says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
         - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
@@ -254,11 +255,11 @@ class Strategy(FirstVersion):
 
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
         one element with one replica in this process, else a pytree of its structure
-        with a `PerReplica` at each leaf. At the end of the data, replicas without any
-        get batches of no rows as long as others have some. A strategy that needs static
-        shapes leaves such a step out, but takes a shorter one in which all have some:
-        use ``batch(size, drop_remainder=True)`` there. (Before the end of the data such
-        a step is an error there.)
+        with a `PerReplica` at each leaf. At the end of the data, replicas without data
+        get batches without rows as long as others have data. A strategy that needs
+        static shapes leaves such a step out, but takes a shorter one in which all have
+        rows: use ``batch(size, drop_remainder=True)`` there. (Before the end of the
+        data such a step is an error there.)
 
         Several workers agree on the end in the first draw of each pass, or in every
         one: whatever the policy, all workers begin passes equally often, and where they
@@ -268,8 +269,8 @@ class Strategy(FirstVersion):
             ValueError: The dataset is not batched, or sparse; its policy does not fit
                 (FILE with fewer files than workers); the replicas are not the same
                 number in each worker. Some of it is found while iterating only.
-            TypeError: ``dataset`` is no dataset, distributed already, or (while
-                iterating) has objects in it that are no data.
+            TypeError: ``dataset`` is not a dataset, is distributed already, or (while
+                iterating) contains objects that are not data.
             NotImplementedError: ``options`` asks for PER_REPLICA.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
@@ -285,18 +286,18 @@ class Strategy(FirstVersion):
         """Calls ``dataset_fn`` in each worker and distributes the datasets that it
         makes.
 
-        It is called once in each worker, at once, with an `InputContext` that says
-        which one that is, and returns what this worker's replicas draw, in batches of
+        It is called once in each worker, at once, with an `InputContext` that has the
+        index of the worker, and returns what this worker's replicas draw, in batches of
         the size for one replica (``context.get_per_replica_batch_size``): each step
         takes one element for each of them. Nothing is batched or sharded. What it may
         return, and the end of the data: see `experimental_distribute_dataset`; but in
         one process, where all elements are promised the same shape (drop_remainder;
-        behind a ``map``: where all had it), a step that lacks some ends the data, as in
-        TF. Whatever it returns, all workers begin passes, and draw, equally often.
+        after a ``map``: where all had it), a step that lacks elements ends the data, as
+        in TF. Whatever it returns, all workers begin passes, and draw, equally often.
 
         Raises:
-            TypeError: It is not callable, returns no dataset, or (while iterating) one
-                with objects in it that are no data.
+            TypeError: It is not callable, does not return a dataset, or (while
+                iterating) returns one with objects that are not data.
             ValueError: While iterating: sparse elements, which TPUStrategy does not put
                 on devices in advance.
             NotImplementedError: ``options`` asks for PER_REPLICA, which calls
@@ -331,13 +332,13 @@ class Strategy(FirstVersion):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        # A strategy stands for a set of devices or a cluster, which there is once.
+        # A strategy stands for a set of devices or a cluster, of which there is one.
         return self
 
     def _run_in_scope(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        # Not in a context of its own: a generator that `fn` draws from may keep a token
+        # Not in a separate context: a generator that `fn` draws from may keep a token
         # of the caller's, as numpy.errstate does.
         before = copy_context()
         try:
@@ -348,8 +349,8 @@ class Strategy(FirstVersion):
                 leave_for(before)
                 raise
         except BaseException:
-            # Ctrl-C strikes on the way out, too, and in the first one, and must not
-            # leave the caller in this scope.
+            # Ctrl-C may strike on the way out, too, and in the first handler, and must
+            # not leave the caller in this scope.
             leave_for(before)
             raise
 
@@ -362,8 +363,8 @@ class Strategy(FirstVersion):
             devices = self._devices()
             call = ReplicaCall(self, team, fn, args, kwargs)
             try:
-                # In a step the step itself refuses text; outside of one nobody else
-                # looks.
+                # In a step the step itself refuses text; outside of one only this check
+                # does.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
                     self._report_pace(fn)
@@ -383,7 +384,7 @@ class Strategy(FirstVersion):
         self._is_pace_reported = True
         _log.warning(
             "%s.run of %s outside of a step: its replicas compute one operation at a "
-            "time, which is compiled anew in each call. Call run in a zs.function",
+            "time, which is compiled again in each call. Call run in a zs.function",
             type(self).__name__,
             getattr(fn, "__name__", "a function"),
         )

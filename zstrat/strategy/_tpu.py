@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _entered: Final[ContextVar[tuple[tuple[TPUExtended, int], ...]]] = ContextVar(
     "zstrat_logical_devices", default=()
 )
-"""Whose logical device is current, and which, the innermost one last. One stack for all
-strategies: a context variable of each would outlive it. Law of the file: whoever sets
-it resets it."""
+"""Strategies and their current logical devices, the innermost one last. One stack for
+all strategies: a context variable of each would outlive it. Law of the file: code that
+sets it resets it."""
 
 
 @final
@@ -146,7 +146,8 @@ class TPUStrategy(LocalStrategy):
 
     TensorFlow can put one operation on one logical device. XLA lays out a program over
     all devices of a mesh, so here every logical device computes whatever is not split,
-    and an annotation says how a value lies, not who computes it. Values are the same.
+    and an annotation says how a value is laid out, not which device computes it. Values
+    are the same.
 
     Args:
         tpu_cluster_resolver: Of the TPU. Left out: the one of this machine.
@@ -156,7 +157,7 @@ class TPUStrategy(LocalStrategy):
             device (which is all that it changes: programs are always SPMD here).
 
     Raises:
-        TypeError: An argument is not what it should be.
+        TypeError: An argument has the wrong type.
         ValueError: The assignment is of a system with other devices than there are.
         NotImplementedError: Replicas are on devices of other processes.
     """
@@ -212,9 +213,9 @@ class TPUStrategy(LocalStrategy):
     ) -> Any:
         """Assigns a tensor to a logical device.
 
-        jax has no public word for "on this device of the mesh alone". So the value is
-        laid whole on *all* logical devices of the replica, this one among them, and the
-        number is kept as a name in the program that is compiled.
+        jax has no public way to say "on this device of the mesh alone". So the whole
+        value is placed on *all* logical devices of the replica, this one among them,
+        and the number is kept as a name in the program that is compiled.
 
         Args:
             tensor: An array.
@@ -262,9 +263,9 @@ class TPUStrategy(LocalStrategy):
         for leaf in jax.tree.leaves(result, is_leaf=is_distributed):
             if not isinstance(leaf, _TENSORS) and not is_distributed(leaf):
                 raise TypeError(
-                    f"a function that TPUStrategy runs must return a nest of tensors; "
-                    f"{leaf!r:.80} ({type(leaf).__name__}) is none: return arrays, "
-                    "numbers or None"
+                    "a function that TPUStrategy runs must return a nest of tensors; "
+                    f"{leaf!r:.80} ({type(leaf).__name__}) is not a tensor: return "
+                    "arrays, numbers or None"
                 )
         return result
 

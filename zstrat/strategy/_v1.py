@@ -1,11 +1,10 @@
-"""What TF's first version of strategies had besides: on every strategy here.
+"""The methods that only TF's first version of strategies has, for every strategy here.
 
-Law of `FirstVersion`: no behaviour of its own; each method is another one by its old
-name, or changes nothing, and refuses what would need it to.
+Law of `FirstVersion`: it adds no behaviour. Each method is another one under its old
+name, or changes nothing, and refuses arguments that would need a change.
 
-A `MultiStepContext` is what a loop over a step function brings back. The function gets
-it, and may be in the cross-replica context or in that of a replica when it hands
-something out.
+A `MultiStepContext` is the result of a loop over a step function. The function gets it
+too, and may set outputs in the cross-replica context or in that of a replica.
 """
 
 from __future__ import annotations
@@ -105,8 +104,8 @@ class FirstVersion(AbstractStrategy):
         ``next(input_iterator)`` for an iterator without that method.
 
         Raises:
-            OutOfRangeError: The iterator of a dataset has no more elements.
-            StopIteration: Another iterator has none.
+            OutOfRangeError: The iterator of a dataset has ended.
+            StopIteration: Another iterator has ended.
         """
         args = () if input_iterator is None else (drawn(input_iterator),)
         return self.run(fn, args=args)
@@ -133,8 +132,8 @@ class FirstVersion(AbstractStrategy):
         no sessions to configure.
 
         Raises:
-            ValueError: The cluster has several tasks that train together, of which this
-                strategy was not told: each would train alone.
+            ValueError: The cluster has several tasks that train together, which this
+                strategy does not know: each would train alone.
         """
         del session_config, task_id
         if not self.is_default and task_type not in ("evaluator", "ps"):
@@ -152,9 +151,10 @@ def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
     if training > 1 and normalize_cluster_spec(known) != spec:
         raise ValueError(
             f"configure: the cluster has {training} tasks that train together, and "
-            "this strategy was made for another one, or for one process: tell it when "
-            "it is made, zs.MultiWorkerMirroredStrategy(resolver), or leave "
-            "cluster_spec out for a training in each process"
+            "this strategy was made for another one, or for one process: pass the "
+            "cluster when you make the strategy, "
+            "zs.MultiWorkerMirroredStrategy(resolver), or leave cluster_spec out to "
+            "train in each process alone"
         )
 
 
@@ -212,12 +212,12 @@ class MultiStepContext:
         Args:
             reduce_op: "SUM" or "MEAN": the output is reduced over the replicas. Also a
                 `VariableAggregation`, as in TF 1.12. In the cross-replica context it
-                may be left out, and the output is kept as it is.
+                may be left out; then the output is kept as it is.
             aggregation: TF 1.12's name of the same.
 
         Raises:
             AssertionError: In a replica context without a reduction.
-            ValueError: ``reduce_op`` is none.
+            ValueError: ``reduce_op`` is not a reduction.
         """
         how = _reduction(aggregation if reduce_op is None else reduce_op)
         replica = _replica()

@@ -89,7 +89,7 @@ class SynchronizedPass:
         self._order: Final = order
         # Of negative numbers the largest is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
-        self._way: _EndRule | None = None
+        self._end_rule: _EndRule | None = None
         """None: not asked yet."""
         self._is_endless = False
         self._left = 0
@@ -98,9 +98,9 @@ class SynchronizedPass:
         return self
 
     def __next__(self) -> Any:
-        if self._way is None:
-            self._way = self._agreed()
-        match self._way:
+        if self._end_rule is None:
+            self._end_rule = self._agreed()
+        match self._end_rule:
             case _EndRule.OWN:
                 return next(self._elements)
             case _EndRule.FOREVER:
@@ -111,10 +111,10 @@ class SynchronizedPass:
                 self._left -= 1
             case _EndRule.ASKED:
                 if not self._largest(self._has_more()):
-                    self._way = _EndRule.COUNTED
+                    self._end_rule = _EndRule.COUNTED
                     raise StopIteration
             case _:
-                assert_never(self._way)
+                assert_never(self._end_rule)
         return self._own_or_empty()
 
     def close(self) -> None:

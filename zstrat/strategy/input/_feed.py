@@ -253,7 +253,7 @@ class _Maker:
         self.spec = _spec_of(share, placed)
         if self._feed.spec is None:
             self._feed.spec = self.spec
-            _tell(share, placed, self._feed.where)
+            _warn_of_lost_bits(share, placed, self._feed.where)
         self.first = share.emptied()
 
     def has_looked_back(self) -> bool:
@@ -284,7 +284,7 @@ class _Maker:
         return self._feed.place(self.first)
 
 
-def _tell(share: Share, placed: Any, where: Where) -> None:
+def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
     """Says which leaves have lost bits when they were put on the devices: floats, as
     integers that do not fit stay on the host. They are looked at in the first element
     of a dataset alone, because those of a kind are alike.

@@ -140,7 +140,7 @@ class MirroredVariable(ReplicatedVariable):
             return  # as TF, which asks in one process alone
         if not in_real_replica_context():
             return
-        if (mine := current_fiber.get()) is None:
+        if (fiber := current_fiber.get()) is None:
             reduce_values(ReduceOp.SUM, value, None, team.size)
             return
 
@@ -151,7 +151,7 @@ class MirroredVariable(ReplicatedVariable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
+        fiber.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
 _SUM = VariableAggregation.SUM
@@ -180,7 +180,7 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     @property
     def is_brought_together(self) -> bool:
-        return not self._is_mine
+        return not self._is_of_this_replica
 
     @property
     def local_value(self) -> np.ndarray:
@@ -212,7 +212,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             raise
 
     def _read_now(self) -> np.ndarray:
-        if self._is_mine:
+        if self._is_of_this_replica:
             return self._home.read(self)
         self._require_readable()
         channel = self._team.channel
@@ -228,7 +228,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return self._read_now()
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
-        if self._is_mine:
+        if self._is_of_this_replica:
             return recording.read(self)
         self._require_readable()
 
@@ -331,7 +331,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         )
 
     @property
-    def _is_mine(self) -> bool:
+    def _is_of_this_replica(self) -> bool:
         """Whether the value meant is that of the replica that runs."""
         return in_real_replica_context() or self._team.size == 1
 

@@ -70,8 +70,8 @@ def taken_over(
             home, name = lost
             home.require_kept(name)
         return most
-    mine = _list(variables, optimizers) if rank == root else []
-    listed = _listed_by(collective, root, mine)
+    own = _list(variables, optimizers) if rank == root else []
+    listed = _listed_by(collective, root, own)
     arrays = _arrays(listed, variables, optimizers)
     given = collective.broadcast(arrays, root)
     if rank != root:
@@ -119,8 +119,8 @@ def _reduced(collective: Collective, number: int) -> Any:
     return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
 
 
-def _listed_by(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
-    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[Any]:
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     # Its length first: a broadcast needs an array of the same shape everywhere.
     size = np.array([len(text) if collective.rank == root else 0])
     length = int(np.asarray(collective.broadcast([size], root)[0])[0])
@@ -148,12 +148,12 @@ def _arrays(
         arrays.append(home.like() if is_lost else home.shown())
         slots = {} if is_lost else home.shown_slots()
         for rule, kinds in _rules(each, optimizers):
-            mine = slots.get(rule.id)
-            if mine is None or _described(mine) != kinds:
+            own = slots.get(rule.id)
+            if own is None or _described(own) != kinds:
                 # This process is given them; what it gives has to look alike.
                 arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
             else:
-                arrays += mine.leaves
+                arrays += own.leaves
     return arrays
 
 

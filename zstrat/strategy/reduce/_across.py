@@ -81,12 +81,12 @@ def _sums_across(
 ) -> list[Any]:
     """Sums or averages each column of arrays with those of the other processes."""
     is_mean = op is ReduceOp.MEAN
-    mine = [total_of(parts, axes, mean=is_mean) for parts in columns]
-    sums = [total for total, _ in mine]
+    local = [total_of(parts, axes, mean=is_mean) for parts in columns]
+    sums = [total for total, _ in local]
     if not is_mean:
         return _over(channel, sums)
     # Processes may have different numbers of values, so that these travel, too.
-    counts = [np.asarray(count, np.int32) for _, count in mine]
+    counts = [np.asarray(count, np.int32) for _, count in local]
     both = _over(channel, [*sums, *counts])
     pairs = zip(both, both[len(sums) :], sums, strict=False)
     return [_mean(total, count, own) for total, count, own in pairs]
@@ -97,11 +97,11 @@ def _slices_across(
 ) -> list[IndexedSlices]:
     """Concatenates the rows of each column of IndexedSlices with those of the other
     processes."""
-    mine = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
-    fronts = [array for each in mine for array in (each.values, each.indices)]
+    local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
+    fronts = [array for each in local for array in (each.values, each.indices)]
     joined = iter(_joined(channel, fronts))
     found = []
-    for parts, each in zip(columns, mine, strict=True):
+    for parts, each in zip(columns, local, strict=True):
         values, indices = next(joined), next(joined)
         if op is ReduceOp.MEAN:
             # Every process runs the same program, with as many replicas.
@@ -130,9 +130,9 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
 
 
 def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
-    mine = concatenate(parts, axis)
+    local = concatenate(parts, axis)
     of = jnp if _is_traced() else np
-    (whole,) = _joined(channel, [of.moveaxis(of.asarray(mine), axis, 0)])
+    (whole,) = _joined(channel, [of.moveaxis(of.asarray(local), axis, 0)])
     return of.moveaxis(whole, 0, axis)
 
 
@@ -143,8 +143,8 @@ def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
         return []
     if _is_traced():
         return gather_from(channel, [jnp.asarray(x) for x in fronts])
-    mine = [np.ascontiguousarray(x) for x in fronts]
-    return channel.carry_out(CrossKind.GATHER, mine)
+    local = [np.ascontiguousarray(x) for x in fronts]
+    return channel.carry_out(CrossKind.GATHER, local)
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
@@ -156,12 +156,12 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
     return channel.carry_out(CrossKind.SUM, arrays)
 
 
-def _mean(total: Any, count: Any, mine: Any) -> Any:
-    """Divides in the dtype that the mean has in one process. ``mine`` is the sum of
+def _mean(total: Any, count: Any, local: Any) -> Any:
+    """Divides in the dtype that the mean has in one process. ``local`` is the sum of
     this one, of jax or of numpy, whose rules for dtypes differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
-    if isinstance(mine, jax.Array):
+    if isinstance(local, jax.Array):
         dtype = jnp.result_type(total.dtype, float)
     else:
         dtype = (np.zeros(1, total.dtype) / 1).dtype

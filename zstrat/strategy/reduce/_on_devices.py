@@ -167,12 +167,12 @@ def all_reduced(
             mesh, spread = apart
             groups.setdefault(mesh, {})[number] = spread
     found: dict[int, Mirrored] = {}
-    for mesh, mine in groups.items():
-        stacked = tuple([x.stacked for x in mine.values()])
-        arrays = [x.array for x in mine.values()]
+    for mesh, spreads in groups.items():
+        stacked = tuple([x.stacked for x in spreads.values()])
+        arrays = [x.array for x in spreads.values()]
         totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
-        for number, total in zip(mine, settled(totals, totals), strict=True):
-            is_scalar = total.shape == (mesh.size,) and mine[number].stacked
+        for number, total in zip(spreads, settled(totals, totals), strict=True):
+            is_scalar = total.shape == (mesh.size,) and spreads[number].stacked
             found[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
     return found
 
@@ -259,8 +259,8 @@ def _reduced(
     def on_each(_: Any, __: Any, parts: Sequence[jax.Array]) -> tuple[Any, Any]:
         return team.all_reduce(parts, mean=mean), ()
 
-    mine = [Spread(array, flag) for array, flag in zip(arrays, stacked, strict=True)]
-    found, _ = mapped_over(on_each, team.local, mesh, mine)((), ())
+    spreads = [Spread(array, flag) for array, flag in zip(arrays, stacked, strict=True)]
+    found, _ = mapped_over(on_each, team.local, mesh, spreads)((), ())
     return [each.array for each in found]
 
 

@@ -59,20 +59,21 @@ def merging(
         if is_staging() or not (current is None or is_live(current)):
             return given  # a program knows by itself where things are
         there = strategy._devices()
-        return [*map(brought, given, there), *given[len(there) :]]
+        return [*map(to_device, given, there), *given[len(there) :]]
 
     return ReplicaBarrier("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
 
 
-def brought(tree: Any, device: jax.Device) -> Any:
+def to_device(tree: Any, device: jax.Device) -> Any:
     """Moves arrays of a pytree that are bound to a device to this one. On a CPU the
     result is bound to no device, so it can be combined with arrays of others."""
     return jax.tree.map(
-        lambda x: _brought(x, device) if is_concrete(x) and x.committed else x, tree
+        lambda x: _array_to_device(x, device) if is_concrete(x) and x.committed else x,
+        tree,
     )
 
 
-def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
+def _array_to_device(array: jax.Array, device: jax.Device) -> jax.Array:
     if array.devices() != {device}:
         array = jax.device_put(array, device)
     return loose(array)

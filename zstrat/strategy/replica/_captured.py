@@ -63,7 +63,7 @@ _MAX_NAMED: Final = 1024
 """Codes of which the names are kept."""
 
 
-def named(
+def identified(
     fn: Any,
     captured: list[Any],
     compared: list[types.FunctionType],
@@ -79,23 +79,25 @@ def named(
     if type(fn) is types.FunctionType:
         compared.append(fn)
         # `FunctionCache` holds the code, so that no other object gets its id meanwhile.
-        values = [_mark(value, captured, compared, depth) for value in own_values(fn)]
+        values = [
+            _fingerprint(value, captured, compared, depth) for value in own_values(fn)
+        ]
         return id(fn.__code__), (id(fn.__globals__), *values)
     match fn:
         case Function():
-            place, marks = named(fn.body, captured, compared, depth)
-            return place, (Function, fn.eager, marks)
+            place, fingerprint = identified(fn.body, captured, compared, depth)
+            return place, (Function, fn.eager, fingerprint)
         case types.MethodType():
-            place, marks = named(fn.__func__, captured, compared, depth)
+            place, fingerprint = identified(fn.__func__, captured, compared, depth)
             captured.append(fn.__self__)
-            return place, (id(fn.__self__), marks)
+            return place, (id(fn.__self__), fingerprint)
         case functools.partial() if is_partial(fn):
-            place, marks = named(fn.func, captured, compared, depth)
+            place, fingerprint = identified(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (
                 tuple(fn.keywords),
-                marks,
-                *[_mark(value, captured, compared, depth) for value in given],
+                fingerprint,
+                *[_fingerprint(value, captured, compared, depth) for value in given],
             )
     captured.append(fn)
     called = innermost(fn)
@@ -105,7 +107,7 @@ def named(
     return id(called.__code__), (id(fn),)
 
 
-def _mark(
+def _fingerprint(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
     kind = type(value)
@@ -115,14 +117,14 @@ def _mark(
         return kind, value
     if kind in _OF_PARTS:
         if depth < _DEPTH:
-            return _mark_of_parts(value, captured, compared, depth + 1)
+            return _fingerprint_of_parts(value, captured, compared, depth + 1)
     elif isinstance(value, np.generic):
         return kind, value.dtype, value.tobytes()
     captured.append(value)
     return id(value)
 
 
-def _mark_of_parts(
+def _fingerprint_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
     """Marks a value that may be made again of the same parts at each call."""
@@ -138,8 +140,8 @@ def _mark_of_parts(
         captured.append(value)
         return id(value)
     else:
-        return named(value, captured, compared, depth)
-    return kind, *[_mark(part, captured, compared, depth) for part in parts]
+        return identified(value, captured, compared, depth)
+    return kind, *[_fingerprint(part, captured, compared, depth) for part in parts]
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
@@ -237,7 +239,7 @@ def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
     """Yields each place of what ``fn`` has captured, in words, with the mark and a
     description of the value there."""
     for place, value in _captured(fn):
-        yield place, _mark(value, [], [], 0), _in_words(value)
+        yield place, _fingerprint(value, [], [], 0), _in_words(value)
 
 
 def _captured(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -281,7 +283,7 @@ def _in_words(value: Any) -> str:
     return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
-def beneath(fn: Any) -> list[types.FunctionType]:
+def called_functions(fn: Any) -> list[types.FunctionType]:
     """Lists the functions of its module that ``fn`` may call, and closures of other
     modules of a user.
 
@@ -330,7 +332,7 @@ class FunctionDependencies:
         values = [read() for read in places.values()]
         held = [*values]
         self._places = [
-            (read, id(value), _mark(value, held, [], 0))
+            (read, id(value), _fingerprint(value, held, [], 0))
             for read, value in zip(places.values(), values, strict=True)
         ]
         self._held = CapturedObjects(held)
@@ -341,9 +343,9 @@ class FunctionDependencies:
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
-        for read, known, mark in self._places:
+        for read, known, fingerprint in self._places:
             value = read()
-            if id(value) != known and _mark(value, [], [], 0) != mark:
+            if id(value) != known and _fingerprint(value, [], [], 0) != fingerprint:
                 return False
         # Last: had an object gone meanwhile, its id may have been met above.
         return self._held.are_there()

@@ -177,8 +177,8 @@ class TeamReduction(abc.ABC):
 
     def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
         """Returns the array of replica 0, for each column."""
-        mine, channel = self._of_first(columns), self._team.channel
-        return mine if channel is None else first_of(channel, mine)
+        local, channel = self._of_first(columns), self._team.channel
+        return local if channel is None else first_of(channel, local)
 
     def joined(self, column: Sequence[IndexedSlices], mean: bool) -> IndexedSlices:
         """Concatenates the rows of all replicas; for a mean, divides them by the number
@@ -299,9 +299,9 @@ class MappedReduction(TeamReduction):
         if self._team.local == 1:
             return arrays
         # A select, because 0 * nan of another replica is nan.
-        is_mine = jax.lax.axis_index(AXIS) == 0
-        mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
-        summed: list[jax.Array] = _psum(mine, AXIS)
+        is_first = jax.lax.axis_index(AXIS) == 0
+        local = [jnp.where(is_first, x, jnp.zeros_like(x)) for x in arrays]
+        summed: list[jax.Array] = _psum(local, AXIS)
         return [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
 
 

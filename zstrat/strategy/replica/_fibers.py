@@ -167,7 +167,7 @@ class ReplicaFiber:
         with settings.names():
             return parent.switch(barrier)
 
-    def go_on(self, given: Any) -> None:
+    def resume(self, given: Any) -> None:
         """Resumes the replica until its end or the next barrier.
 
         Raises:
@@ -215,7 +215,7 @@ def run_fibers(
         while True:
             for each, value in zip(fibers, given, strict=True):
                 with during(each.number):
-                    each.go_on(value)
+                    each.resume(value)
             barriers = [each.barrier for each in fibers]
             if not any(barriers):
                 return [each.result for each in fibers]

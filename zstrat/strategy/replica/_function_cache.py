@@ -42,10 +42,10 @@ from zstrat.variables import outside
 from ._captured import (
     CapturedObjects,
     FunctionDependencies,
-    beneath,
+    called_functions,
     captured_words,
+    identified,
     is_partial,
-    named,
 )
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class CachedStep:
     """
 
     step: Function
-    marks: Hashable
+    fingerprint: Hashable
     held: CapturedObjects
-    """The objects that ``marks`` names by their identity."""
+    """The objects that ``fingerprint`` names by their identity."""
     dependencies: FunctionDependencies
     origin: weakref.ref[Any] | None
     why_not: str | None = None
@@ -107,9 +107,9 @@ class CachedStep:
         """Whether the function that it was made of is still there."""
         return self.origin is None or self.origin() is not None
 
-    def is_of(self, marks: Hashable) -> bool:
+    def is_of(self, fingerprint: Hashable) -> bool:
         """Returns whether it does what a function with these marks does now."""
-        is_alike = self.marks == marks and self.held.are_there()
+        is_alike = self.fingerprint == fingerprint and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
@@ -126,10 +126,10 @@ class StepPlace:
     words: Words = field(default_factory=dict)
     """What the last function had captured."""
 
-    def find(self, marks: Hashable) -> CachedStep | None:
+    def find(self, fingerprint: Hashable) -> CachedStep | None:
         """Returns the step of a function with these marks."""
         for step in self.steps:
-            if step.is_of(marks):
+            if step.is_of(fingerprint):
                 return step
         return None
 
@@ -170,34 +170,34 @@ class FunctionCache:
         """
         captured: list[Any] = []
         compared: list[types.FunctionType] = []
-        name, marks = named(fn, captured, compared)
+        name, fingerprint = identified(fn, captured, compared)
         place = self._places.get(name)
         # Without the lock: this is each call of `run`. Lists of steps are replaced,
         # never changed.
         if place is not None:
-            found = place.find(marks)
+            found = place.find(fingerprint)
             if found is not None:
                 return found
-        functions = beneath(fn)
+        functions = called_functions(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
-            marks,
+            fingerprint,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
             FunctionDependencies(compared, functions),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
         words: Words = {
-            place: (mark, text)
+            place: (fingerprint, text)
             for each in (fn, *functions)
-            for place, mark, text in captured_words(each)
+            for place, fingerprint, text in captured_words(each)
         }
         return self._add(name, made, words)
 
     def _add(self, name: int, made: CachedStep, words: Words) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
-            found = place.find(made.marks)
+            found = place.find(made.fingerprint)
             if found is not None:
                 return found  # another thread made it meanwhile
             is_instead = place.add(made)
@@ -207,7 +207,7 @@ class FunctionCache:
             place.replaced += is_instead
             times = place.replaced + 1
         if is_instead:
-            _tell(made.step.name, times, before, words)
+            _warn_of_retrace(made.step.name, times, before, words)
         return made
 
     def _forget(self) -> None:
@@ -218,7 +218,7 @@ class FunctionCache:
                 del self._places[name]
 
 
-def _tell(name: str, times: int, before: Words, now: Words) -> None:
+def _warn_of_retrace(name: str, times: int, before: Words, now: Words) -> None:
     if times not in WARN_AT and times % WARN_AT[-1]:
         return
     absent = None, "not there"

@@ -86,7 +86,7 @@ def mapped_over(
     one: Callable[..., Any],
     count: int,
     mesh: Mesh | None,
-    mine: Sequence[Spread],
+    own_arrays: Sequence[Spread],
 ) -> Callable[..., Any]:
     """Maps ``one`` over all replicas, with these arrays of their own. Outputs are
     spread; operands of updates come as they are, as they are equal on every replica."""
@@ -110,7 +110,7 @@ def mapped_over(
                 out_axes=(0, None),
                 axis_name=AXIS,
                 axis_size=count,
-            )(values, shared, [by_replica(x, count) for x in mine])
+            )(values, shared, [by_replica(x, count) for x in own_arrays])
             joined = [
                 x if flag else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
                 for x, flag in zip(arrays, scalars, strict=True)
@@ -120,7 +120,7 @@ def mapped_over(
         return on_one_device
 
     def body(values: Any, shared: Any, own: Any) -> Any:
-        parts = [x[0] if y.stacked else x for x, y in zip(own, mine, strict=True)]
+        parts = [x[0] if y.stacked else x for x, y in zip(own, own_arrays, strict=True)]
         arrays, operands = noted(one(values, shared, parts))
         return [x[None] if x.ndim == 0 else x for x in arrays], operands
 
@@ -138,7 +138,7 @@ def mapped_over(
     )
 
     def on_devices(values: Any, shared: Any) -> Any:
-        arrays, operands = over(values, shared, [x.array for x in mine])
+        arrays, operands = over(values, shared, [x.array for x in own_arrays])
         return spread(arrays), operands
 
     return on_devices
@@ -175,12 +175,12 @@ def in_stages(
     stage: _StagePart
     number = 0
 
-    def part(values: Any, everywhere: Any, mine: Any) -> Any:
+    def part(values: Any, everywhere: Any, own_arrays: Any) -> Any:
         nonlocal stage
-        fixed = len(mine) - len(own)
-        args = values, everywhere[:shared], mine[:fixed]
+        fixed = len(own_arrays) - len(own)
+        args = values, everywhere[:shared], own_arrays[:fixed]
         stage = _StagePart.of(one, args, number, in_order)
-        known = dict(zip(own, mine[fixed:], strict=True))
+        known = dict(zip(own, own_arrays[fixed:], strict=True))
         known.update(zip(whole, everywhere[shared:], strict=True))
         return stage.run(known)
 

@@ -157,26 +157,26 @@ def replicate(
     def mapped(
         one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
     ) -> Any:
-        mine = [*split, *copies, *rows]
-        return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
+        own_arrays = [*split, *copies, *rows]
+        return mapped_over(one, count, mesh, own_arrays)(values, [*shared, *whole])
 
-    def made(values: Any, shared: Any, mine: Any, rows: Any) -> RegionMade:
+    def made(values: Any, shared: Any, own_arrays: Any, rows: Any) -> RegionMade:
         if region.program is not None:
-            inputs = [*shared, *given.arguments(mine)]
-            known = given.named(values, mine, rows)
+            inputs = [*shared, *given.arguments(own_arrays)]
+            known = given.named(values, own_arrays, rows)
             return RegionMade(*region.program(inputs, known))
-        replica = MappedReplica(given.feed(values, mine, rows), team)
+        replica = MappedReplica(given.feed(values, own_arrays, rows), team)
         with replica.recording(), printed_before():
-            result = fn(shared, given.arguments(mine))
+            result = fn(shared, given.arguments(own_arrays))
         # The last trace counts: jax may trace a function more than once.
         region.read(result, replica.capture)
         return region.made
 
     rows = _looked_up(made, found, given, mapped, outside)
 
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         arrays, copies, operands, _ = made(
-            values, shared, mine, mine[given.before_rows :]
+            values, shared, own_arrays, own_arrays[given.before_rows :]
         )
         return [*arrays, *[copy[None] for copy in copies]], operands
 
@@ -285,30 +285,32 @@ class _Given:
     variables: Sequence[VariableHandle]
     own: Sequence[VariableHandle]
 
-    def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
-        return mine[: self.count]
+    def arguments(self, own_arrays: Sequence[Any]) -> Sequence[Any]:
+        return own_arrays[: self.count]
 
     @property
     def before_rows(self) -> int:
         return self.count + len(self.own)
 
     def feed(
-        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
+        self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
     ) -> Replay:
         """Returns the values that the function reads."""
-        return Replay("strategy.run", self._known(values, mine), (), rows)
+        return Replay("strategy.run", self._known(values, own_arrays), (), rows)
 
     def named(
-        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
+        self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
     ) -> dict[Any, Any]:
         """Returns the same for a `BodyProgram`."""
-        known = self._known(values, mine)
+        known = self._known(values, own_arrays)
         named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
         return named | {("rows", number): x for number, x in enumerate(rows)}
 
-    def _known(self, values: Sequence[Any], mine: Sequence[Any]) -> dict[int, Any]:
+    def _known(
+        self, values: Sequence[Any], own_arrays: Sequence[Any]
+    ) -> dict[int, Any]:
         met = (*self.variables, *self.own)
-        copies = mine[self.count : self.before_rows]
+        copies = own_arrays[self.count : self.before_rows]
         return {
             variable.spec.key: value
             for variable, value in zip(met, (*values, *copies), strict=True)
@@ -339,19 +341,19 @@ def discovered(
         found[:] = [(region, feed.made_up)]
         return region.made, [each.value for each in feed.made_up]
 
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        args = values[0], shared, mine
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
+        args = values[0], shared, own_arrays
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
         region, made_up = found[0]
         region.program = body_program(closed, made_up, jax.tree.structure(made))
         return [], []
 
     def abstract(seed: jax.Array, shared: Any, arrays: Sequence[Any]) -> None:
-        mine = [
+        own_arrays = [
             Spread(array, each.stacked)
             for array, each in zip(arrays, split, strict=True)
         ]
-        mapped_over(one, team.local, mesh, mine)([seed], shared)
+        mapped_over(one, team.local, mesh, own_arrays)([seed], shared)
 
     jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
     return found[0][0]
@@ -385,13 +387,13 @@ def _looked_up(
     before = given.before_rows
     ready: list[int] = []
 
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            return made(values, shared, mine, rows).ids
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
+        def ids(values: Any, shared: Any, own_arrays: Any, rows: Any) -> list[Any]:
+            return made(values, shared, own_arrays, rows).ids
 
-        known = dict(zip(sorted(rows), mine[before:], strict=True))
+        known = dict(zip(sorted(rows), own_arrays[before:], strict=True))
         own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
-        args = (values, shared, mine[:before], own_rows)
+        args = (values, shared, own_arrays[:before], own_rows)
         flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
         unknown = sum(
             1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)

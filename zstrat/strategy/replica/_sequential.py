@@ -60,7 +60,7 @@ from zstrat.variables import (
 )
 
 from ._arguments import UnevenParts, distribute_rows, require_all_one_each, unwrapped
-from ._barriers import brought, optimizing, updating
+from ._barriers import optimizing, to_device, updating
 from ._fibers import run_fibers
 from ._mapped import in_stages
 from ._one_program import TracedRegion, needs_sequential
@@ -139,7 +139,7 @@ def _near(leaf: Any, device: jax.Device) -> Any:
     several devices stays: no other replica uses it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
-    return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
+    return to_device(leaf, device) if len(leaf.devices()) == 1 else leaf
 
 
 @final

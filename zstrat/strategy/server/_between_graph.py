@@ -5,8 +5,8 @@ where there is none) creates the variables, and the others, which create the sam
 in the same order, wait for them. From then on each reads and updates as it comes. The
 replicas of one program are in sync; those of different programs are not.
 
-Law of the file: a variable is told by its place in the order of creation, which must be
-the same in all programs. A creation that failed has no place in it, in any of them.
+Law of the file: a variable is identified by its index in the order of creation, which
+must be the same in all programs. A creation that failed has no index, in any of them.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
     chief has not created them by then (trying again is fine), and InvalidArgumentError
     if it has created others in their place.
 
-    Every program distributes datasets of its own: the functions of
-    `distribute_datasets_from_function` are told which program this is (the chief first,
+    Every program distributes its own datasets: the functions of
+    `distribute_datasets_from_function` get the number of the program (the chief first,
     then the workers), and `experimental_distribute_dataset` cuts for the replicas of
     this program alone, so that all programs read all of the data.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this program is.
+        cluster_resolver: Knows the tasks of the cluster, and which one this program is.
             Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
         devices: The replicas of this program; left out: all of its devices.
-        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; here
-            only their defaults, as no program has the others' ear.
+        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; only
+        their defaults are accepted, as no program coordinates the others.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
     Raises:
         ValueError: The cluster has no ps, or it is not clear which task this is, or it
-            is none that trains.
+            is not a task that trains.
         DeadlineExceededError: A ps does not answer in time, or there is no chief.
         BusyError: Another program holds the ps.
     """
@@ -136,7 +136,7 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
 
     def _function_inputs(self) -> ProcessInputs:
         # A dataset that is given to all programs is whole in each of them, as in TF:
-        # only functions are told that there are several.
+        # only functions get the number of the program.
         return replace(self._inputs(), context=self._pipeline)
 
     def __repr__(self) -> str:
@@ -147,8 +147,8 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
 
 
 _NEEDED: Final[dict[str, tuple[object, str]]] = {
-    "replicas": (0, "each would have to hear where second copies take over"),
-    "stores_per_ps": (1, "each would have to hear where stores are"),
+    "replicas": (0, "each would have to learn which backups take over"),
+    "stores_per_ps": (1, "each would have to learn where stores are"),
     "on_ps_loss": ("raise", "each would have to go back to the same checkpoint"),
     "resume": (None, "the others would have to enter the session of the next chief"),
 }

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
     Connect = Callable[..., ClusterSession]
-    """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some, with
-    ``stores_per_ps=`` if there are to be more than one, with
-    ``resume=`` and ``begins_anew=`` if the session has a name."""
+    """Called with a ClusterSpec and Settings; with ``replicas=`` if not 0,
+    ``stores_per_ps=`` if not 1, and ``resume=`` and ``begins_anew=`` if the session has
+    a name."""
 
 _MOST_STORES: Final = 64
 """Of one ps: each has a port, a thread and a connection to every worker."""
@@ -82,7 +82,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     have answered. Until then it lives on.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this is. Left
+        cluster_resolver: Knows the tasks of the cluster, and which one this is. Left
             out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first. Or a
             `zs.LocalCluster` or a fleet of `zs.launch`, which is kept for as long as
             the strategy, and whose settings count if none are given.
@@ -100,25 +100,25 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             ``ZSTRAT_PREFETCH``, else 0, with which one worker computes what plain
             optax does.
         output: "program": what steps and dataset functions print on workers is shown
-            here, too, each line behind the name of its worker. "files": it is in the
+            here, too, each line after the name of its worker. "files": it is in the
             logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
-        on_ps_loss: What follows when a parameter server is lost. "raise": calls raise
+        on_ps_loss: What happens when a parameter server is lost. "raise": calls raise
             `PSUnavailableError`; the program is started again by hand. "restore": the
             program waits for it, and if it comes back empty, all ps are filled from the
             last whole checkpoint that this program has saved or restored, and training
-            goes on. Steps that ended after that checkpoint are lost, and what the
+            continues. Steps that ended after that checkpoint are lost, and what the
             program itself assigned since; steps under way run again, each with one
             effect on the restored values. A warning of logging says which checkpoint
-            and how many steps, and so does ``coordinator.metrics()``. Results that
-            were fetched stay; large ones that were not are gone, and datasets of the
-            workers begin anew. Variables of this process are left as they are. The
-            checkpoint must have all variables and optimizers of the scope, else
+            and how many steps, and so does ``coordinator.metrics()``. Results that were
+            fetched stay; large ones that were not are gone, and datasets of the workers
+            start again. Variables of this process are left as they are. The checkpoint
+            must have all variables and optimizers of the scope, else
             `PSUnavailableError` names what it lacks.
-        resume: What the session is called. If a program has left a session of this name
-            on the cluster, because it was killed or has failed, this one goes on with
+        resume: Name of the session. If a program has left a session of this name
+            on the cluster, because it was killed or has failed, this one continues with
             its variables: created in the same order with the same names, shapes and
-            dtypes they have the values that are there, and optimizers what they keep
-            beside them. `resumed` says whether that is so; else all begins anew, as
+            dtypes they have their old values, and optimizers their old state. `resumed`
+            tells whether there was one. If there was none, the session starts empty, as
             without a name, which empties the cluster. `close` ends the session; a
             program that ends otherwise leaves it. A step that was under way when the
             program before ended may have reached some ps and not others; none has an
@@ -139,7 +139,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             go to in turn, and that `parameter_servers` moves, one after the other, when
             a ps is added or drained. More of them are moved in finer pieces, and
             `ShardedVariable` components may go to each; every one is asked with a
-            message of its own. With ``resume`` both programs have to give the same.
+            separate message. With ``resume`` both programs have to give the same.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -148,7 +148,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             that are not numbered from 0 without gaps, or this process is one of those;
             or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
-        HeldError: Another program holds the cluster, and has been heard since; within
+        HeldError: Another program holds the cluster, and is alive; within
             a second or so, unless ``settings.timeouts.turn`` seconds are to be waited
             for it to end.
         BusyError: The same, of one that falls silent and comes back; or another

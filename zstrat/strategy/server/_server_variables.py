@@ -59,7 +59,7 @@ _TWINS: Final = {
         "optimizer.apply_gradients_async(grads_and_vars)",
     ),
 }
-"""What does not block, and else `scatter_async`."""
+"""The method that does not block; by default `scatter_async`."""
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
@@ -75,7 +75,7 @@ class ServerVariables(StrategyCreator):
     """Creates variables and optimizers on the parameter servers, and reads and updates
     them from outside of steps.
 
-    Calls from several threads are safe; creations happen one after the other.
+    Calls from several threads are safe; variables are created one after the other.
     """
 
     def __init__(
@@ -125,8 +125,9 @@ class ServerVariables(StrategyCreator):
             raise NotFoundError(
                 f"the step function {plan.function!r} uses "
                 f"{', '.join(dict.fromkeys(strangers))}, created in another session: "
-                "what is created in a strategy's scope ends with that strategy. Create "
-                "it again in the scope of this one, and define the step function anew"
+                "what is created in a strategy's scope ends with that strategy. "
+                "Create it again in the scope of this one, and define the step "
+                "function again"
             )
 
     def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
@@ -169,8 +170,8 @@ class ServerVariables(StrategyCreator):
         initial value that is a function is called for each of them.
 
         Raises:
-            ValueError: The workers are programs of their own, and nobody coordinates
-                them; or as `create_variables`.
+            ValueError: The workers are separate programs without a coordinator; or as
+                `create_variables`.
             PSUnavailableError: A ps is gone.
         """
         if self._bind_workers is None:
@@ -273,19 +274,19 @@ class ServerVariables(StrategyCreator):
         """Sends the tree of an optimizer to the parameter servers, once.
 
         Raises:
-            ValueError: It cannot be told, or a server refuses it; says why.
+            ValueError: The tree cannot be sent, or a server refuses it; says why.
             PSUnavailableError: A ps is gone.
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
-            # Two threads may tell the same tree: a server takes it as one.
+            # Two threads may send the same tree: a server takes it as one.
             self._session.run(*self._binding(*tree))
             self._bound.add(tree)
 
     async def bind_async(self, call: GradientCall) -> None:
         """Does as `bind`, without blocking the running loop.
 
-        Cancellation: they may have been told.
+        Cancellation: some servers may have received it.
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
@@ -313,7 +314,7 @@ class ServerVariables(StrategyCreator):
         """Assigns an array that an optimizer keeps beside a variable.
 
         Raises:
-            NotFoundError: There is none of that name.
+            NotFoundError: There is no array of that name.
             PSUnavailableError: A ps is gone.
         """
         work = self._servers.write_slot(optimizer.id, variable.spec, name, value)
@@ -337,7 +338,7 @@ class ServerVariables(StrategyCreator):
 
     def _binding(self, optimizer: int, tree: bytes) -> _Request[None]:
         work = self._servers.bind_optimizer(optimizer, tree)
-        return work, "telling the tree of an optimizer"
+        return work, "sending the tree of an optimizer"
 
     def _withdraw(self) -> None:
         """Removes what a failed creation left on the ps, before its keys are used

@@ -1,13 +1,13 @@
-"""What a requested variable will be: its parts, on which servers, under which keys.
+"""The plan of a requested variable: its parts, their servers and their keys.
 
 TF's rules of partitioning say which parts there are and how large (`draft`).
 `VariablePlacement` decides on the ps: round robin in the order of creation, one counter
 per strategy, as TF does, or by bytes. `Numbers` counts the keys in the same order.
 
 Laws of the file. Nothing here talks to a parameter server, and a value that can be made
-there is not made here. What a failed creation took is given out again, because programs
-that share parameter servers tell a variable by its place among those that were created.
-Part of it may be on a ps all the same, and has to go before: that is
+there is not made here. Keys of a failed creation are used again, because programs that
+share parameter servers identify a variable by its index among those that were created.
+A part of it may be on a ps all the same, and must be removed first: see
 `Numbers.doubtful`.
 """
 
@@ -116,7 +116,7 @@ def draft(
 
     Raises:
         ValueError: The request has no initial value, or one of another shape; or the
-            partitioner's answer is none.
+            answer of the partitioner is not a list of numbers.
         TypeError: The value is no array of numbers or booleans.
     """
     value = initial(request)
