@@ -129,10 +129,10 @@ class Strategy(FirstVersion):
         itself or of a function or class of its module that it calls by its name, it is
         compiled again. A change inside of an object, of a container or in another
         module goes unnoticed, and side effects of Python in it (prints, lists that
-        grow) happen when it is traced, as in ``tf.function``. Outside of a step Python numbers
-        among its arguments stay numbers, and each value is compiled separately: pass a
-        number that changes from call to call (the number of the step, a learning rate)
-        as an array, ``np.float32(rate)``, say. A `RetraceWarning` points it out.
+        grow) happen when it is traced, as in ``tf.function``. Outside of a step Python
+        numbers among its arguments stay numbers, and each value is compiled separately:
+        pass a number that changes from call to call (the number of the step, a learning
+        rate) as an array, ``np.float32(rate)``, say. A `RetraceWarning` points it out.
         Numbers in a `PerReplica` that differ between the replicas are arrays.
 
         Replicas run sequentially, if ``fn`` is not pure, that is, if

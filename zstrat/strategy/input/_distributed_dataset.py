@@ -1,7 +1,7 @@
-"""A distributed dataset and its iterators, as users hold them.
+"""A distributed dataset and its iterators: what users get.
 
-The law: a distributed dataset can be iterated and described, nothing else; what it
-yields was decided when it was made (`_inputs`).
+Law of the file: a distributed dataset can be iterated and described, nothing else; its
+elements were decided when it was made (`_inputs`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ class DistributedDataset(StepDataset):
     """The elements that this process draws, step by step. Each ``iter()`` begins a
     fresh pass, whose iterator may be an argument of a step.
 
-    No transformation is applied to it any more: transform the dataset before it is
-    distributed.
+    It has no transformations: transform the dataset before it is distributed.
     """
 
     def __init__(self, feed: DatasetFeed, name: str) -> None:
         self._feed = feed
         self._name = name
         self._waiting: DistributedIterator | None = None
-        """A pass that was begun to describe its elements, and waits for its reader."""
+        """A pass that was begun to describe its elements, for the next reader."""
         self._begun: weakref.ref[DistributedIterator] | None = None
-        """The last pass that a reader has: it makes an element to be described."""
+        """The last pass that a reader has: its elements can be described."""
 
     def __iter__(self) -> DistributedIterator:
         """Begins a fresh pass, whose elements are made in advance, on a thread.
@@ -73,9 +72,9 @@ class DistributedDataset(StepDataset):
         """The shapes and dtypes of an element: a pytree of ``jax.ShapeDtypeStruct``, or
         with several replicas in this process of `PerReplica` of them.
 
-        The shapes are those of the first step of any pass. Makes that step's elements
-        where there are none yet: of a pass that is under way, else of one that the next
-        ``iter()`` then is. So a source that can be read once loses nothing.
+        The shapes are those of the first step of any pass. If there is no such step
+        yet, its elements are made: of a pass that is under way, else of one that the
+        next ``iter()`` returns. So a source that can be read only once loses nothing.
 
         Raises:
             OutOfRangeError: There is no element.
@@ -104,7 +103,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
     """The iterator of a distributed dataset. A step draws from it, and a loop in
     Python, which ends with the elements.
 
-    Its place is counted in steps. All processes save at the same one, and go to it
+    Its position is a number of steps. All processes save at the same step, and go to it
     together; one file serves them all.
     """
 
@@ -125,7 +124,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
         Raises:
             ValueError: In a replica function.
-            OutOfRangeError: There are no more.
+            OutOfRangeError: The pass has ended.
         """
         if in_real_replica_context():
             raise ValueError(
@@ -149,7 +148,8 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         returned.
 
         Raises:
-            InvalidArgumentError: It is the place of another dataset; nothing changed.
+            InvalidArgumentError: It is the position in another dataset; nothing
+                changed.
             ClosedError: The iterator was closed.
         """
         if self.is_closed:

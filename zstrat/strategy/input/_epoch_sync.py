@@ -1,16 +1,16 @@
-"""Workers that come to the end of their data in the same step.
+"""Synchronizes the workers at the end of their data.
 
-Where each worker has other data (files of its own, a dataset function), some have less
-than others. A step in which nobody is missing needs all of them, so a worker without
-data goes on with empty elements as long as any other has some. The workers agree on
-that: once a pass, if all of them know how many steps they have, else in every step.
-Where some have data for ever, nobody asks again: the others go on with empty elements.
-With the first question they also make sure that they are at the same pass of data that
-they deal out among themselves in an order that changes from pass to pass.
+Where each worker has other data (its own files, a dataset function), some have less
+than others. A step needs all workers, so a worker without data continues with empty
+elements as long as any other has some. The workers agree on that: once a pass, if all
+of them know their number of steps, else in every step. If some have data without an
+end, there are no further questions: the others continue with empty elements. With the
+first question they also check that they are at the same pass of data that is sharded
+among them in an order that changes from pass to pass.
 
-Law of the file: all workers ask the same questions in the same order, in the thread
-that draws. So the first question of a pass is asked whatever its worker knows, and all
-else follows from the answer, which is the same for all.
+Law of the file: all workers make the same exchanges in the same order, in the thread
+that draws. So the first exchange of a pass always happens, and all else follows from
+its result, which is the same for all.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class PassLength:
     """The known length of the passes of a worker, before they begin.
 
     Args:
-        steps: None: nobody knows.
-        is_infinite: The data are repeated for ever.
-        is_common: It is the length of all workers of which this is so.
+        steps: None: unknown.
+        is_infinite: The data are repeated without an end.
+        is_common: All workers that set this have the same length.
     """
 
     steps: int | None = None
@@ -87,10 +87,10 @@ class SynchronizedPass:
         self._length: Final = length
         self._empty: Final = empty
         self._order: Final = order
-        # Of negative numbers the largest is that of the worker that stops first.
+        # The largest of negative numbers is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
         self._end_rule: _EndRule | None = None
-        """None: not asked yet."""
+        """None: the workers have not agreed yet."""
         self._is_endless = False
         self._left = 0
 
@@ -125,11 +125,12 @@ class SynchronizedPass:
         length, sign = self._length, self._sign
         steps = length.steps
         if length.is_infinite:
-            # Nothing, repeated for ever, is nothing: then there are no steps.
+            # An empty dataset, repeated without an end, is empty: then there are no
+            # steps.
             self._is_endless = self._has_more()
             steps = _NEVER if self._is_endless else 0
         # The largest digest and the largest of their negatives tell whether all are
-        # equal. Who has no order gives numbers that count in neither.
+        # equal. A worker without an order gives numbers that count in neither.
         digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
         apart, forever, unknown, most, high, low = self._all_max(
             [
@@ -157,9 +158,9 @@ class SynchronizedPass:
             return self._elements.draw()
         if self._is_endless:
             raise ValueError(
-                "the data of this worker were to be repeated for ever, on which the "
-                "others rely, and have ended: repeat() needs a source that can be read "
-                "again (a function that makes a generator, not one generator)"
+                "the data of this worker were to be repeated without an end, on which "
+                "the others rely, and have ended: repeat() needs a source that can be "
+                "read again (a function that makes a generator, not one generator)"
             )
         return self._empty()
 
@@ -179,10 +180,9 @@ def _unlike(order: str) -> ValueError:
     """Makes the error of workers whose passes have different orders."""
     here = f"; this one begins {order} (distribution.pass)" if order else ""
     return ValueError(
-        "several workers deal a dataset out among themselves, and do not all begin the "
-        f"same pass of its shuffle{here}. Each would read it in another order: some "
-        "rows twice, others not at all. Distribute the dataset and begin its passes "
-        "(iter()) equally often in all processes; after reform() with a process that "
-        "was started anew make the dataset anew in all of them, from shuffle() on, and "
-        "distribute it again"
+        "several workers shard a dataset, and do not all begin the same pass of its "
+        f"shuffle{here}. Each would read it in another order: some rows twice, others "
+        "not at all. Distribute the dataset and begin its passes (iter()) equally "
+        "often in all processes; after reform() with a restarted process make the "
+        "dataset again in all of them, from shuffle() on, and distribute it again"
     )

@@ -1,8 +1,8 @@
 """A pass over a distributed dataset: source, cut, place, prefetch, pace.
 
-Law of the file: a pass begins in the thread that asks for it, so that passes begin in
-the order in which they are asked for; sources are read, cut and placed on the prefetch
-thread of their pass, and agreed upon in the thread that draws.
+Law of the file: a pass begins in the thread that requests it, so passes begin in the
+order of the requests. Sources are read, cut and placed on the prefetch thread of their
+pass; the workers agree on the end in the thread that draws.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class FeedPosition:
     """A position in the passes of a distributed dataset.
 
     Args:
-        steps: How many steps come before it.
-        passes: Of each source, the pass; what was drawn there is counted in steps.
-        split: What the meaning of a step depends on.
+        steps: Number of steps before it.
+        passes: The pass of each source, in which positions are counted in steps.
+        split: See `FeedSources.split`: the meaning of a step depends on it.
     """
 
     steps: int
@@ -82,7 +82,8 @@ class FeedPosition:
                 listed = tuple(map(Position.from_plain, passes))
                 return cls(steps, listed, tuple(split))
         raise InvalidArgumentError(
-            f"this is no place of the iterator of a distributed dataset: {plain!r:.200}"
+            "this is not a position of the iterator of a distributed dataset: "
+            f"{plain!r:.200}"
         )
 
     @property
@@ -96,11 +97,11 @@ class FeedSources:
     """What passes go over.
 
     Args:
-        begin: Begins a pass, or the rest of one behind a place; reads nothing.
-        made: Of each source, what is read here.
-        split: Input pipelines, or input pipelines and replicas, where others would make
-            other steps of the same sources.
-        are_alike: All processes have the same operations.
+        begin: Begins a pass, or the rest of one after a position; reads nothing.
+        made: The part of each source that is read here.
+        split: Number of input pipelines, or of pipelines and replicas, if other numbers
+            would make other steps of the same sources.
+        are_alike: Whether all processes have the same operations.
     """
 
     begin: Callable[[FeedPosition | None], BegunPass]
@@ -112,7 +113,7 @@ class FeedSources:
         """Returns why it is not a position in the passes; "" if it is one."""
         if place.split != self.split:
             return (
-                f"its steps are those of {_split(place.split)}, and here there are "
+                f"its steps are those of {_split(place.split)}, and here are "
                 f"{_split(self.split)}"
             )
         if len(place.passes) != len(self.made):
@@ -206,7 +207,7 @@ class DatasetPass:
         """Returns the shapes and dtypes of an element; may make the first one for that.
 
         Raises:
-            OutOfRangeError: There is none.
+            OutOfRangeError: There is no element.
         """
         if self._maker.first is None:
             try:
@@ -226,7 +227,8 @@ class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them.
 
     Args:
-        whole: Where the pass begins of which this is the rest; None: here.
+        whole: The start of the whole pass of which this is the rest; None if this is
+            whole.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class _Maker:
         self._feed: Final = feed
         self._whole: Final = whole
         self.first: Share | None = None
-        """Without its rows."""
+        """The first share, without its rows."""
         self.spec: Any = None
 
     def elements(self) -> Iterator[Any]:
@@ -246,7 +248,7 @@ class _Maker:
                 if self.first is None:
                     self._describe(share, placed)
                 yield placed
-                # The reader may be their only owner while the next are made.
+                # The reader should be their only owner while the next ones are made.
                 del share, placed
 
     def _describe(self, share: Share, placed: Any) -> None:
@@ -271,23 +273,23 @@ class _Maker:
         """Makes the element of a worker that has no more data.
 
         Raises:
-            ValueError: It never had any, so nobody knows what it looks like.
+            ValueError: It never had an element, so its shapes are unknown.
         """
         if self.first is None:
             self.has_looked_back()
         if self.first is None:
             raise ValueError(
-                "this worker has no element at all while others have some, so it does "
-                "not know what an empty one looks like: give every worker at least one "
+                "this worker has no element at all while others have some, so the "
+                "shapes of an empty one are unknown: give every worker at least one "
                 "batch, or set the auto_shard_policy to DATA"
             )
         return self._feed.place(self.first)
 
 
 def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
-    """Says which leaves have lost bits when they were put on the devices: floats, as
-    integers that do not fit stay on the host. They are looked at in the first element
-    of a dataset alone, because those of a kind are alike.
+    """Warns of leaves that have lost bits when they were put on the devices: floats, as
+    integers that do not fit stay on the host. Only the first element of a dataset is
+    checked, because its elements are alike.
 
     Warns:
         NarrowingWarning: One for each leaf.

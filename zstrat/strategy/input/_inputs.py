@@ -1,10 +1,12 @@
-"""The input side of a strategy: datasets shared out among workers and replicas.
+"""The input side of a strategy: datasets distributed over workers and replicas.
 
-One `ProcessInputs` says who draws here and where elements go; it makes the distributed
-datasets of every strategy. What each replica gets was decided by numbers
-(`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
+One `ProcessInputs` describes who draws in this process and where elements go; it makes
+the distributed datasets of every strategy. The share of each replica is decided by
+numbers (`zstrat.data`); this file connects the stages: source, cut, place, prefetch,
+synchronize. On the coordinator of parameter servers an `UnbuiltDataset` stands for a
+dataset that each worker builds.
 
-Law of the file: it reads nothing itself; whoever iterates begins a pass (`_feed`).
+Law of the file: it reads nothing itself; an iterator begins a pass (`_feed`).
 """
 
 from __future__ import annotations
@@ -65,17 +67,18 @@ class ProcessInputs:
     """Who draws in this process, and where elements go.
 
     Args:
-        context: This input pipeline among all, and the replicas of all.
+        context: The index of this input pipeline among all, and the number of all
+            replicas.
         local: Replicas of this process.
-        place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
-            put rows on devices.
+        place: Turns a `Share` into the element of a step, on the prefetch thread, so it
+            may put rows on devices.
         all_max: Exchanges numbers with the other pipelines; None if there is one
             pipeline, or if none waits for the others.
         static_shapes: A step in which a replica has no rows ends the data, instead of
-            giving it an element of no rows; and a batch size that is known has to
-            split evenly. Rows are not counted otherwise: a last batch may be shorter,
-            if it has some for every replica, as in TF.
-        per_replica: One input function for each replica may be asked for.
+            giving it an element without rows; and a known batch size has to split
+            evenly. A last batch may be shorter, as in TF, if it has rows for every
+            replica.
+        per_replica: Whether there may be one input function for each replica.
     """
 
     context: InputContext
@@ -153,7 +156,9 @@ class ProcessInputs:
 
         size = made.recipe.size()
         steps = None
-        if size >= 0:  # others ask for it, which give or leave out such a step as here
+        if (
+            size >= 0
+        ):  # the others need it, too, and keep or drop such a step as this one does
             is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
@@ -176,7 +181,7 @@ class ProcessInputs:
         """Makes one input pipeline for each replica."""
         if not self.per_replica:
             raise not_per_replica()
-        # To each function it looks like a worker of its own, as in TF.
+        # Each function sees a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
         promise = partial(self._promise, made)
@@ -208,8 +213,8 @@ class ProcessInputs:
     ) -> DistributedDataset:
         place = self.place if options.fetches else per_replica
         is_partial = not self.static_shapes
-        # Now, where the user distributes the dataset: a warning of a pass is said at
-        # this line.
+        # Recorded now, where the user distributes the dataset: a warning of a pass
+        # names this line.
         where = line_outside()
         feed = DatasetFeed(where, sources, place, options, all_max, is_partial, length)
         return DistributedDataset(feed, name)
@@ -221,8 +226,8 @@ class ProcessInputs:
         reuses its buffers, and dense where all shapes have to be the same on
         devices."""
         elements = begun.without_first(start).elements()
-        # The prefetch thread is ahead of the step, and a source that fills one buffer
-        # again would overwrite what waits.
+        # The prefetch thread is ahead of the step, and a source that reuses one buffer
+        # would overwrite elements that wait.
         steady = elements if allotment.is_steady else _copied(elements)
         is_fetched = self.static_shapes and options.fetches
         return dense(steady, _FETCHED) if is_fetched else steady
@@ -291,7 +296,7 @@ def input_options(options: InputOptions | None) -> InputOptions:
     """Returns the options; the defaults for None.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is not an `InputOptions`.
     """
     if options is None:
         return InputOptions()
@@ -301,7 +306,9 @@ def input_options(options: InputOptions | None) -> InputOptions:
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
-    before = building.set(True)  # it may be a step function, which is its body then
+    before = building.set(
+        True
+    )  # it may be a step function, of which the body runs then
     try:
         made = dataset_fn(context)
     finally:
@@ -317,7 +324,7 @@ def require_function(dataset_fn: object) -> None:
     """Refuses an argument that cannot be called with an `InputContext`.
 
     Raises:
-        TypeError: Says what takes a dataset itself.
+        TypeError: It is not a function; names the method that takes a dataset.
     """
     if not callable(dataset_fn):
         raise TypeError(
@@ -331,7 +338,7 @@ def refuse_distributed(dataset: object) -> None:
     """Refuses a dataset that a strategy has distributed already.
 
     Raises:
-        TypeError: Says what to distribute.
+        TypeError: It is distributed already.
     """
     if isinstance(dataset, StepDataset):
         raise distributed_already()
@@ -352,8 +359,9 @@ class UnbuiltDataset:
 
     Raises:
         NotImplementedError: ``options`` asks for PER_REPLICA.
-        TypeError: It is no options; the source is no dataset, or no function.
-        ValueError: The source is arrays whose first axes differ.
+        TypeError: ``options`` is not an `InputOptions`; the source is not a dataset, or
+            not a function.
+        ValueError: The source consists of arrays whose first axes differ.
     """
 
     def __init__(
@@ -379,7 +387,7 @@ class UnbuiltDataset:
         """Refused: there are no elements on the coordinator.
 
         Raises:
-            ValueError: Always; says what to do.
+            ValueError: Always; names the remedy.
         """
         raise _unbuilt("iter() of")
 
@@ -400,7 +408,7 @@ class UnbuiltDataset:
 
 
 def _require_dataset(source: object) -> None:
-    """Refuses here what each worker would refuse."""
+    """Refuses, before it is sent, a source that each worker would refuse."""
     if isinstance(source, UnbuiltDataset):
         raise distributed_already()
     refuse_distributed(source)

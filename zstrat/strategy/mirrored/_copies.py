@@ -54,8 +54,8 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     if not isinstance(home, DeviceHome):
         return (variable,)
     if home.residence.copies == 1:
-        # Who reads an ON_READ variable reads all processes; who reads its copy here
-        # does not, so that copy needs a handle of its own, without that rule.
+        # A read of an ON_READ variable reads all processes, a read of its copy here
+        # does not: so that copy needs a separate handle, without that rule.
         apart = variable.is_brought_together
         return (handle(variable.spec, home) if apart else variable,)
     if home.residence.travels and not is_on_read(variable):
@@ -149,14 +149,14 @@ def updated(
     results.
 
     Raises:
-        ValueError: There is a value per replica among the arguments, or a mirrored one
-            of more values than one that are not as many as the components.
+        ValueError: An argument is a value per replica, or a mirrored one of several
+            values that are not as many as the components.
     """
     given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
     if any(isinstance(leaf, PerReplica) for leaf in given):
         raise ValueError(
-            "update: a value per replica among the arguments; they may contain "
-            "mirrored values alone: bring it together with reduce_to first"
+            "update: a value per replica among the arguments, expected mirrored values "
+            "or arrays: reduce it with reduce_to first"
         )
     for leaf in given:
         if isinstance(leaf, DistributedValues):
@@ -176,7 +176,7 @@ def agreed(tree: Any) -> Any:
     first replica: whether they are equal is not known there.
 
     Raises:
-        ValueError: They have brought different values.
+        ValueError: They have given different values.
     """
     return jax.tree.map(_agreed_leaf, tree, is_leaf=is_distributed)
 
@@ -188,8 +188,8 @@ def _agreed_leaf(leaf: Any) -> Any:
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf.values))
     if not traced and not all(_are_equal(first, other) for other in others):
         raise ValueError(
-            f"update: replicas give different values, {leaf!r:.200}: bring them "
-            "together first (get_replica_context().all_reduce)"
+            f"update: replicas give different values, {leaf!r:.200}: reduce them first "
+            "(get_replica_context().all_reduce)"
         )
     return first
 
@@ -204,16 +204,16 @@ def _require_enough(mirrored: DistributedValues, components: int) -> None:
     """Refuses a mirrored value that has no part for some component.
 
     Raises:
-        ValueError: It has other devices than the components.
+        ValueError: It has neither one value nor as many as there are components.
     """
     count = mirrored.replicas
     # One value is for all of them, and one component may have any of several.
     if count == 1 or count == components or (count and components == 1):
         return
     raise ValueError(
-        f"update: a mirrored value of {count} values among the arguments, where copies "
-        f"to update: {components}; expected as many values, or one for all: reduce_to "
-        "with the variable as its destination makes such a value"
+        f"update: a mirrored value of {count} values among the arguments, and "
+        f"{components} copies to update; expected as many values, or one for all: "
+        "reduce_to with the variable as its destination makes such a value"
     )
 
 

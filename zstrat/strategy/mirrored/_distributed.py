@@ -1,14 +1,14 @@
 """The processes of a group as one job of XLA.
 
-Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its own address
-in the cluster and tells the others through the group. What listens there asks nobody
-who he is, so the address must be one that the world does not reach.
+Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its address in
+the cluster and announces it through the group. That port does not authenticate anyone,
+so the address must not be reachable from the internet.
 
-Where the program has brought jax together by itself, jax tells the processes of each
-other, and they need no other cluster.
+Where the program has initialized jax.distributed itself, the processes learn of each
+other through jax, and need no other cluster.
 
-Law of the file: jax is brought together once in a process, before its first use of any
-device; it cannot be taken apart and formed anew while the process lives.
+Law of the file: jax.distributed is initialized once in a process, before its first use
+of any device; the job cannot be formed again while the process lives.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from zstrat.program.stages import Collective
 
 _MAX_ANNOUNCED_BYTES: Final = 1024
-"""Bytes of what rank 0 tells: more than an address, or why there is none, has."""
+"""Bytes of an announcement: more than an address, or an error, has."""
 _NOWHERE: Final = (
     (socket.AF_INET, "192.0.2.1"),
     (socket.AF_INET6, "2001:db8::1"),
 )
-"""Addresses that nobody has: the way there begins as the way to the others does."""
+"""Reserved addresses (RFC 5737, RFC 3849): the route there starts as the route to the
+others does."""
 _REFUSAL: Final = "!"
-"""What no address begins with: why there is none."""
+"""The prefix of an error, which no address begins with."""
 
 
 def is_in_job() -> bool:
@@ -56,7 +57,7 @@ def resolver_of_jax() -> ClusterResolver:
         _sent(f"{socket.gethostname()} {host} {port}")
     )
     announced = [_received(row).split() for row in np.asarray(gathered)]
-    # All on one host: its loopback will do, which nobody else reaches.
+    # All on one host: its loopback suffices, which is not reachable from outside.
     if len({(name, host) for name, host, _ in announced}) == 1:
         announced = [[name, "127.0.0.1", port] for name, _, port in announced]
     addresses = tuple(host_and_port(host, port) for _, host, port in announced)
@@ -68,7 +69,8 @@ def _own_address() -> str:
     """Returns the address of this host that it sends from, where others reach it. Sends
     nothing."""
     for family, nowhere in _NOWHERE:
-        # No way out by IPv4, or no IPv6 at all: another one, or there is none.
+        # No route by IPv4, or no IPv6 at all: try the other family, or use the
+        # loopback.
         with (
             contextlib.suppress(OSError),
             socket.socket(family, socket.SOCK_DGRAM) as probe,
@@ -98,8 +100,9 @@ def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
         timeout: Seconds to wait for the other processes.
 
     Raises:
-        ValueError: The address is not a loopback or private one. In every process.
-        OSError: In that of rank 0: it cannot listen there.
+        ValueError: The address is not a loopback or private one. Raised in every
+            process.
+        OSError: Rank 0 cannot listen there. Raised in rank 0.
         RuntimeError: jax was used before, or another job has been formed, or the
             processes have different numbers of devices.
     """
@@ -119,21 +122,21 @@ def require_private(host: str) -> None:
     """Refuses an address that is reachable from the public internet.
 
     Raises:
-        ValueError: It is one, or has no number.
+        ValueError: It is public, or cannot be resolved.
     """
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ValueError(
-            f"implementation=XLA: the address {host!r} of the first task is not known "
-            f"here ({error}): give it by number in the cluster"
+            f"implementation=XLA: the address {host!r} of the first task cannot be "
+            f"resolved here ({error}): give it as a number in the cluster"
         ) from error
     public = [x for x in found if not ipaddress.ip_address(x).is_private]
     if public:
         raise ValueError(
             f"implementation=XLA: the first task has the public address {public[0]}, "
-            "and jax.distributed asks nobody who connects for a key: give the address "
-            "of a private network in the cluster, or use implementation=RING"
+            "and jax.distributed does not authenticate those who connect: give the "
+            "address of a private network in the cluster, or use implementation=RING"
         )
 
 

@@ -1,7 +1,7 @@
-"""Variables of which each process has a copy, equal to all others.
+"""Variables of which each process has an equal copy.
 
-They are created by all processes alike; the first value is that of rank 0. From then on
-every process makes the same updates, of operands that are equal everywhere.
+All processes create the same variables; the first value is that of rank 0. From then on
+every process makes the same updates, with operands that are equal everywhere.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 class MirroredVariables(StrategyCreator):
     """Creates variables on the devices of this process, and knows which it created.
 
-    A process that comes when the others have been at work for a while creates them
-    without a word to the others, and takes theirs over before it first uses one.
+    A process that joins when the others have made steps creates them without
+    communication, and takes over their values before it first uses one.
 
     Args:
         devices: Each has the whole value.
         team: The replicas, of this process alone or of several.
-        over: A mesh of the devices, if it has more axes than that of the replicas.
+        over: A mesh of the devices, if it has more axes than the one of the replicas.
         store: The device that keeps the values between steps; left out: all of them.
         names: TF's names of the devices that keep a copy for each replica; left out:
             those of a program that has one process.
-        is_late: Whether the others have been at work.
+        is_late: Whether the others have made steps already.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class MirroredVariables(StrategyCreator):
                     "is not supported with mirrored variables: leave it out (AUTO)"
                 )
         values = [initialize(request) for request in requests]
-        # A late process makes no collective that the others are not in: it takes theirs
-        # over before first use.
+        # A late process must not start a collective that the others do not: it takes
+        # over their values before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
         made = [
@@ -188,7 +188,7 @@ class MirroredVariables(StrategyCreator):
     ) -> DeviceHome | LocalHome:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
-            # jax would cut it to 32 bits; steps refuse it, with words.
+            # jax would cut it to 32 bits; steps refuse it, with an error that says so.
             return LocalHome(value)
         return DeviceHome(value, self.residence, on_read)
 
@@ -289,7 +289,7 @@ class _KeeperDevice(Residence):
         """Everything is here."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        # No copies where they are kept: a step does not overwrite what travels.
+        # No copies where they are stored: a step does not overwrite arrays that travel.
         return jax.device_put(trees, shardings)
 
     def returned(self, trees: Any) -> Any:

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
-"""Of the group: processes that make one are brought together."""
+"""Name of the group: processes that make one find each other by it."""
 
 _PATIENCE: Final = 300.0
-"""Seconds for all processes to begin; jax's own default."""
+"""Seconds for all processes to start; the default of jax."""
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -76,17 +76,17 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     over all replicas of all processes.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster and which one this is. Left
+        cluster_resolver: Knows the tasks of the cluster and which one this is. Left
             out: TF_CONFIG does; else jax, if `jax.distributed.initialize` was called;
-            else whoever started the processes (`zs.cluster_resolver.detect`). An empty
+            else the launcher of the processes (`zs.cluster_resolver.detect`). An empty
             cluster is this process alone.
         communication_options: How the processes exchange what they reduce.
-        group: Brings the processes together; another one in tests.
+        group: Connects the processes; another function in tests.
 
     Raises:
-        ValueError: The cluster does not know this task, or it trains nothing; or this
-            process is one of several that were started together, and nothing says
-            where the others are.
+        ValueError: The cluster does not know this task, or the task does not train; or
+            this process is one of several that were started together, and the addresses
+            of the others are unknown.
         CollectiveTimeoutError: A process does not come; names it.
     """
 
@@ -115,7 +115,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
-        # Formed anew: the others have been at work, and this process comes to them.
+        # A later generation: the others have made steps, and this process joins them.
         late = self._channel is not None and self._channel.collective.generation > 0
         names = task_names(self._local, *task)
         self._variables = MirroredVariables(
@@ -143,40 +143,40 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Devices of this process, what it saves, and values reduced over all of
-        them."""
+        """Devices of this process, whether it saves, and values reduced over all
+        processes."""
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:
         """Connects the processes again after one was lost, restarted or cut off; blocks
         until all of them are there.
 
-        Those that were not lost call it when a step has raised `PeerLostError`,
+        Processes that were not lost call it when a step has raised `PeerLostError`,
         `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
-        One that was started anew makes its strategy and its variables as at the first
-        time. All then have the values, and what optimizers keep, of the process that
-        had made the most steps; the one that came anew has them before it uses a
-        variable for the first time. All processes, also those that were not lost, begin
-        fresh passes of their datasets (``iter()``) after it: an iterator of before
-        waits for answers of others that the one that came anew does not give. Where
-        they deal out a dataset that is shuffled anew in each pass, they make it anew
-        from its ``shuffle`` on and distribute it again: the one that came anew begins
-        with its first order, and a pass in different orders is refused.
+        A restarted process makes its strategy and its variables as before. All then
+        have the values, and the state of optimizers, of the process that had made the
+        most steps; the restarted one has them before it first uses a variable. All
+        processes, also those that were not lost, begin fresh passes of their datasets
+        (``iter()``) after it: an older iterator waits for answers that the restarted
+        process does not give. Where they shard a dataset that is shuffled again in each
+        pass, they make it again from its ``shuffle`` on and distribute it again: the
+        restarted process begins with its first order, and a pass in different orders is
+        refused.
 
         Args:
             timeout: Seconds to wait for all processes.
 
         Raises:
-            RuntimeError: With implementation=XLA: a job of jax cannot be formed anew.
-            CollectiveTimeoutError: Not all came in time; names them. It may be called
-                again.
+            RuntimeError: With implementation=XLA: a job of jax cannot be formed again.
+            CollectiveTimeoutError: Not all processes came in time; names the missing
+                ones. It may be called again.
         """
         if self._channel is None:
             return
         if self._channel.mesh is not None:
             raise RuntimeError(
-                "a strategy with implementation=XLA cannot be formed anew, because jax "
-                "cannot: start all processes again, and restore a checkpoint"
+                "a strategy with implementation=XLA cannot be formed again, because "
+                "jax cannot: start all processes again, and restore a checkpoint"
             )
         self._channel.collective.reform(timeout=timeout)
         self._variables.take_over()
@@ -201,7 +201,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         if channel is not None:
             inputs = replace(inputs, all_max=partial(_all_max, channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
-            return inputs  # a program of all processes takes rows of its own
+            return inputs  # a program of all processes takes the rows of each
         layout = MeshLayout(mesh_over(self._local))
         return replace(inputs, place=layout.place_share)
 
@@ -242,15 +242,15 @@ def _require_alone(env: Mapping[str, str]) -> None:
     """Refuses to train alone without TF_CONFIG where several processes would.
 
     Raises:
-        ValueError: Names what says that there are several, and what to give.
+        ValueError: Names the evidence of several processes, and the remedy.
     """
     if env.get("TF_CONFIG", "").strip():
-        return  # it says that there is no cluster
+        return  # it defines an empty cluster
     found = launched_together(env)
     if found is not None:
         seen = f"{found[0]}={found[1]}"
     elif is_in_job():
-        seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
+        seen = f"jax.distributed.initialize has connected {jax.process_count()}"
     else:
         return
     raise ValueError(
@@ -287,5 +287,5 @@ def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
         )
     validate_cluster_spec(spec, job, index)
     id_in_cluster(spec, job, index)  # refuses a ps
-    # Not whoever is the chief: in a sparse cluster worker 0 may be missing.
+    # Not the chief as such: in a sparse cluster worker 0 may be missing.
     return (job, index), job == "evaluator" or (job, index) == _first(spec)

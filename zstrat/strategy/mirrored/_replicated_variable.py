@@ -1,14 +1,15 @@
-"""Variables of which each replica has a copy: mirrored ones, and sums of all replicas.
+"""Variables of which each replica has a copy: mirrored ones, and sums over all
+replicas.
 
-Replicas of a `MirroredVariable` are brought together when it is written, those of a
-`SyncOnReadVariable` when it is read. What a replica function counts in one of these
-(examples seen, sums of a metric) is added up here and now, without a word to the
-others; who reads it outside of replica functions gets the sum, the mean, or the first
-of all values. With several processes reading is a collective then: all of them read. A
-checkpoint has what is read, so all of them save.
+The replicas of a `MirroredVariable` are aggregated when it is written, those of a
+`SyncOnReadVariable` when it is read. A replica function counts in the latter (examples
+seen, sums of a metric) without communication; a read outside of replica functions
+returns the sum, the mean, or the first of all values. With several processes such a
+read is a collective: all of them read. A checkpoint stores the aggregate, so all of
+them save.
 
-Law of the file: what is said here is what TF asks of arguments; what an update does is
-said where replicas are brought together (`zstrat.strategy.replica._collective`).
+Law of the file: it checks arguments as TF does; how an update is aggregated is decided
+in `zstrat.strategy.replica._collective`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedVariable(Variable):
-    """A variable of the devices of a process, or of several. Made by a strategy."""
+    """A variable on the devices of a process, or of several. Made by a strategy."""
 
     __slots__ = ("_owner", "_team")
     _team: Team
@@ -72,7 +73,7 @@ class ReplicatedVariable(Variable):
 
         Args:
             team: The replicas that have it.
-            owner: Makes copies of it (`Variable.owner`).
+            owner: The creator that makes copies of it (`Variable.owner`).
         """
         variable = object.__new__(cls)
         variable._spec, variable._home, variable._container = spec, home, None
@@ -102,7 +103,7 @@ class ReplicatedVariable(Variable):
         """Returns the operand for every copy: of a mirrored value that of any replica.
 
         Raises:
-            TypeError: It differs from replica to replica.
+            TypeError: The value differs from replica to replica.
         """
         if isinstance(value, Mirrored):
             return value.values[0]
@@ -145,7 +146,7 @@ class MirroredVariable(ReplicatedVariable):
             return
 
         def join(values: Sequence[Any]) -> Sequence[Any]:
-            # Numbers that replicas computed are objects of their own, even if equal.
+            # Numbers that replicas computed are different objects, even if equal.
             if all(other is values[0] for other in values):
                 reduce_values(ReduceOp.SUM, values[0], None, team.size)
             return [None] * len(values)
@@ -184,7 +185,7 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     @property
     def local_value(self) -> np.ndarray:
-        """The value of this process: of its replicas together."""
+        """The value of this process: the aggregate of its replicas."""
         return self._home.read(self)
 
     def saved_value(self) -> np.ndarray:
@@ -206,8 +207,8 @@ class SyncOnReadVariable(ReplicatedVariable):
             error.add_note(
                 f"{self._spec} has synchronization=ON_READ: to save it is to read it "
                 "from all processes, so that all of them save, at the same place of "
-                "the program; those whose checkpoint nobody wants save to another "
-                "folder"
+                "the program; processes whose checkpoint is not needed save to "
+                "another folder"
             )
             raise
 
@@ -259,9 +260,9 @@ class SyncOnReadVariable(ReplicatedVariable):
         """Combines the values of all processes in one collective.
 
         Args:
-            value: What the replicas of this process have together.
-            copies: What each of them has, ``[replicas, ...]``.
-            across: What becomes of arrays of all processes.
+            value: Returns the aggregate of the replicas of this process.
+            copies: Returns the values of each of them, ``[replicas, ...]``.
+            across: Combines arrays of all processes.
         """
         if self._is_exact_mean:
             sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
@@ -270,7 +271,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             return across(CrossKind.FIRST, [value()])[0]
         (whole,) = across(CrossKind.SUM, [value()])
         if self.aggregation is VariableAggregation.MEAN:
-            # Each process brings its mean, and all have as many replicas.
+            # Each process gives its mean, and all have as many replicas.
             processes = self._team.size // self._team.local
             return (whole / processes).astype(self.dtype)
         return whole
@@ -332,13 +333,13 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     @property
     def _is_of_this_replica(self) -> bool:
-        """Whether the value meant is that of the replica that runs."""
+        """Whether a read means the value of the replica that runs."""
         return in_real_replica_context() or self._team.size == 1
 
     @property
     def _is_exact_mean(self) -> bool:
-        """Whether it is the mean of integers, which is cut off once: means of the
-        processes would have lost what is behind the point already."""
+        """Whether it is a mean of integers, which is rounded once: means of the
+        processes would be rounded already."""
         is_mean = self.aggregation is VariableAggregation.MEAN
         return is_mean and self.dtype.kind in "iu"
 

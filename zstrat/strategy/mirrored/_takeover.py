@@ -1,14 +1,14 @@
-"""A process that comes late takes over what the others have.
+"""A process that joins late takes over the values of the others.
 
 The variables of a strategy are created in the same order in every process, so a number
-names one, and an optimizer, everywhere. The process that has made the most steps lists
-what it has and gives it to all: after a lost process some may have made one step more.
-A process that has lost a value, because a step failed in the middle, counts as one that
-comes anew.
+identifies a variable, or an optimizer, everywhere. The process that has made the most
+steps lists its values and broadcasts them: after a lost process some may have made one
+step more. A process that has lost a value, because a step failed in the middle, counts
+as restarted.
 
-Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has. What a home has is asked with `shown` here, not
-with its plain getters: those settle the home first, which is what calls `taken_over`.
+Law of the file: all processes call `taken_over` together, and make the same collectives
+whatever values each of them has. The value of a home is read with `shown` here, not
+with its plain getters: those settle the home first, which calls `taken_over`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ def taken_over(
     it had made.
 
     Args:
-        steps: That this process has made, negative if it comes anew.
+        steps: Number of steps that this process has made; negative if it was restarted.
         variables: By the order of their creation.
         optimizers: In the order of their creation.
 
     Returns:
-        Negative if all come anew: then nothing has changed.
+        Negative if all were restarted: then nothing has changed.
 
     Raises:
-        DataLossError: A value of this process is lost, and all others come anew or have
-            lost one too.
-        InvalidArgumentError: This process has created other variables than that one.
-        PeerLostError, CollectiveTimeoutError: Not all processes take part.
+        DataLossError: A value of this process is lost, and all others were restarted or
+            have lost one too.
+        InvalidArgumentError: This process has created other variables than the source
+            of the values. PeerLostError, CollectiveTimeoutError: Not all processes take
+            part.
     """
     # Steps and rank in one number, so that one maximum finds both: of several with as
-    # many steps the first one.
+    # many steps the lowest rank.
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
     steps = steps if lost is None else -1
@@ -150,7 +151,8 @@ def _arrays(
         for rule, kinds in _rules(each, optimizers):
             own = slots.get(rule.id)
             if own is None or _described(own) != kinds:
-                # This process is given them; what it gives has to look alike.
+                # This process receives them; the arrays that it passes must have the
+                # same shapes.
                 arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
             else:
                 arrays += own.leaves
@@ -185,15 +187,15 @@ def _home(
     words = f"variable {name!r} ({dtype}{shape})"
     if variable is None:
         raise InvalidArgumentError(
-            f"this process takes over what the others have, and has not created their "
-            f"{words}, number {number} in the order of creation: create all variables "
-            "before the first step"
+            "this process takes over the values of the others, and has not created "
+            f"their {words}, number {number} in the order of creation: create all "
+            "variables before the first step"
         )
     home = variable.home
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
     if not fits or not isinstance(home, DeviceHome | LocalHome):
         raise InvalidArgumentError(
-            f"this process takes over what the others have: number {number} in the "
+            f"this process takes over the values of the others: number {number} in the "
             f"order of creation is {variable.spec} here and their {words}. All "
             "processes run the same program"
         )
@@ -215,7 +217,7 @@ def _rules(
     missing = [number for number, _ in each[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(
-            f"this process takes over what the others have, and has created "
+            f"this process takes over the values of the others, and has created "
             f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
             "create them in the strategy's scope, before the first step"
         )
