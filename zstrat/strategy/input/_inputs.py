@@ -156,9 +156,7 @@ class ProcessInputs:
 
         size = made.recipe.size()
         steps = None
-        if (
-            size >= 0
-        ):  # the others need it, too, and keep or drop such a step as this one does
+        if size >= 0:  # the other workers keep or drop such a step as this one does
             is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
@@ -306,9 +304,7 @@ def input_options(options: InputOptions | None) -> InputOptions:
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
-    before = building.set(
-        True
-    )  # it may be a step function, of which the body runs then
+    before = building.set(True)  # of a step function the body runs then
     try:
         made = dataset_fn(context)
     finally:

@@ -1,4 +1,4 @@
-"""Values of replicas brought together: on one device, over several, over processes."""
+"""Reductions of the values of replicas: on one device, over several, over processes."""
 
 from __future__ import annotations
 

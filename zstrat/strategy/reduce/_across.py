@@ -1,9 +1,9 @@
-"""Values of the replicas of several processes, reduced and gathered.
+"""Reduces and gathers the values of replicas of several processes.
 
 A value that is not distributed is that of this process, as in TF: two processes with
-1.0 have a sum of 2.0. First the values of this process are brought together, then, in
-one collective, those of all processes. In a step this is part of the program; elsewhere
-it happens at once, on arrays of numpy, which keep their dtype.
+1.0 have a sum of 2.0. First the values of this process are combined, then, in one
+collective, those of all processes. In a step this is part of the program; elsewhere it
+happens at once, on arrays of numpy, which keep their dtype.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     Raises:
         ValueError: ``axis`` is outside the rank, or given for IndexedSlices; replicas
             differ in shape; in a step, processes differ in their number of rows.
-        TypeError: ``axis`` is no integer or sequence of integers.
+        TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     channel = team.channel
     assert channel is not None
@@ -59,7 +59,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     split = [columns_of(local_results(leaf)) for leaf in leaves]
     columns = [column for each, _ in split for column in each]
     if any(map(is_sparse, columns)):
-        require_no_axes(axes)  # before others are waited for
+        require_no_axes(axes)  # before it waits for others
     found = iter(
         by_kind(
             columns,
@@ -85,7 +85,7 @@ def _sums_across(
     sums = [total for total, _ in local]
     if not is_mean:
         return _over(channel, sums)
-    # Processes may have different numbers of values, so that these travel, too.
+    # Processes may have different numbers of values, so the counts travel, too.
     counts = [np.asarray(count, np.int32) for _, count in local]
     both = _over(channel, [*sums, *counts])
     pairs = zip(both, both[len(sums) :], sums, strict=False)

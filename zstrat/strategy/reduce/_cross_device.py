@@ -1,13 +1,13 @@
-"""How the values of the local devices of one process are brought together: TF's hooks.
+"""Reductions over the local devices of one process, with the hooks of TF.
 
-XLA reduces inside of steps; this is what ``strategy.extended`` asks outside of them. A
-program may write its own, as for TF: a class with the hooks, given to the strategy.
-Those that TF has by name follow.
+XLA reduces inside of steps; ``strategy.extended`` calls these outside of them. As for
+TF, a program may write a class with the hooks and pass it to the strategy. The classes
+of TF follow.
 
-Laws of the file. What may be given is checked before a hook is called; a hook decides
-how, and what it returns is the result. That is the same whichever class of ours it
-comes from, and that of ``strategy.reduce``, up to the order in which numbers are added.
-What numpy holds on all replicas is reduced by numpy, and narrowed by nobody.
+Laws of the file. Arguments are checked before a hook is called; a hook decides how to
+reduce, and what it returns is the result. All classes of ours, and ``strategy.reduce``,
+give the same result, up to the order in which numbers are added. Arrays of numpy on all
+replicas are reduced by numpy, and not downcast.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ class CrossDeviceOps(abc.ABC):
         """Reduces the values of the replicas to one.
 
         Args:
-            destinations: Where it is wanted: a value per replica or a variable (where
-                it lives), an array, or TF's name of a device. `Mirrored`, if that is
-                on several devices, or a value of several replicas: of one for each.
+            destinations: Where the result goes: a value per replica or a variable
+                (where it is stored), an array, or TF's name of a device. The result is
+                `Mirrored` on several devices, and for a value of several replicas: one
+                value for each.
             options: `CommunicationOptions` for the hook; left out: the default ones.
 
         Raises:
-            ValueError: ``destinations`` is none of these, or there is no value.
-            TypeError: The value is no array.
+            ValueError: ``destinations`` is not one of these, or there is no value.
+            TypeError: The value is not an array.
         """
         op = reduction(reduce_op)
         places(destinations)  # refuses what is none
@@ -80,7 +81,7 @@ class CrossDeviceOps(abc.ABC):
         """Reduces several values as `reduce` does, in order; dense ones go together.
 
         Raises:
-            ValueError: As `reduce`, or what is given is no list of pairs.
+            ValueError: As `reduce`, or the argument is not a list of pairs.
             TypeError: As `reduce`.
         """
         op = reduction(reduce_op)
@@ -97,8 +98,8 @@ class CrossDeviceOps(abc.ABC):
         the same on all replicas.
 
         Raises:
-            ValueError: As `reduce`, or such a leaf is to be summed over several
-                replicas.
+            ValueError: As `reduce`, or the reduction of such a leaf over several
+                replicas is SUM.
         """
         found: list[Any] = []
         wanted: list[tuple[int, int]] = []
@@ -126,7 +127,7 @@ class CrossDeviceOps(abc.ABC):
         """Copies the value to its destination: for a value per replica one for each.
 
         Raises:
-            ValueError: ``destinations`` is no place.
+            ValueError: ``destinations`` is not a destination.
         """
         places(destinations)  # refuses what is none
         return self.broadcast_implementation(tensor, destinations)
@@ -143,8 +144,8 @@ class CrossDeviceOps(abc.ABC):
 
         Args:
             reduce_op: SUM or MEAN.
-            per_replica_value: Of arrays or `IndexedSlices`, one for each replica, where
-                they lie; of one replica for a value that was not distributed.
+            per_replica_value: Arrays or `IndexedSlices`, one for each replica, where
+                they are; of one replica for a value that was not distributed.
             options: `CommunicationOptions`.
         """
 
@@ -167,7 +168,7 @@ def checked_pairs(pairs: Pairs) -> Pairs:
     """Returns the pairs, checked.
 
     Raises:
-        ValueError: They are no list of pairs.
+        ValueError: They are not a list of pairs.
     """
     if not isinstance(pairs, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
@@ -205,7 +206,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: Sums a list of arrays; left out: addition.
 
     Raises:
-        ValueError: There is no such device in this process; says which ones there are.
+        ValueError: There is no such device in this process; lists the devices.
     """
 
     def __init__(
@@ -240,8 +241,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 class _AllReduce(CrossDeviceOps):
-    """Leaves the reduction to XLA, in one program for all the devices, where each
-    replica's value is on a device of its own. All else goes to `ReductionToOneDevice`.
+    """Leaves the reduction to XLA, in one program for all the devices, where the value
+    of each replica is on a different device. All else goes to `ReductionToOneDevice`.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -279,11 +280,11 @@ class _AllReduce(CrossDeviceOps):
 class NcclAllReduce(_AllReduce):
     """An all-reduce by XLA, which is NCCL's on GPUs.
 
-    Values that `run` returned, and any of which each replica's is an array of jax on a
-    device of its own, are reduced by one program on these devices, whatever the
-    destination: a result for other devices is copied there. `IndexedSlices` are
-    concatenated, and all else (numpy, values in a step, several on one device) is
-    summed where the first value is.
+    Values that `run` returned, and others whose parts are arrays of jax on different
+    devices, are reduced by one program on these devices, whatever the destination: a
+    result for other devices is copied there. `IndexedSlices` are concatenated, and all
+    else (numpy, values in a step, several on one device) is summed where the first
+    value is.
 
     Args:
         num_packs: TF's. Changes nothing: XLA combines what travels.
@@ -295,8 +296,8 @@ class NcclAllReduce(_AllReduce):
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """An all-reduce by XLA, which knows how the devices hang together: what
-    `NcclAllReduce` is, under TF's other name.
+    """An all-reduce by XLA, which knows how the devices are connected: the same as
+    `NcclAllReduce`, under TF's other name.
 
     Args:
         num_packs: TF's. Changes nothing: XLA combines what travels.

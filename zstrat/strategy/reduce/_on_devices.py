@@ -56,7 +56,7 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
     """Returns the devices of a destination, each once, in the order of the replicas.
 
     Raises:
-        ValueError: It is none, or names a device that there is not.
+        ValueError: It is not a destination, or names a device that does not exist.
     """
     match destination:
         case DistributedValues(whole=jax.Array() as whole):
@@ -108,7 +108,7 @@ def put(value: Any, devices: Sequence[jax.Device]) -> Any:
         return _mirrored(value, devices)
     (device,) = devices
     is_there = not isinstance(value, jax.Array) and device.platform == "cpu"
-    # What numpy holds is there, and keeps a dtype that jax may not have.
+    # Arrays of numpy are there already, and keep a dtype that jax may not have.
     return value if is_there else jax.tree.map(lambda x: _on(x, device), value)
 
 
@@ -221,7 +221,7 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
     mesh = mesh_over(devices)
     is_scalar = not parts[0].shape
     if is_scalar:
-        # `part[None]` of a scalar that is bound to no device lies on the default one.
+        # `part[None]` of a scalar that is bound to no device is on the default one.
         parts = [
             jax.device_put(part[None], device)
             for part, device in zip(parts, devices, strict=True)

@@ -1,9 +1,9 @@
-"""What is done to the values of all replicas together: reduced, gathered.
+"""Reduces and gathers the values of all replicas.
 
-Law of the file: pure functions of values. Who may call what in which context is decided
-by the strategies. Works on traced arrays inside a step, on numpy, and on values of all
-replicas that are one array over the devices: that takes one program, and what is
-gathered along axis 0 is the array itself.
+Law of the file: pure functions of values; the strategies check the context. They take
+traced arrays inside a step, arrays of numpy, and values of all replicas that are one
+array over the devices: that takes one program, and gathered along axis 0 it is the
+array itself.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
     """Returns the reduction of values of replicas by its name in any case: SUM or MEAN.
 
     Raises:
-        ValueError: Anything else; says which ones there are.
+        ValueError: Anything else; lists the reductions.
     """
     found = ReduceOp.of(op)
     if found not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
-            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; the "
-            "smallest and the largest is what zs.collectives computes"
+            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; "
+            "zs.collectives computes minima and maxima"
         )
     return found
 
@@ -153,9 +153,9 @@ def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
     that uneven replicas weigh correctly. Means of integers are floats.
 
     Raises:
-        ValueError: A value that is not distributed is to be summed over several
-            replicas; ``axis`` is outside the rank; replicas differ in structure.
-        TypeError: ``axis`` is no integer or sequence of integers.
+        ValueError: The reduction of a value that is not distributed over several
+            replicas is SUM; ``axis`` is outside the rank; replicas differ in structure.
+        TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     axes = as_axes(axis)
 
@@ -247,7 +247,7 @@ def as_axes(axis: Any) -> tuple[int, ...] | None:
     """Returns the axes of a reduction, one, several or None, as integers.
 
     Raises:
-        TypeError: It is no integer or sequence of integers.
+        TypeError: It is not an integer or a sequence of integers.
     """
     if axis is None:
         return None
@@ -260,8 +260,8 @@ def as_axis(axis: Any, operation: str) -> int:
     """Returns the axis as an integer, also from an integer array without dimensions.
 
     Raises:
-        TypeError: It is no integer; jax's own error if it is known only when a step
-            runs, so that replicas that may run sequentially do.
+        TypeError: It is not an integer. The error is that of jax if the axis is known
+            only when a step runs, so that replicas run sequentially if they can.
     """
     if not isinstance(axis, bool):  # which Python takes for an index
         try:
@@ -269,7 +269,7 @@ def as_axis(axis: Any, operation: str) -> int:
         except jax_errors.TracerIntegerConversionError:
             raise
         except TypeError:
-            pass  # it is no integer
+            pass  # it is not an integer
     raise TypeError(f"{operation}: axis must be an integer, got {axis!r:.80}")
 
 
@@ -287,7 +287,7 @@ def require_no_axes(axes: tuple[int, ...] | None) -> None:
     """Refuses to reduce rows of a larger array over axes.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are axes.
     """
     if axes is not None:
         raise ValueError(

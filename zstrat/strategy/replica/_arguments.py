@@ -1,11 +1,11 @@
-"""What the replicas of one program are given: each its part, or all the same.
+"""The arguments of the replicas of one program: a part for each, or the same for all.
 
-Of the arguments of ``run`` a value per replica is split, and so are the rows of what
-was drawn from an iterator in this step; other arrays are shared. What is no array is no
-input of a program: it stays the Python value that it is.
+Of the arguments of ``run`` a value per replica is split, and so are the rows of arrays
+that were drawn from an iterator in this step; other arrays are shared. A value that is
+not an array is not an input of a program: it stays the Python value that it is.
 
-Law of the file: nothing is computed here but the joining of parts that lie in arrays of
-their own.
+Law of the file: it computes nothing, and only concatenates parts that are separate
+arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._collective import Team
 
 NUMBERS: Final = (int, float, complex)
-"""Python's; booleans are integers."""
+"""The numbers of Python; booleans are integers."""
 
 
 class UnevenParts(ValueError):
@@ -46,7 +46,7 @@ def require_one_each(node: Any, replicas: int) -> None:
     """Refuses a value per replica for another number of replicas.
 
     Raises:
-        ValueError: It is one.
+        ValueError: It has another number of values.
     """
     if isinstance(node, DistributedValues) and node.replicas != replicas:
         raise ValueError(
@@ -72,18 +72,18 @@ def require_known(tree: Any) -> None:
     may draw and pass them on without a step that refuses them.
 
     Raises:
-        UnevenParts: There is one.
+        UnevenParts: There is such an array.
     """
     for leaf in joined.leaves(tree):
         if isinstance(leaf, np.ndarray | np.generic) and not is_known(leaf):
-            raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
+            raise UnevenParts(f"arrays of dtype {leaf.dtype} cannot be on devices")
 
 
 def distribute_rows(tree: Any, replicas: int) -> Any:
     """Replaces each drawn array of a pytree by a value per replica: its rows in order.
 
     Raises:
-        ValueError: They do not split evenly.
+        ValueError: The rows do not split evenly.
     """
     return jax.tree.map(
         lambda leaf: _rows_of_each(leaf, replicas) if _is_batch(leaf) else leaf,
@@ -93,8 +93,8 @@ def distribute_rows(tree: Any, replicas: int) -> Any:
 
 
 class ReplicaCall(NamedTuple):
-    """One call of ``run``: the function that each replica calls, and what with. Of
-    ``args`` and ``kwargs`` each replica gets its own part."""
+    """One call of ``run``: the function that each replica calls, and the arguments, of
+    which each replica gets its part."""
 
     strategy: AbstractStrategy
     team: Team
@@ -118,8 +118,8 @@ class RunArguments:
 
     Raises:
         UnevenParts: Parts of one argument differ in shape, dtype or structure.
-        ValueError: There is not one part for each replica, or drawn rows do not split
-            evenly, or integers do not fit 32 bits.
+        ValueError: The number of parts is not that of the replicas, or drawn rows do
+            not split evenly, or integers do not fit 32 bits.
     """
 
     def __init__(self, tree: Any, replicas: int) -> None:
@@ -127,8 +127,8 @@ class RunArguments:
         self.split: list[Spread] = []
         self._plan: list[tuple[str, Any]] = []
         self._replicas = replicas
-        # Twice flattened: a value per replica may hold pytrees, whose leaves are sorted
-        # one by one.
+        # Flattened twice: a value per replica may contain pytrees, whose leaves are
+        # sorted one by one.
         tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
         leaves, self._treedef = jax.tree.flatten(tree)
         for leaf in leaves:
@@ -151,8 +151,8 @@ class RunArguments:
         if node.whole is not None:
             return Spread(node.whole, node.is_stacked)
         first, *others = node.values
-        # One object for all replicas is shared, not stacked: it stays what it is, a
-        # variable say.
+        # One object for all replicas is shared, not stacked: it stays the same object,
+        # a variable for example.
         if isinstance(node, Mirrored) and all(other is first for other in others):
             return first
         structures = {jax.tree.structure(value) for value in node.values}

@@ -1,9 +1,9 @@
 """Barriers of sequential replicas: what each one computes from all replicas' values.
 
-What comes of it is what comes of it in one program: the algorithms are those of
-`_collective`, on columns whose parts all lie in this process.
+The results are the same as in one program: the algorithms are those of `_collective`,
+on columns whose parts are all in this process.
 
-Law of the file: every replica is given the same, or its part of the same.
+Law of the file: every replica gets the same result, or its part of the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def merging(
         given = [select_replica(number, result) for number in range(len(values))]
         current = recorder.get()
         if is_staging() or not (current is None or is_live(current)):
-            return given  # a program knows by itself where things are
+            return given  # a program places values by itself
         there = strategy._devices()
         return [*map(to_device, given, there), *given[len(there) :]]
 
@@ -83,7 +83,7 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
     """Makes the barrier of ``all_reduce``: every replica gets the sum or mean of a
     pytree; see `Team.all_reduce`.
 
-    ``join`` raises ValueError if they bring different structures or shapes.
+    ``join`` raises ValueError if their structures or shapes differ.
     """
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -160,7 +160,7 @@ def _own(array: Any) -> Any:
         return jnp.copy(strong(array))
     if isinstance(array, jax.Array) and not isinstance(array.dtype, np.dtype):
         return array.copy()  # keys, which numpy does not take
-    # By way of numpy: a new object on the replica's device, with a dtype of its own.
+    # Through numpy: a new object on the device of the replica, of a strong dtype.
     return jnp.asarray(np.array(array))
 
 

@@ -1,11 +1,12 @@
-"""What a function of Python depends on besides its arguments.
+"""The dependencies of a Python function besides its arguments.
 
-A function is known by its place in the source, which is the identity of its code, and
-by *marks* of its own cells and defaults. A value that is no more than its parts is
-marked by them: numbers, also those of numpy, text, and what is made of parts that never
-change (tuples, slices, functions, methods, partials). Anything else is marked by its
-identity. So a lambda that is made again at each call is the same one. Law of marks:
-they are made at each call of ``run``, and ask nothing of a value but its type.
+A function is identified by its place in the source, which is the identity of its code,
+and by *fingerprints* of its own cells and defaults. A value that consists of its parts
+has their fingerprint: numbers, also those of numpy, text, and immutable containers
+(tuples, slices, functions, methods, partials). Any other value has its identity as
+fingerprint. So a lambda that is made again at each call is the same function. Law of
+fingerprints: they are made at each call of ``run``, and look at nothing of a value but
+its type.
 
 Everything else that a function depends on has a fixed place (`FunctionDependencies`):
 globals, and the cells, defaults and codes of the functions of its module that it may
@@ -30,19 +31,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
-"""Types of what is compared by what it is, and never by which object."""
+"""Types of values that are compared by value, never by identity."""
 
 NOT_BOUND: Final = object()
-"""Stands for the value of a name, or of a cell, that nothing is bound to."""
+"""The value of a name, or of a cell, that is not bound."""
 
 _MAX_ITEMS: Final = 32
-"""Items of a tuple that are compared at a call: a shape has fewer."""
+"""Largest number of items of a tuple that is compared at a call: a shape has fewer."""
 
 _DEPTH: Final = 3
-"""Levels of functions in cells of functions that are marked by their parts."""
+"""Levels of functions in cells of functions whose fingerprint is made of their
+parts."""
 
 _MAX_REACHED: Final = 100_000
-"""Objects that are looked at for functions that one may call."""
+"""Largest number of objects that are searched for functions that one may call."""
 
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
@@ -55,12 +57,13 @@ _LASTING: Final = (
     types.BuiltinFunctionType,
     types.CodeType,
 )
-"""Types of what lives as long as its module, mostly: there is less to ask at a call."""
+"""Types of objects that mostly live as long as their module: they need no weak
+reference."""
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 _MAX_NAMED: Final = 1024
-"""Codes of which the names are kept."""
+"""Number of codes whose names are cached."""
 
 
 def identified(
@@ -101,7 +104,7 @@ def identified(
             )
     captured.append(fn)
     called = innermost(fn)
-    if called is None:  # it is written in C, say
+    if called is None:  # it is written in C, for example
         return id(fn), ()
     captured.append(called.__code__)
     return id(called.__code__), (id(fn),)
@@ -135,7 +138,7 @@ def _fingerprint_of_parts(
     elif kind is slice:
         parts = value.start, value.stop, value.step
     # Identity serves both: a long tuple would take too long to compare, and a function
-    # of a module is not made anew at each call.
+    # of a module is not made again at each call.
     elif kind is tuple or (kind is types.FunctionType and is_global(value)):
         captured.append(value)
         return id(value)
@@ -310,7 +313,7 @@ class FunctionDependencies:
     and the cells, defaults and codes of those that are not compared at each call by
     their marks.
 
-    A name that is not bound counts, too: one may hide a builtin, later.
+    A name that is not bound counts, too: it may hide a builtin later.
     """
 
     __slots__ = ("_functions", "_held", "_places")
@@ -347,7 +350,7 @@ class FunctionDependencies:
             value = read()
             if id(value) != known and _fingerprint(value, [], [], 0) != fingerprint:
                 return False
-        # Last: had an object gone meanwhile, its id may have been met above.
+        # Last: the id of an object that was freed meanwhile may have matched above.
         return self._held.are_there()
 
     def may_return(self) -> bool:
@@ -361,7 +364,7 @@ def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
     for cell in fn.__closure__ or ():
         yield functools.partial(_contents, cell)
     code = fn.__code__
-    if code.co_kwonlyargcount:  # else what is set there is of no use
+    if code.co_kwonlyargcount:  # else a value set there has no effect
         yield functools.partial(getattr, fn, "__kwdefaults__")
     if fn.__kwdefaults__ is not None:
         first = code.co_argcount
@@ -373,8 +376,7 @@ class CapturedObjects:
     """Objects that are compared by identity. When one is freed, another object may get
     its id.
 
-    They are held weakly where they can be, so that nothing lives longer because a
-    function has seen it.
+    References are weak where possible, so that no object lives longer because of this.
     """
 
     __slots__ = ("_gone", "_strongly", "_weakly")
@@ -388,7 +390,8 @@ class CapturedObjects:
                 self._strongly.append(each)
                 continue
             try:
-                # Who is gone says so: there is nothing to ask at a call.
+                # The callback records that it was freed: there is nothing to check at a
+                # call.
                 self._weakly.append(weakref.ref(each, self._gone.append))
             except TypeError:
                 self._strongly.append(each)

@@ -1,12 +1,12 @@
-"""What replicas do together: those of this process, and those of other processes.
+"""Collectives of replicas: those of this process, and those of other processes.
 
 The replicas of one process either are one program over a named axis (`_one_program`),
-or they run sequentially (`_barriers`). Either way what they have is brought together in
-this process first, and then once with the other processes, which may run theirs the
-other way (`zstrat.program.stages._cross`).
+or they run sequentially (`_barriers`). Either way their values are combined in this
+process first, and then once with those of the other processes, which may run their
+replicas the other way (`zstrat.program.stages._cross`).
 
-Law of the file: everything here gives every replica the same result, and makes its
-collectives in an order that the arguments alone decide.
+Law of the file: every replica gets the same result, and the arguments alone decide the
+order of collectives.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Team:
     """The replicas that compute together: ``local`` of them in this process, and as
     many in each other process of ``channel``, if there is one.
 
-    The methods that bring values together are for replicas that are one program, and
-    are called inside of it.
+    The methods that combine values are for replicas that are one program, and are
+    called inside of it.
     """
 
     local: int
@@ -89,8 +89,8 @@ class Team:
     def id_of(self, replica: int | jax.Array) -> int | jax.Array:
         """Returns the number that a replica of this process has among all replicas."""
         if within_mesh.get():
-            # One program for all processes: XLA takes a number that is written in it
-            # for that of each of them, and would gather one process's own from all.
+            # One program for all processes: a constant in it would be the same number
+            # in each of them, so the number of the process is an index of the mesh.
             return jax.lax.axis_index(PROCESS) * self.local + replica
         return self.first + replica
 
@@ -126,9 +126,9 @@ class Team:
 class TeamReduction(abc.ABC):
     """Combines the values of the replicas of a team, whichever way they run.
 
-    Arrays come as columns (`_columns`). How a column becomes one array in this process
-    is said by two subclasses, in the first three methods; everything else is the same
-    for both, so a process of the one kind may meet processes of the other.
+    Arrays come as columns (`_columns`). Two subclasses define how a column becomes one
+    array in this process, in the first three methods. All else is the same for both, so
+    processes of one kind can compute with processes of the other.
     """
 
     def __init__(self, team: Team) -> None:
@@ -171,7 +171,7 @@ class TeamReduction(abc.ABC):
         )
         if self._team.channel is None:
             return whole
-        # Between processes rows are gathered, which are of the first axis.
+        # Processes gather along the first axis.
         fronts = [_moved(x, axis, 0) for x in whole]
         return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
 
@@ -210,8 +210,8 @@ class TeamReduction(abc.ABC):
 
         Raises:
             ValueError: The variable's aggregation is NONE.
-            NotImplementedError: Rows that are not added cannot be summed, and there is
-                no mean of factors that are integers.
+            NotImplementedError: An update of rows that are not added cannot be
+                aggregated, and the mean of integer factors is not an integer.
         """
         if self._team.size == 1:
             return operands[0]
@@ -248,8 +248,8 @@ class TeamReduction(abc.ABC):
         for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
             operands = [each.operands[place] for each in calls]
             if call.has_examples(leaf):
-                # All of them: an optimizer that asked for each example's gradient
-                # (a private one, say) is not given sums.
+                # All of them: an optimizer that needs the gradient of each example (a
+                # private one, for example) does not take sums.
                 arrays += self.gathered(list(zip(*operands, strict=True)))
                 continue
             op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
@@ -311,8 +311,8 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable. Rows of one index are brought together first, because a mean is cut off
-    once; the places left over add zeros to one of them, as a trace has fixed shapes."""
+    variable. Rows of one index are summed first, because a mean is rounded once; the
+    entries left over add zeros to one of them, as a trace has fixed shapes."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
@@ -342,8 +342,8 @@ def aggregation_rule(
 
     Raises:
         ValueError: The variable's aggregation is NONE.
-        NotImplementedError: Rows that are not added cannot be summed, and there is no
-            mean of factors that are integers.
+        NotImplementedError: An update of rows that are not added cannot be aggregated,
+            and the mean of integer factors is not an integer.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
         return AggregationRule.SUM
@@ -366,7 +366,7 @@ def aggregation_rule(
         case VariableAggregation.MEAN if op in _FACTORS and _is_integer(variable):
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context: the mean of "
-                "its replicas' factors is none of integers. Create it with "
+                "the factors of its replicas is not an integer. Create it with "
                 "VariableAggregation.SUM, for the factors of all replicas, or with "
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )

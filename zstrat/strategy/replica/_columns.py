@@ -50,7 +50,7 @@ def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     treedefs = {treedef for _, treedef in flat}
     if len(treedefs) > 1:
         raise ValueError(
-            f"the replicas bring different structures: {treedefs}: expected one "
+            f"the replicas have different structures: {treedefs}: expected one "
             "structure, the same on all of them"
         )
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
@@ -65,8 +65,8 @@ def by_kind(
     """Calls ``usual`` with its items and ``other`` with those that ``is_other`` picks;
     returns the results in the order of the items.
 
-    Each is called once, with all of its items, so that it may bring them together in
-    one collective; ``usual`` first, on every process, so that collectives meet.
+    Each is called once, with all of its items, so that it may reduce them in one
+    collective; ``usual`` first, in every process, so that collectives match.
     """
     flags = [is_other(item) for item in items]
     pairs = list(zip(items, flags, strict=True))

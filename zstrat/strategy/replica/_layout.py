@@ -1,10 +1,10 @@
-"""How the values of the replicas of one process lie on its devices.
+"""Places the values of the replicas of one process on its devices.
 
-What all replicas have of a value is one array over the devices, where it can be one:
-programs take it as it is, and nobody copies it again.
+The parts of all replicas are one array over the devices, where possible: programs take
+it as it is, without another copy.
 
-Law of the file: on a CPU, where jax may use numpy's memory as it is, that which a user
-has is copied first, and jax gets the copy.
+Law of the file: on a CPU, where jax may use the memory of numpy as it is, an array of a
+user is copied first, and jax gets the copy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MeshLayout:
         if mesh.size > 1:
             made: Any = NamedSharding  # these two are untyped
             spec: Any = PartitionSpec
-            # One replica has all rows, also of what has none.
+            # One replica has all rows, also of arrays without rows.
             self.rows = made(mesh, spec(AXIS) if len(grid) > 1 else spec())
 
     @property
@@ -66,7 +66,7 @@ class MeshLayout:
 
         Args:
             parts: One pytree of arrays for each replica.
-            is_fresh: Nobody else has their memory, nor writes to it.
+            is_fresh: Nothing else uses their memory, or writes to it.
 
         Returns:
             A pytree of `PerReplica`: of one array over the devices where the parts have
@@ -122,7 +122,7 @@ class MeshLayout:
         own = self._own(array, is_fresh)
         placed: jax.Array
         if isinstance(own, np.ndarray) and self.replicas > 1:
-            # The same as below, with less ado.
+            # The same as below, with less overhead.
             slices = own.__getitem__
             placed = jax.make_array_from_callback(own.shape, self.rows, slices)
         else:

@@ -1,15 +1,15 @@
-"""The replicas of one process on its devices: how ``run`` runs, and what may come back.
+"""The replicas of one process on its devices: how ``run`` runs them and merges results.
 
 A replica function runs in one of two ways, with the same results.
 
 - *As one program* for all replicas, compiled. In a step it is a part of the step;
-  elsewhere a step of its own is made of it, which does nothing but run it, and kept.
-- *Sequentially* (`_fibers`), replica by replica, if it is no pure function of arrays:
-  if it calls ``merge_call``; if Python looks at a value in it (a branch, ``int``,
-  ``numpy``); if it creates variables; if replicas are given, or return, what cannot be
-  one array; if it is a ``zs.function(eager=True)``.
+  elsewhere it becomes a separate step, which only runs it, and is cached.
+- *Sequentially* (`_fibers`), replica by replica, if it is not a pure function of
+  arrays: if it calls ``merge_call``; if Python looks at a value in it (a branch,
+  ``int``, ``numpy``); if it creates variables; if replicas are given, or return, what
+  cannot be one array; if it is a ``zs.function(eager=True)``.
 
-Law of the file: which way it is, is found out by tracing, never by running twice.
+Law of the file: tracing decides which way it is; no function runs twice.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def returned(leaf: Any) -> Any:
     """Checks a leaf of the result of a function that is a step of its own.
 
     Raises:
-        NeedsSequential: It is nothing that a program returns.
+        NeedsSequential: A program cannot return it.
     """
     if isinstance(leaf, AbstractVariable):
         return _ReturnedVariable(leaf)
@@ -110,8 +110,8 @@ class LocalMesh:
         devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
             them, of which each replica has several.
         axes: Names of the axes behind the first one.
-        is_compiled: Whether nothing runs but programs: turns are traced, and what
-            cannot be is refused.
+        is_compiled: Whether only programs run: sequential replicas are traced, and a
+            function that cannot be traced is refused.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class LocalMesh:
         scope.
 
         Raises:
-            TypeError: A function that must be compiled returns what no program does.
+            TypeError: A function that must be compiled returns a value that a program
+                cannot return.
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
@@ -170,7 +171,7 @@ class LocalMesh:
                 kept.why_not = str(found)
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
-                pass  # this time: the last batch of a dataset, say, or text
+                pass  # in this call: the last batch of a dataset, for example, or text
         return self._run_sequentially(self._call(fn, args, kwargs))
 
     def _call(
@@ -247,8 +248,8 @@ class LocalMesh:
         devices, and Python numbers as such.
 
         Raises:
-            UnevenParts: There is text among them, say. Where nothing runs but programs,
-                the step refuses it.
+            UnevenParts: Text is among them, for example. Where only programs run, the
+                step refuses it.
         """
         if not self._is_compiled:
             require_known(tree)
@@ -258,7 +259,7 @@ class LocalMesh:
         if type(leaf) in NUMBERS:
             return Plain(leaf)
         require_one_each(leaf, self.replicas)
-        is_traced = isinstance(leaf, jax.core.Tracer)  # refused, with words, later
+        is_traced = isinstance(leaf, jax.core.Tracer)  # the step refuses it later
         if isinstance(leaf, jax.Array) and not is_traced and leaf.committed:
             return jax.device_put(leaf, self._everywhere(leaf))
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:

@@ -1,17 +1,16 @@
 """A replica function as one program for all replicas of this process.
 
 The function is traced once under a named axis ``replica``, with a traced number of the
-replica: collectives inside it are jax's own over that axis. What it reads is found by
-an abstract trace first, because a program over a mesh takes its inputs as arguments;
-then the same function is mapped over the devices, or, where this process has fewer
-devices than there are replicas (a coordinator that only plans, a debugging run), over
-an axis of one device, which gives the same values. What a replica makes stays on its
-device.
+replica: collectives inside it are jax's own over that axis. An abstract trace finds
+first what it reads, because a program over a mesh takes its inputs as arguments; then
+the same function is mapped over the devices, or, where this process has fewer devices
+than replicas (a coordinator that only plans, a debugging run), over an axis of one
+device, which gives the same values. The results of a replica stay on its device.
 
-Law of the file: an update made inside a replica is brought together with those of the
-other replicas here, at the moment it is made, and reaches the step once. Gradients are
-summed over the replicas; everything else follows the variable's aggregation. The rules
-of captures hold inside too: a region is a capture of its own.
+Law of the file: an update inside a replica is combined with those of the other replicas
+here, when it is made, and the step records it once. Gradients are summed over the
+replicas; all else follows the aggregation of the variable. The rules of captures hold
+inside too: a region is a separate capture.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def replicate(
 ) -> Any:
     """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
 
-    Leaves that are no jax arrays are the same object in every replica and stay what
+    Leaves that are not arrays of jax are the same object in every replica and stay as
     they are. Reads and updates of variables go through the step that is being traced,
     or to the variables' homes when none is. A variable of which each replica has a copy
     of its own is read and updated there (see `zstrat.program.trace._updates`).
@@ -180,7 +179,7 @@ def replicate(
         )
         return [*arrays, *[copy[None] for copy in copies]], operands
 
-    # Nobody else, or XLA reaches the others itself: one program without stages.
+    # No other processes, or XLA reaches them itself: one program without stages.
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:
@@ -327,8 +326,8 @@ def discovered(
     """Finds what the function reads and looks up, which copies it updates, and its
     program. The trace is in the map over the replicas in which the function runs.
 
-    The step itself is not asked inside this trace: what it handed out here would belong
-    to a trace that ends before the step does.
+    The step itself is not read inside this trace: its values would belong to a trace
+    that ends before the step does.
     """
     found: list[tuple[DiscoveredRegion, list[MadeUp]]] = []
 

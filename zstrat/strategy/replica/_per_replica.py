@@ -42,9 +42,8 @@ class DistributedValues:
     """One value (an array or a pytree) per local replica, in replica order.
 
     Base of `PerReplica` and `Mirrored`. A step may take and return it. To jax it is a
-    pytree of the values: `jax.tree.map` calls its function once for each replica. What
-    is to be computed with all of them in one operation is there by another name,
-    `whole`.
+    pytree of the values: `jax.tree.map` calls its function once for each replica. To
+    compute with all of them in one operation use `whole`.
     """
 
     __slots__ = ("_count", "_stacked", "_values", "_whole")
@@ -79,20 +78,19 @@ class DistributedValues:
             return self._values
         found = _views(self._whole, self._count, self._stacked)
         if not any(isinstance(value, jax.core.Tracer) for value in found):
-            # What is traced belongs to the trace that asks.
+            # Traced views belong to the trace that reads them.
             self._values = found
         return found
 
     @property
     def whole(self) -> Any:
-        """The one array in which all values lie, None if there is none.
+        """The one array of all values, or None.
 
         Its rows are the replicas' rows, those of replica 0 first, so functions that do
         not look beyond a row (``x * 2``) may take it in place of the values: it is one
         operation for all devices. Functions that look along the first axis (softmax,
         cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
-        accelerators, give it this array: jax refuses arguments that lie on different
-        devices each.
+        accelerators, give it this array: jax refuses arguments on different devices.
         """
         return self._whole
 
@@ -130,7 +128,7 @@ class Mirrored(DistributedValues):
 
 
 _Layout = tuple[int, bool] | None
-"""Of the one array: how many replicas, and whether it is stacked. None: the values."""
+"""For one array: the number of replicas, and whether it is stacked. None for values."""
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
@@ -246,7 +244,7 @@ def _loose(
 ) -> list[jax.Array]:
     """Does as `loose` for shards that are alike, each on its device."""
     first, device = next(iter(shards.values())), next(iter(shards))
-    # The dtype of random keys is none of numpy's.
+    # Random keys do not have a dtype of numpy.
     if device.platform != "cpu" or not isinstance(first.dtype, np.dtype):
         if not stacked and (is_weak(first) or not weak):
             return list(shards.values())
@@ -257,7 +255,7 @@ def _loose(
         shard.block_until_ready()
     if stacked or weak:
         return _parts(shards, stacked, weak)
-    # A shard is no array of the host that a program forgot to put on a device.
+    # The guard is for arrays of the host; this one comes from a shard.
     with jax.transfer_guard_host_to_device("allow"):
         return [_view_on(device, np.asarray(shard)) for device, shard in shards.items()]
 
@@ -402,7 +400,7 @@ def _rebuilt(like: Any, members: list[Any]) -> Any:
             is_named = isinstance(getattr(like, "_fields", None), tuple)
             return type(like)(*members) if is_named else tuple(members)
         case dict():
-            # Of a class of its own (with a default, say) the same with other members.
+            # Of a subclass (with a default, for example) the same with other members.
             named = copy.copy(like)
             for key, member in zip(like, members, strict=True):
                 named[key] = member

@@ -1,12 +1,12 @@
-"""What a replica function does to variables, and how the step is told of it.
+"""Recorders inside replica functions, which pass updates of variables on to the step.
 
-Laws of the file. What replicas share is updated once: what they do to it is brought
-together first, here, and the recorder outside of the replicas is told of the result.
-What each replica has of its own it updates at once, by itself.
+Laws of the file. A variable that replicas share is updated once: their operands are
+combined here first, and the recorder outside of the replicas records the result. A
+replica updates a copy of its own at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
-program (`_one_program`) and the only one of its process (below) bring things together
-by their `Team`. One that takes turns with the others (`_sequential`) waits for them.
+program (`_one_program`) and the only one of its process (below) combine operands
+through their `Team`. A sequential one (`_sequential`) waits for the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReplicaRecorder(abc.ABC):
     """The recorder inside a replica function.
 
     Args:
-        outer: Whom it tells: the recorder of the step, or of a part of it.
+        outer: The recorder of the step, or of a part of it.
         team: The replicas that compute together.
     """
 
@@ -85,7 +85,7 @@ class ReplicaRecorder(abc.ABC):
         """Returns whether this replica alone has the value of an update without an
         optimizer."""
         if isinstance(update.target, Table):
-            return False  # rows over several variables are always brought together
+            return False  # rows over several variables are always combined
         return updates_copies(update.variable, self._team.local)
 
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class SoleReplica(ReplicaRecorder):
     Its updates are combined with those of other processes."""
 
     def _is_own(self, update: VariableUpdate) -> bool:
-        # TF's rules: each process has a copy that it updates by itself.
+        # The rules of TF: each process has a copy that it updates by itself.
         variable = update.variable
         return (
             variable.aggregation is VariableAggregation.NONE

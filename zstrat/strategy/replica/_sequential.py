@@ -111,7 +111,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
     def body(fiber: ReplicaFiber) -> Any:
         number = fiber.number
-        # Nothing is reset: the context is this replica's own, and ends with it.
+        # Nothing is reset: the context belongs to this replica, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
             first = creators[0] if creators else None
@@ -159,7 +159,8 @@ class SequentialReplica(ReplicaRecorder):
         self.has_values = self.may_create = self.live
         self._fiber = fiber
         self._is_unnoticed = unnoticed
-        """Whether jax traces what runs, and no step does: nobody would hear of it."""
+        """Whether jax traces the function, and no step does: an update would be
+        lost."""
 
     def read(self, variable: VariableHandle) -> jax.Array:
         if self._is_unnoticed:
@@ -170,8 +171,8 @@ class SequentialReplica(ReplicaRecorder):
             return own_copy_later(variable, number)
         if not has_copies(variable, count):
             value = self.outer.read(variable)
-            # Another object than what the other replicas read: results are merged by
-            # identity.
+            # A different object from those that the other replicas read: results are
+            # merged by identity.
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
@@ -191,16 +192,14 @@ class SequentialReplica(ReplicaRecorder):
         if self.live:
             return rows_now(table, ids, self._rows)
         if self._fiber.is_inside:
-            # A trace that jax makes of a function of its own cannot hand out what it
-            # looks up.
+            # A trace that jax makes of an inner function cannot pass out its lookups.
             raise lookup_inside(table)
         return rows_here(table, marked(ids), self.read)
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
-        # Without a look at whether it is its own: gradients are always summed over
-        # replicas.
+        # Also of a copy of its own: gradients are always summed over replicas.
         self._fiber.wait_at(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
@@ -228,9 +227,9 @@ class SequentialReplica(ReplicaRecorder):
         # Real values under another recorder: of what is differentiated.
         if is_traced or not isinstance(self.outer, Immediate):
             raise update_inside(variable.spec, op.name)
-        # In numpy: a program that is under way may wait for the turn.
+        # In numpy: a program that is under way may wait for the lock of the variables.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
-        # In a trace, too: what happens to the value is no part of the program.
+        # In a trace, too: the update of the value is not part of the program.
         with jax.ensure_compile_time_eval():
             device_home(variable).update_copy(variable, number, op, updates)
 
@@ -311,8 +310,8 @@ class _SameCreations:
                 "that replica 0 has not created: all replicas create the same variables"
             )
         first, variable = created[number]
-        # Names alone: what else differs (values drawn at random, say) is the first
-        # one's, as TF has it.
+        # Names alone: of other differences (random values, for example) those of the
+        # first replica count, as in TF.
         if first.name != request.name:
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} with mismatching name on "
@@ -341,14 +340,14 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     outside = recorder.get()
     if team.channel is None or outside is None or is_live(outside):
         found = regroup(run_sequentially(call, devices))
-        # With the members of a dict in the order that a program gives them: who reduces
-        # one after the other does so with other processes.
+        # With the members of a dict in the order of a program: they are reduced one
+        # after the other, with other processes.
         return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
     if team.channel.mesh is not None:
         raise UnevenParts(
-            "strategy.run in a step was given parts of different shapes: with "
-            "implementation=XLA the replicas of all processes run one program. Use "
-            "batch(..., drop_remainder=True)"
+            "strategy.run in a step was given parts of different shapes, expected one "
+            "shape: with implementation=XLA the replicas of all processes run one "
+            "program. Use batch(..., drop_remainder=True)"
         )
     distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
     if needs_sequential(distributed):  # in the other processes, too
@@ -372,10 +371,11 @@ def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
 
     def mapped(part: Any, own: Sequence[Any], whole: Sequence[Any]) -> Any:
         def together(*given: Any) -> Any:
-            # Or what is given back as it came would not be a part of this call.
+            # Without it, an argument that is returned as it is would not be a part of
+            # this call.
             return _barrier(part(*given))
 
-        # As a call of which everything depends on all that is given or captured.
+        # As one call, whose results all depend on all arguments and captured values.
         return jax.jit(together)(held, [*region.inputs, *whole], list(own))
 
     arrays, operands = in_stages(one, mapped, [], len(region.inputs))
@@ -393,7 +393,7 @@ class _Region:
         self._leaves, self._treedef = joined.flatten(call.tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self.last: TracedRegion
-        """What the last trace left; there is none before the first."""
+        """The outcome of the last trace; unset before the first."""
 
     def variables(self) -> list[VariableHandle]:
         """Lists the variables that the replicas use.
