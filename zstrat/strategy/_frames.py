@@ -42,14 +42,11 @@ class Frame:
     @property
     def mark(self) -> Mark:
         """What a step that is called here is traced for."""
-        return Mark(weakref.ref(self.strategy), (self._side, self.update))
-
-    @property
-    def _side(self) -> int | str:
-        if self.replica is None:
-            return "cross-replica"
-        number = self.replica.replica_id_in_sync_group
-        return number if isinstance(number, int) else "traced"
+        side: int | str = "cross-replica"
+        if self.replica is not None:
+            number = self.replica.replica_id_in_sync_group
+            side = number if isinstance(number, int) else "traced"
+        return Mark(weakref.ref(self.strategy), (side, self.update))
 
 
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())

@@ -110,7 +110,7 @@ class SynchronizedPass:
                     raise StopIteration
                 self._left -= 1
             case _EndRule.ASKED:
-                if not self._largest(self._has_more()):
+                if not self._all_max([self._sign * self._has_more()])[0]:
                     self._end_rule = _EndRule.COUNTED
                     raise StopIteration
             case _:
@@ -170,10 +170,6 @@ class SynchronizedPass:
         except OutOfRangeError:
             return False
         return True
-
-    def _largest(self, number: int) -> int:
-        (found,) = self._all_max([self._sign * number])
-        return self._sign * found
 
 
 def _unlike(order: str) -> ValueError:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.strategy._abstract import AbstractStrategy
-    from zstrat.variables import AbstractVariable, Residence, VariableHandle
+    from zstrat.variables import AbstractVariable, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
@@ -87,7 +87,8 @@ def as_values(node: Any) -> Any:
         return PerReplica(tuple(copies_in_step(recording, node)))
     if node.is_brought_together:
         return PerReplica((copies_of(node)[0].value(),))
-    count = _sharing(home.residence)
+    copies, mesh = home.residence.copies, home.residence.mesh
+    count = copies if mesh is None else len(mesh.local_devices)
     return node if count == 1 else Mirrored((node.value(),) * count)
 
 
@@ -116,12 +117,6 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
         found,
         is_leaf=is_whole,
     )
-
-
-def _sharing(residence: Residence) -> int:
-    """Returns how many replicas of this process share one value."""
-    mesh = residence.mesh
-    return residence.copies if mesh is None else len(mesh.local_devices)
 
 
 def container_of(variable: VariableHandle) -> VariableHandle:

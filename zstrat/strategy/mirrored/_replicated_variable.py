@@ -221,7 +221,9 @@ class SyncOnReadVariable(ReplicatedVariable):
             return self._home.read(self)
         return np.asarray(
             self._of_all(
-                lambda: self._home.read(self), self._copies_here, channel.carry_out
+                lambda: self._home.read(self),
+                lambda: device_home(self).copies(self),
+                channel.carry_out,
             )
         )
 
@@ -234,7 +236,10 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._require_readable()
 
         def copies() -> Any:
-            return self._traced_copies(recording)
+            if self._team.local == 1:
+                return recording.read(self)[None]
+            assert isinstance(recording, KeepsCopies), recording
+            return recording.copies(self)
 
         def value() -> Any:
             if self._team.local == 1:
@@ -264,28 +269,19 @@ class SyncOnReadVariable(ReplicatedVariable):
             copies: Returns the values of each of them, ``[replicas, ...]``.
             across: Combines arrays of all processes.
         """
-        if self._is_exact_mean:
+        is_mean = self.aggregation is VariableAggregation.MEAN
+        if is_mean and self.dtype.kind in "iu":
+            # Rounded once: means of the processes would be rounded already.
             sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
             return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return across(CrossKind.FIRST, [value()])[0]
         (whole,) = across(CrossKind.SUM, [value()])
-        if self.aggregation is VariableAggregation.MEAN:
+        if is_mean:
             # Each process gives its mean, and all have as many replicas.
             processes = self._team.size // self._team.local
             return (whole / processes).astype(self.dtype)
         return whole
-
-    def _copies_here(self) -> np.ndarray:
-        """Returns the copies of the replicas of this process, ``[replicas, ...]``."""
-        return device_home(self).copies(self)
-
-    def _traced_copies(self, recording: TraceRecorder) -> Any:
-        """Returns the copies of the replicas of this process, as a step sees them."""
-        if self._team.local == 1:
-            return recording.read(self)[None]
-        assert isinstance(recording, KeepsCopies), recording
-        return recording.copies(self)
 
     def _record(
         self,
@@ -311,7 +307,10 @@ class SyncOnReadVariable(ReplicatedVariable):
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> NoReturn:
-        raise self._no_rows(op)
+        raise NotImplementedError(
+            f"{op.name.lower()} of {self._spec}: variables with "
+            "synchronization=ON_READ have no updates of rows"
+        )
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
         """Returns the operand for the value of each process, from one for the whole; of
@@ -336,13 +335,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         """Whether a read means the value of the replica that runs."""
         return in_real_replica_context() or self._team.size == 1
 
-    @property
-    def _is_exact_mean(self) -> bool:
-        """Whether it is a mean of integers, which is rounded once: means of the
-        processes would be rounded already."""
-        is_mean = self.aggregation is VariableAggregation.MEAN
-        return is_mean and self.dtype.kind in "iu"
-
     def _require_readable(self) -> None:
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -350,9 +342,3 @@ class SyncOnReadVariable(ReplicatedVariable):
                 f"{self._spec} has one in each replica. Read it in the replica "
                 "function, or create it with an aggregation"
             )
-
-    def _no_rows(self, op: UpdateOp) -> NotImplementedError:
-        return NotImplementedError(
-            f"{op.name.lower()} of {self._spec}: variables with "
-            "synchronization=ON_READ have no updates of rows"
-        )

@@ -86,7 +86,11 @@ def distribute_rows(tree: Any, replicas: int) -> Any:
         ValueError: The rows do not split evenly.
     """
     return jax.tree.map(
-        lambda leaf: _rows_of_each(leaf, replicas) if _is_batch(leaf) else leaf,
+        lambda leaf: (
+            PerReplica.of_whole(_rows(leaf, replicas).array, replicas)
+            if _is_batch(leaf)
+            else leaf
+        ),
         tree,
         is_leaf=is_distributed,
     )
@@ -227,11 +231,6 @@ def _is_batch(leaf: Any) -> bool:
         return False
     recording = recorder.get()
     return recording is not None and recording.drew(leaf)
-
-
-def _rows_of_each(array: Any, replicas: int) -> PerReplica:
-    whole = _rows(array, replicas).array
-    return PerReplica.of_whole(whole, replicas)
 
 
 def _rows(array: Any, replicas: int) -> Spread:

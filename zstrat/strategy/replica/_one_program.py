@@ -60,7 +60,7 @@ from ._columns import is_slices
 from ._fibers import NeedsSequential
 from ._mapped import Spread, in_stages, mapped_over
 from ._per_replica import DistributedValues, PerReplica, is_distributed
-from ._replica_recorder import ReplicaRecorder
+from ._replica_recorder import ReplicaRecorder, recording_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,12 +88,8 @@ class MappedReplica(ReplicaRecorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        with self.capture.recording():
-            before = recorder.set(self)
-            try:
-                yield
-            finally:
-                recorder.reset(before)
+        with self.capture.recording(), recording_by(self):
+            yield
 
     def _update_own(self, update: VariableUpdate) -> None:
         self.capture.update_own(update)

@@ -138,21 +138,19 @@ def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
     return node.values, None
 
 
-def _per_replica(layout: _Layout, children: Any) -> PerReplica:
+def _of_children(
+    kind: type[DistributedValues], layout: _Layout, children: Any
+) -> DistributedValues:
     if layout is None:
-        return PerReplica(children)
-    return PerReplica.of_whole(children[0], layout[0], stacked=layout[1])
+        return kind(children)
+    return kind.of_whole(children[0], layout[0], stacked=layout[1])
 
 
-def _mirrored(layout: _Layout, children: Any) -> Mirrored:
-    if layout is None:
-        return Mirrored(children)
-    return Mirrored.of_whole(children[0], layout[0], stacked=layout[1])
-
-
-jax.tree_util.register_pytree_node(PerReplica, _children, _per_replica)
+for _kind in (PerReplica, Mirrored):
+    jax.tree_util.register_pytree_node(
+        _kind, _children, functools.partial(_of_children, _kind)
+    )
 name_node(PerReplica, "per replica", PerReplica)
-jax.tree_util.register_pytree_node(Mirrored, _children, _mirrored)
 
 
 def is_distributed(node: object) -> bool:

@@ -26,6 +26,7 @@ from zstrat.variables import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import jax
 
@@ -117,25 +118,22 @@ class SoleReplica(ReplicaRecorder):
 
 
 @contextlib.contextmanager
-def as_sole_replica(team: Team) -> Iterator[None]:
+def recording_by(current: TraceRecorder | None) -> Iterator[None]:
+    """Makes a recorder the current one inside."""
+    before = recorder.set(current)
+    try:
+        yield
+    finally:
+        recorder.reset(before)
+
+
+def as_sole_replica(team: Team) -> AbstractContextManager[None]:
     """Runs the body as the one replica of this process."""
     outer = recorder.get()
-    before = recorder.set(SoleReplica(Immediate() if outer is None else outer, team))
-    try:
-        yield
-    finally:
-        recorder.reset(before)
+    return recording_by(SoleReplica(Immediate() if outer is None else outer, team))
 
 
-@contextlib.contextmanager
-def merged() -> Iterator[None]:
+def merged() -> AbstractContextManager[None]:
     """Runs the body once for all replicas: its updates are not aggregated."""
     current = recorder.get()
-    if not isinstance(current, SoleReplica):
-        yield
-        return
-    before = recorder.set(current.outer)
-    try:
-        yield
-    finally:
-        recorder.reset(before)
+    return recording_by(current.outer if isinstance(current, SoleReplica) else current)
