@@ -19,7 +19,11 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.program.trace import Mark, beneath, surroundings
+from zstrat.program.trace import (
+    StrategyFingerprint,
+    set_default_fingerprint,
+    strategy_fingerprint,
+)
 from zstrat.variables import creator
 
 if TYPE_CHECKING:
@@ -40,32 +44,32 @@ class Frame:
     update: int | None = None
 
     @property
-    def mark(self) -> Mark:
+    def fingerprint(self) -> StrategyFingerprint:
         """What a step that is called here is traced for."""
         side: int | str = "cross-replica"
         if self.replica is not None:
             number = self.replica.replica_id_in_sync_group
             side = number if isinstance(number, int) else "traced"
-        return Mark(weakref.ref(self.strategy), (side, self.update))
+        return StrategyFingerprint(weakref.ref(self.strategy), (side, self.update))
 
 
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
 
 
-_installed: Frame | None = None
+_default: Frame | None = None
 """What is current where nothing was entered; see `install`."""
 
 
 def current() -> Frame | None:
     """Returns the innermost context, or None outside of all."""
     frames = _frames.get()
-    return frames[-1] if frames else _installed
+    return frames[-1] if frames else _default
 
 
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
-    surroundings.set(frame.mark)
+    strategy_fingerprint.set(frame.fingerprint)
 
 
 def pop(frame: Frame) -> None:
@@ -83,7 +87,7 @@ def pop(frame: Frame) -> None:
             "same thread and task"
         )
     _frames.set(frames[:-1])
-    surroundings.set(frames[-2].mark if len(frames) > 1 else None)
+    strategy_fingerprint.set(frames[-2].fingerprint if len(frames) > 1 else None)
 
 
 def leave_for(before: Context) -> None:
@@ -109,9 +113,9 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope: "
             "experimental_set_strategy is for programs that enter none"
         )
-    global _installed
-    _installed = None if strategy is None else Frame(strategy)
-    beneath.mark = None if _installed is None else _installed.mark
+    global _default
+    _default = None if strategy is None else Frame(strategy)
+    set_default_fingerprint(None if _default is None else _default.fingerprint)
     creator.install(own)
 
 

@@ -31,7 +31,7 @@ from zstrat.data import (
 )
 from zstrat.program import StepDataset, building, kept
 from zstrat.strategy._options import InputOptions
-from zstrat.variables import line_outside
+from zstrat.variables import user_line
 
 from ._distributed_dataset import DistributedDataset, refuse_attribute
 from ._epoch_sync import PassLength
@@ -213,7 +213,7 @@ class ProcessInputs:
         is_partial = not self.static_shapes
         # Recorded now, where the user distributes the dataset: a warning of a pass
         # names this line.
-        where = line_outside()
+        where = user_line()
         feed = DatasetFeed(where, sources, place, options, all_max, is_partial, length)
         return DistributedDataset(feed, name)
 

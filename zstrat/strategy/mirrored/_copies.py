@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_apart, is_on_read
+from zstrat.program.trace import is_apart, is_on_read
 from zstrat.strategy._frames import Frame, entered
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
@@ -30,10 +30,10 @@ from zstrat.strategy.replica._per_replica import (
     regroup,
 )
 from zstrat.variables import (
-    CopyHome,
-    DeviceHome,
+    CopyStorage,
+    DeviceStorage,
     Variable,
-    copy_home,
+    copy_storage,
     handle,
     next_key,
     recorder,
@@ -50,23 +50,23 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """Returns the copies of a variable that this process has, in replica order: the
     variable itself where there is one copy, as where one device keeps it for all
     replicas."""
-    home = variable.home
-    if not isinstance(home, DeviceHome):
+    storage = variable.storage
+    if not isinstance(storage, DeviceStorage):
         return (variable,)
-    if home.residence.copies == 1:
+    if storage.pool.copies == 1:
         # A read of an ON_READ variable reads all processes, a read of its copy here
         # does not: so that copy needs a separate handle, without that rule.
-        apart = variable.is_brought_together
-        return (handle(variable.spec, home) if apart else variable,)
-    if home.residence.travels and not is_on_read(variable):
+        apart = variable.is_aggregated_on_read
+        return (handle(variable.spec, storage) if apart else variable,)
+    if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
     spec = variable.spec
     names = [spec.name]
-    names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
+    names += [f"{spec.name}/replica_{n}" for n in range(1, storage.pool.copies)]
     return tuple(
-        handle(replace(spec, key=key, name=name), CopyHome(variable, number))
+        handle(replace(spec, key=key, name=name), CopyStorage(variable, number))
         for number, (key, name) in enumerate(
-            zip(home.copy_keys(next_key), names, strict=True)
+            zip(storage.copy_keys(next_key), names, strict=True)
         )
     )
 
@@ -77,17 +77,17 @@ def as_values(node: Any) -> Any:
     not. Anything else comes back as it is."""
     if not isinstance(node, Variable):
         return node
-    home = node.home
-    if not isinstance(home, DeviceHome):
+    storage = node.storage
+    if not isinstance(storage, DeviceStorage):
         return node
-    if home.is_apart:
+    if storage.is_apart:
         recording = recorder.get()
         if recording is None:
-            return PerReplica(tuple(home.copies(node)))
-        return PerReplica(tuple(copies_in_step(recording, node)))
-    if node.is_brought_together:
+            return PerReplica(tuple(storage.copies(node)))
+        return PerReplica(tuple(recording.copies(node)))
+    if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
-    copies, mesh = home.residence.copies, home.residence.mesh
+    copies, mesh = storage.pool.copies, storage.pool.mesh
     count = copies if mesh is None else len(mesh.local_devices)
     return node if count == 1 else Mirrored((node.value(),) * count)
 
@@ -121,7 +121,7 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
 
 def container_of(variable: VariableHandle) -> VariableHandle:
     """Returns the variable that this one is a copy of, or itself."""
-    copy = copy_home(variable)
+    copy = copy_storage(variable)
     return variable if copy is None else copy.container
 
 

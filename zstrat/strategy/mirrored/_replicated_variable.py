@@ -22,14 +22,13 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program.stages import CrossKind, first_of, sum_over
-from zstrat.program.trace import device_home
+from zstrat.program.trace import device_storage
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
 from zstrat.strategy.replica._fibers import ReplicaBarrier, current_fiber
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
 from zstrat.variables import (
-    DeviceHome,
-    KeepsCopies,
+    DeviceStorage,
     Variable,
     VariableAggregation,
     VariableUpdate,
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         Creator,
-        Home,
-        HomeUpdate,
+        Storage,
+        StorageUpdate,
         OptimizerHandle,
         TraceRecorder,
-        UpdateRecorder,
+        TraceRecorder,
         VariableSpec,
     )
 
@@ -68,7 +67,7 @@ class ReplicatedVariable(Variable):
     _owner: Creator
 
     @classmethod
-    def made(cls, spec: VariableSpec, home: Home, team: Team, owner: Creator) -> Self:
+    def made(cls, spec: VariableSpec, storage: Storage, team: Team, owner: Creator) -> Self:
         """Makes a handle of a variable that exists already.
 
         Args:
@@ -76,7 +75,7 @@ class ReplicatedVariable(Variable):
             owner: The creator that makes copies of it (`Variable.owner`).
         """
         variable = object.__new__(cls)
-        variable._spec, variable._home, variable._container = spec, home, None
+        variable._spec, variable._storage, variable._container = spec, storage, None
         variable._team, variable._owner = team, owner
         return variable
 
@@ -94,8 +93,8 @@ class ReplicatedVariable(Variable):
         """Creates a variable whose replicas have the values that they have of this one,
         which may differ."""
         made = super()._duplicated(value)
-        old, new = self._home, made.components[0].home
-        if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
+        old, new = self._storage, made.components[0].storage
+        if isinstance(old, DeviceStorage) and isinstance(new, DeviceStorage):
             new.take_copies_of(self, old)
         return made
 
@@ -180,13 +179,13 @@ class SyncOnReadVariable(ReplicatedVariable):
         return made  # type: ignore[no-any-return]  # of this class
 
     @property
-    def is_brought_together(self) -> bool:
+    def is_aggregated_on_read(self) -> bool:
         return not self._is_of_this_replica
 
     @property
     def local_value(self) -> np.ndarray:
         """The value of this process: the aggregate of its replicas."""
-        return self._home.read(self)
+        return self._storage.read(self)
 
     def saved_value(self) -> np.ndarray:
         """Returns the value for a checkpoint: that of all replicas of all processes;
@@ -200,7 +199,7 @@ class SyncOnReadVariable(ReplicatedVariable):
                 names the variable.
         """
         if self.aggregation is VariableAggregation.NONE:
-            return self._home.read(self)
+            return self._storage.read(self)
         try:
             return self._read_now()
         except (PeerLostError, CollectiveTimeoutError) as error:
@@ -214,15 +213,15 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _read_now(self) -> np.ndarray:
         if self._is_of_this_replica:
-            return self._home.read(self)
+            return self._storage.read(self)
         self._require_readable()
         channel = self._team.channel
         if channel is None:
-            return self._home.read(self)
+            return self._storage.read(self)
         return np.asarray(
             self._of_all(
-                lambda: self._home.read(self),
-                lambda: device_home(self).copies(self),
+                lambda: self._storage.read(self),
+                lambda: device_storage(self).copies(self),
                 channel.carry_out,
             )
         )
@@ -238,7 +237,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         def copies() -> Any:
             if self._team.local == 1:
                 return recording.read(self)[None]
-            assert isinstance(recording, KeepsCopies), recording
             return recording.copies(self)
 
         def value() -> Any:
@@ -285,7 +283,7 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -293,7 +291,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
-                assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
         operand = jnp.asarray(value, self.dtype)
@@ -301,7 +298,7 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         if not in_real_replica_context():
             value = np.asarray(self._for_each(op, value), self.dtype)
         return [(self, op, (value,), optimizer)]

@@ -286,19 +286,19 @@ def _in_words(value: Any) -> str:
     return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
-def called_functions(fn: Any) -> list[types.FunctionType]:
+def dependencies(fn: Any) -> list[types.FunctionType]:
     """Lists the functions of its module that ``fn`` may call, and closures of other
     modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
     called = innermost(fn)
-    home = None if called is None else called.__globals__
+    module = None if called is None else called.__globals__
     return [
         each
         for each in itertools.islice(reached([fn], only_code=True), _MAX_REACHED)
         if isinstance(each, types.FunctionType)
-        and (each.__globals__ is home or _is_closure(each))
+        and (each.__globals__ is module or _is_closure(each))
     ]
 
 

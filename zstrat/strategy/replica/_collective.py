@@ -267,9 +267,9 @@ class TeamReduction(abc.ABC):
         self, indices: Column, values: Column, mean: bool
     ) -> tuple[jax.Array, ...]:
         slices = [IndexedSlices(x, i) for i, x in zip(indices, values, strict=True)]
-        is_cut = mean and values[0].dtype.kind in "iu"
-        joined = self.joined(slices, mean and not is_cut)
-        if is_cut:
+        is_downcast = mean and values[0].dtype.kind in "iu"
+        joined = self.joined(slices, mean and not is_downcast)
+        if is_downcast:
             return rows_of_mean(joined, self._team.size)
         return joined.indices, joined.values
 

@@ -36,12 +36,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import WARN_AT, Function, RetraceWarning
-from zstrat.variables import outside
+from zstrat.variables import user_stacklevel
 
 from ._captured import (
     CapturedObjects,
     FunctionDependencies,
-    called_functions,
+    dependencies,
     captured_words,
     identified,
     is_partial,
@@ -102,7 +102,7 @@ class CachedStep:
     why_not: str | None = None
 
     @property
-    def is_live(self) -> bool:
+    def self.live -> bool:
         """Whether the function that it was made of is still there."""
         return self.origin is None or self.origin() is not None
 
@@ -177,7 +177,7 @@ class FunctionCache:
             found = place.find(fingerprint)
             if found is not None:
                 return found
-        functions = called_functions(fn)
+        functions = dependencies(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
             fingerprint,
@@ -236,7 +236,7 @@ def _warn_of_retrace(name: str, times: int, before: Words, now: Words) -> None:
         f"{'; '.join(changed) or _ANOTHER}. Pass values that change from call to call "
         "in the args of run, as arrays: a number as np.float32(...)",
         RetraceWarning,
-        stacklevel=outside(),
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from zstrat.program import name_node
 from zstrat.program.trace import joined
-from zstrat.variables import CopyHome, DeviceHome, IndexedSlices, Variable, is_weak
+from zstrat.variables import CopyStorage, DeviceStorage, IndexedSlices, Variable, is_weak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -429,12 +429,12 @@ def _described(value: Any) -> str:
 def _variable_of_copies(values: Sequence[Any]) -> VariableHandle | None:
     """Returns the variable whose copies these are, all of them in replica order, or
     None."""
-    homes = [value.home for value in values if isinstance(value, Variable)]
-    copies = [home for home in homes if isinstance(home, CopyHome)]
+    storages = [value.storage for value in values if isinstance(value, Variable)]
+    copies = [storage for storage in storages if isinstance(storage, CopyStorage)]
     if not copies or len(copies) < len(values):
         return None
     whole = copies[0].container
-    numbers = [home.number for home in copies if home.container is whole]
-    home = whole.home
-    is_all = isinstance(home, DeviceHome) and len(numbers) == home.residence.copies
+    numbers = [storage.number for storage in copies if storage.container is whole]
+    storage = whole.storage
+    is_all = isinstance(storage, DeviceStorage) and len(numbers) == storage.pool.copies
     return whole if is_all and numbers == list(range(len(values))) else None

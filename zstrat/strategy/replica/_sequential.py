@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import (
     Capture,
     Discovery,
@@ -33,11 +32,9 @@ from zstrat.program.trace import (
     Replay,
     apart_from_now,
     as_replica,
-    copies_in_step,
-    device_home,
+    device_storage,
     has_copies,
     joined,
-    keep_copies,
     lookup_inside,
     marked,
     moved,
@@ -75,7 +72,7 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         GradientCall,
-        HomeRows,
+        StorageRows,
         OptimizerHandle,
         TraceRecorder,
         VariableHandle,
@@ -102,7 +99,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
-    is_real = outer is None or is_live(outer)
+    is_real = outer is None or outer.live
     is_unnoticed = outer is None and is_staging()
     inner = creator.get()
     creators: list[_SameCreations] = []
@@ -176,7 +173,7 @@ class SequentialReplica(ReplicaRecorder):
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
-        row: jax.Array = copies_in_step(self.outer, variable)[number]
+        row: jax.Array = self.outer.copies(variable)[number]
         return row
 
     def update(self, update: VariableUpdate) -> None:
@@ -211,7 +208,7 @@ class SequentialReplica(ReplicaRecorder):
             updating(self._team, update.variable, op, operands, optimizer, apply)
         )
 
-    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def _rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
     def _update_own(self, update: VariableUpdate) -> None:
@@ -219,9 +216,9 @@ class SequentialReplica(ReplicaRecorder):
         number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = copies_in_step(self.outer, variable)
+            copies = self.outer.copies(variable)
             value = moved(op, operands, copies[number])
-            keep_copies(self.outer, variable, copies.at[number].set(value))
+            self.outer.put_copies(variable, copies.at[number].set(value))
             return
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
         # Real values under another recorder: of what is differentiated.
@@ -231,7 +228,7 @@ class SequentialReplica(ReplicaRecorder):
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: the update of the value is not part of the program.
         with jax.ensure_compile_time_eval():
-            device_home(variable).update_copy(variable, number, op, updates)
+            device_storage(variable).update_copy(variable, number, op, updates)
 
 
 def _own_updates(
@@ -338,7 +335,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
-    if team.channel is None or outside is None or is_live(outside):
+    if team.channel is None or outside is None or outside.live:
         found = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order of a program: they are reduced one
         # after the other, with other processes.
@@ -358,7 +355,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
     held = [
-        copies_in_step(outside, v)
+        outside.copies(v)
         if has_copies(v, region.team.local)
         else outside.read(v)
         for v in variables

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     Connect = Callable[..., ClusterSession]
     """Called with a ClusterSpec and Settings; with ``replicas=`` if not 0,
-    ``stores_per_ps=`` if not 1, and ``resume=`` and ``begins_anew=`` if the session has
+    ``stores_per_ps=`` if not 1, and ``resume=`` and ``restart_partial=`` if the session has
     a name."""
 
 _MOST_STORES: Final = 64
@@ -224,8 +224,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             connect = partial(connect, replicas=int(replicas))
         if resume is not None:
             _check_name(resume)
-            begins_anew = patience is not None
-            connect = partial(connect, resume=resume, begins_anew=begins_anew)
+            restart_partial = patience is not None
+            connect = partial(connect, resume=resume, restart_partial=restart_partial)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:
