@@ -162,8 +162,8 @@ class Cluster:
             self.store_directory,
             self._objection,
         )
-        if renewal.farewells:
-            task.renew(renewal.worker_session, renewal.farewells)
+        if renewal.close_messages:
+            task.renew(renewal.worker_session, renewal.close_messages)
         return task
 
     @property

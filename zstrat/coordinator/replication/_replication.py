@@ -280,7 +280,7 @@ class Replication:
         """Whether it decides what becomes of the store if that is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
         when they are filled."""
         self._session = self._orders.session = session
@@ -289,7 +289,7 @@ class Replication:
         self.placement.enter_session()
         for store in self.placement.stores:
             self._send_home(store)
-        self._known.renew(session, farewells)
+        self._known.renew(session, close_messages)
         self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
