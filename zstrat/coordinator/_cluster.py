@@ -196,7 +196,7 @@ class Cluster:
             if not self.name:
                 await self.replication.create_stores(deadline)
         if self.name:  # nobody knows yet which process serves which store
-            await self.renewal.adopt(self.name, self.options.begins_anew, deadline)
+            await self.renewal.adopt(self.name, self.options.restart_partial, deadline)
         else:
             await arrive(self.ps, self.workers, deadline)
         await all_joined(

@@ -157,7 +157,7 @@ class ParameterServers:
         when a lost server is filled again."""
         if self._inventory is not None:
             values = await self.read(specs)
-            self._inventory.begin_anew(specs, values)
+            self._inventory.note_initial(specs, values)
 
     async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
         """Frees the variables."""

@@ -90,7 +90,7 @@ class Inventory:
             self._variables.pop(spec.key, None)
             self._initial.pop(spec.key, None)
 
-    def begin_anew(
+    def note_initial(
         self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
     ) -> None:
         """These get their first values again, as they cannot be saved."""

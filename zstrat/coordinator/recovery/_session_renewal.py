@@ -89,11 +89,11 @@ class SessionRenewal:
         if (dispatcher := self._cluster.dispatcher) is not None:
             dispatcher.engine.fail(error, lasting=True)
 
-    async def adopt(self, name: str, begins_anew: bool, deadline: float) -> None:
+    async def adopt(self, name: str, restart_partial: bool, deadline: float) -> None:
         """Goes on with what another program has left under the name, if there is such.
 
         Args:
-            begins_anew: If only a part is left, all tasks enter another session.
+            restart_partial: If only a part is left, all tasks enter another session.
             deadline: Loop time.
 
         Raises:
@@ -106,7 +106,7 @@ class SessionRenewal:
         try:
             await self._go_on(name, deadline)
         except PSUnavailableError as error:
-            if not begins_anew:
+            if not restart_partial:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
             self.origin = 0  # that of the next session
@@ -151,7 +151,7 @@ class SessionRenewal:
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.close_messages)
             stores = range(len(cluster.ps))
-            cluster.store_directory.begin_anew(map(replication.home_of, stores))
+            cluster.store_directory.reset_addresses(map(replication.home_of, stores))
         for task in cluster.ps:
             task.renew(self.session, self.close_messages)
 
