@@ -238,7 +238,7 @@ class Replication:
         index = self.placement.enter(address)
         return self._known.enter(number, index, address)
 
-    async def dismiss(self, process: TaskSession, patience: float) -> None:
+    async def dismiss(self, process: TaskSession, timeout: float) -> None:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
         comes next.
 
@@ -247,7 +247,7 @@ class Replication:
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was let go")
         self.placement.abandon(process.place)
-        await self._known.leave(process, patience)
+        await self._known.leave(process, timeout)
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""

@@ -133,7 +133,7 @@ class StoreProcesses:
         for each in self.sessions:
             each.renew(session, close_messages)
 
-    async def leave(self, process: TaskSession, patience: float) -> None:
+    async def leave(self, process: TaskSession, timeout: float) -> None:
         """Says goodbye to one, and waits so many seconds for its answer.
 
         Cancellation: it is left all the same, and does not say whether it heard so.
@@ -142,7 +142,7 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                await asyncio.wait([process.say_goodbye(patience)])
+                await asyncio.wait([process.say_goodbye(timeout)])
         finally:
             await process.close()
 
