@@ -361,7 +361,7 @@ class Dispatcher:
         news = bool(arguments or resources or results)
         for channel in list(self.channels.values()):
             member = channel.member
-            if not (news or channel.unsaid) or not channel.task.is_ready:
+            if not (news or channel.pending_drops) or not channel.task.is_ready:
                 continue
             mine = [
                 kept.step
@@ -395,7 +395,7 @@ class Dispatcher:
         return bool(
             self.retired
             or self.abandoned
-            or channel.unsaid
+            or channel.pending_drops
             or self._retiring
             or self._alarm is not None
             or self.members.alone_since is not None
