@@ -1,4 +1,4 @@
-"""A home that is a dict of numpy arrays, and variables that live in it."""
+"""A storage that is a dict of numpy arrays, and variables that live in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from zstrat.variables import (
-    DeviceHome,
+    DeviceStorage,
     Optimizer,
     Residence,
     ShardedVariable,
@@ -43,7 +43,7 @@ class Here(Residence):
         pass
 
 
-class DictHome:
+class DictStorage:
     """Values by key; optimizers by id, run by optax on one variable at a time."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class DictHome:
         """One that a step moves itself."""
         variable = self.variable(value, name)
         here = Here(["/job:localhost/replica:0/task:0/device:CPU:0"])
-        return handle(variable.spec, DeviceHome(np.array(value), here))
+        return handle(variable.spec, DeviceStorage(np.array(value), here))
 
     def sharded(self, value: Any, parts: int = 2, name: str = "t") -> ShardedVariable:
         """A variable whose first rows are one more per component than the others."""
@@ -149,8 +149,8 @@ class DictHome:
 
 
 @pytest.fixture
-def home() -> DictHome:
-    return DictHome()
+def storage() -> DictStorage:
+    return DictStorage()
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zstrat.variables import DeviceHome, JointPlace, JointState, read_all
+from zstrat.variables import DeviceStorage, JointPlace, JointState, read_all
 
-from .trace._updates import device_home
+from .trace._updates import device_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -46,18 +46,20 @@ class PlannedVariables:
         self._plan = plan
         self._moved = moved
         self._moves = bool(moved)
-        self._moved_homes = [device_home(variable) for variable in moved]
-        self._slot_homes = [
-            (device_home(variable), rule, variable.name) for variable, rule in slots
+        self._moved_storages = [device_storage(variable) for variable in moved]
+        self._slot_storages = [
+            (device_storage(variable), rule, variable.name) for variable, rule in slots
         ]
-        self._homes = [variable.home for variable in plan.variables]
-        self._read_homes = [x for x in self._homes if isinstance(x, DeviceHome)]
-        self._here = [*self._read_homes, *self._moved_homes]
-        found = {id(home.residence): home.residence for home in self._here}
+        self._storages = [variable.storage for variable in plan.variables]
+        self._read_storages = [
+            x for x in self._storages if isinstance(x, DeviceStorage)
+        ]
+        self._here = [*self._read_storages, *self._moved_storages]
+        found = {id(storage.residence): storage.residence for storage in self._here}
         self._away = [
             variable
             for variable in plan.variables
-            if not isinstance(variable.home, DeviceHome)
+            if not isinstance(variable.storage, DeviceStorage)
         ]
         self._residences: list[Residence] = [found[key] for key in sorted(found)]
         self.travels = any(each.travels for each in self._residences)
@@ -66,30 +68,37 @@ class PlannedVariables:
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
         self._joint: JointState | None = None
-        at = {id(home): n for n, home in enumerate(self._moved_homes)}
-        self._reads = [(at.get(id(home)), home) for home in self._read_homes]
+        at = {id(storage): n for n, storage in enumerate(self._moved_storages)}
+        self._reads = [
+            (at.get(id(storage)), storage) for storage in self._read_storages
+        ]
 
     def _joint_places(
         self,
-    ) -> list[tuple[DeviceHome, int, tuple[tuple[SlotRule, int, int], ...]]]:
-        """Each home that a step moves, and where in what it makes its arrays are; none
+    ) -> list[tuple[DeviceStorage, int, tuple[tuple[SlotRule, int, int], ...]]]:
+        """Each storage that a step moves, and where in what it makes its arrays are;
+        none
         if what is moved is not kept as one state: it travels, or there are variables
         with another lock, or elsewhere."""
-        homes = {id(home): home for home in self._moved_homes}
-        beside: dict[int, list[tuple[SlotRule, int, int]]] = {key: [] for key in homes}
+        storages = {id(storage): storage for storage in self._moved_storages}
+        beside: dict[int, list[tuple[SlotRule, int, int]]] = {
+            key: [] for key in storages
+        }
         ends = list(itertools.accumulate(self._counts))
-        for (home, rule, _), first, end in zip(
-            self._slot_homes, ends[:-1], ends[1:], strict=True
+        for (storage, rule, _), first, end in zip(
+            self._slot_storages, ends[:-1], ends[1:], strict=True
         ):
-            if id(home) in beside:
-                beside[id(home)].append((rule, first, end))
-        are_all = sum(map(len, beside.values())) == len(self._slot_homes)
-        is_one = len(self._residences) == 1 and len(homes) == len(self._moved_homes)
+            if id(storage) in beside:
+                beside[id(storage)].append((rule, first, end))
+        are_all = sum(map(len, beside.values())) == len(self._slot_storages)
+        is_one = len(self._residences) == 1 and len(storages) == len(
+            self._moved_storages
+        )
         if self._away or self.travels or not (is_one and are_all):
             return []
         return [
-            (home, n, tuple(beside[id(home)]))
-            for n, home in enumerate(self._moved_homes)
+            (storage, n, tuple(beside[id(storage)]))
+            for n, storage in enumerate(self._moved_storages)
         ]
 
     def with_others(
@@ -97,7 +106,7 @@ class PlannedVariables:
     ) -> PlannedVariables | None:
         """The variables of a plan with other ones; None: optimizers move some of
         them."""
-        if self._slot_homes:
+        if self._slot_storages:
             return None
         others = {variable.spec.key: variable for variable in variables}
         keys = [key for specs, _ in plan.moves for key in [s.key for s in specs]]
@@ -117,7 +126,7 @@ class PlannedVariables:
         at when any variable of the strategy has begun to."""
         parted = [residence.parted for residence in self._residences]
         if self._parts[0] != parted:
-            self._parts = parted, tuple([home.is_apart for home in self._here])
+            self._parts = parted, tuple([storage.is_apart for storage in self._here])
         return self._parts[1]
 
     @property
@@ -175,26 +184,26 @@ class PlannedVariables:
         joint = None if self._joint is None else self._joint.taken()
         # Nobody else can have lost what is whole here.
         is_there = joint is not None and not any(x.is_deleted() for x in joint)
-        there = {id(home) for home, _, _ in self._places} if is_there else ()
+        there = {id(storage) for storage, _, _ in self._places} if is_there else ()
         for variable in (*self._plan.variables, *self._moved):
-            home = variable.home
-            if isinstance(home, DeviceHome) and id(home) not in there:
-                home.require_kept(variable.name)
+            storage = variable.storage
+            if isinstance(storage, DeviceStorage) and id(storage) not in there:
+                storage.require_kept(variable.name)
 
     def values(self) -> list[Any]:
         """The values of the plan's reads: those from here as they live here, others as
         arrays of numpy."""
         if not self._away:
-            return [home.value() for home in self._read_homes]
+            return [storage.value() for storage in self._read_storages]
         read = iter(read_all(self._away))
         return [
-            home.value() if isinstance(home, DeviceHome) else next(read)
-            for home in self._homes
+            storage.value() if isinstance(storage, DeviceStorage) else next(read)
+            for storage in self._storages
         ]
 
     def are_here(self) -> list[bool]:
         """Whether the value lives here, for each of the plan's reads."""
-        return [isinstance(home, DeviceHome) for home in self._homes]
+        return [isinstance(storage, DeviceStorage) for storage in self._storages]
 
     @property
     def sharding(self) -> Sharding | None:
@@ -205,24 +214,29 @@ class PlannedVariables:
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
         """The shardings of the next values, and of the slots of each optimizer."""
-        slots = [home.residence.sharding for home, _, _ in self._slot_homes]
-        return [home.sharding for home in self._moved_homes], slots
+        slots = [storage.residence.sharding for storage, _, _ in self._slot_storages]
+        return [storage.sharding for storage in self._moved_storages], slots
 
     def slots(self) -> list[Any]:
         """What each optimizer keeps beside each variable that it moves."""
-        return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
+        return [
+            storage.slots_before(rule, name)
+            for storage, rule, name in self._slot_storages
+        ]
 
     def state(self) -> list[Any]:
         """All `values` and then all leaves of `slots`, in a list of the caller's."""
         joint = None if self._joint is None else self._joint.taken()
         if joint is None:
             return [*self.values(), *itertools.chain.from_iterable(self.slots())]
-        values = [home.value() if at is None else joint[at] for at, home in self._reads]
+        values = [
+            storage.value() if at is None else joint[at] for at, storage in self._reads
+        ]
         return values + joint[self._counts[0] :]
 
     def values_and_slots(self) -> list[list[Any]]:
         """`values`, and the slots of each optimizer."""
-        return cut_at(self.state(), [len(self._homes), *self._counts[1:]])
+        return cut_at(self.state(), [len(self._storages), *self._counts[1:]])
 
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
@@ -251,10 +265,12 @@ class PlannedVariables:
             self._keep(arrays)
         else:
             values, *slots = cut_at(arrays, self._counts)
-            for home, value in zip(self._moved_homes, values, strict=True):
-                home.take_over(value)
-            for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
-                home.take_over_slots(rule, leaves)
+            for storage, value in zip(self._moved_storages, values, strict=True):
+                storage.take_over(value)
+            for (storage, rule, _), leaves in zip(
+                self._slot_storages, slots, strict=True
+            ):
+                storage.take_over_slots(rule, leaves)
         for residence, number in zip(self._residences, steps, strict=True):
             residence.steps = number
 
@@ -264,8 +280,8 @@ class PlannedVariables:
             joint.arrays = arrays
             return
         joint = JointState([*arrays])  # of a list of its own: it may be left at once
-        for home, value, slots in self._places:
-            home.join(JointPlace(joint, value, slots))
+        for storage, value, slots in self._places:
+            storage.join(JointPlace(joint, value, slots))
         self._joint = joint
 
 

@@ -8,8 +8,8 @@ Where several devices have a replica each, the value is one array that all of th
 or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
 which each device has its row. From outside of the replicas the value of such a variable
 is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
-of all of them. A copy has a home of its own (`CopyHome`), for what is done to it alone;
-a step that is captured does not come there, but computes with the row.
+of all of them. A copy has a storage of its own (`CopyStorage`), for what is done to it
+alone; a step that is captured does not come there, but computes with the row.
 
 Law of the file: whoever changes a value has the turn (`Residence`), and holds the lock,
 too, while the present one is given away, or while several fields change.
@@ -27,7 +27,7 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._local import HomeWithSlots
+from ._local import StorageWithSlots
 from ._spec import VariableAggregation
 from ._update_ops import aggregated, apply, shares_of
 from .gradients._slots import SlotValues
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._home import JointPlace, Operands, Residence, VariableHandle
+    from ._storage import JointPlace, Operands, Residence, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready
 
 
-class DeviceHome(HomeWithSlots):
+class DeviceStorage(StorageWithSlots):
     """One variable on the devices of this process, with the slots of the optimizers
     that moved it.
 
@@ -204,7 +204,7 @@ class DeviceHome(HomeWithSlots):
         with self.residence.turn:
             self._put_apart(copies)
 
-    def take_copies_of(self, variable: VariableHandle, other: DeviceHome) -> None:
+    def take_copies_of(self, variable: VariableHandle, other: DeviceStorage) -> None:
         """The values that the replicas of this process have of another variable of the
         same form.
 
@@ -271,7 +271,7 @@ class DeviceHome(HomeWithSlots):
             self._part_from_joint()  # it may have slots that the new place has not
         there = {rule.id for rule, _, _ in place.slots}
         left = {n: each for n, each in self._own_slots.items() if n not in there}
-        # No call in between: a handler of a signal may read this home.
+        # No call in between: a handler of a signal may read this storage.
         self._joint = place
         self._own_value = None  # who finds none looks there
         self._own_slots = left

@@ -2,7 +2,7 @@
 
 Outside of steps rows are asked of the components, and put back in order. Law: rows that
 are read travel once, however often they were asked for, and nothing but them does.
-Decides without I/O; the homes carry it out.
+Decides without I/O; the storages carry it out.
 
 Inside of what jax traces shapes are fixed. Law: what is no row of a component has an
 index behind its last row, where jax drops what is written, and a gradient of zeros.
@@ -20,21 +20,22 @@ import numpy as np
 from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
-from ._home import read_parts, read_parts_async
+from ._storage import read_parts, read_parts_async
 from ._table import TableLayout, absent, reaching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._home import HomeRows, HomeUpdate, VariableHandle
+    from ._storage import StorageRows, StorageUpdate, VariableHandle
     from ._table import Table, TablePiece
     from .gradients._slots import OptimizerHandle
 
 
 def read_rows(table: Table, ids: Any) -> np.ndarray:
-    """Rows of a table from their homes, ``ids.shape + row``, in the order of ``ids``.
+    """Rows of a table from their storages, ``ids.shape + row``, in the order of
+    ``ids``.
 
-    Cost: one request to each home that has some, each row once.
+    Cost: one request to each storage that has some, each row once.
 
     Raises:
         ValueError: Ids are no integers.
@@ -88,14 +89,14 @@ class Gathering:
         return [v for v in self.table.components if v.is_brought_together]
 
     @property
-    def parts(self) -> list[HomeRows]:
-        """What the homes of the others are asked for."""
+    def parts(self) -> list[StorageRows]:
+        """What the storages of the others are asked for."""
         components = self.table.components
         asked = [(components[piece.component], piece.local) for piece in self.pieces]
         return [part for part in asked if not part[0].is_brought_together]
 
     def read(
-        self, read: Callable[[Sequence[HomeRows]], Sequence[np.ndarray]]
+        self, read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]]
     ) -> np.ndarray:
         """The rows that were wanted. ``read`` gives those of `parts`."""
         values = [variable._read_now() for variable in self.whole]
@@ -131,7 +132,7 @@ def row_updates(
     op: UpdateOp,
     operands: tuple[np.ndarray, np.ndarray],
     optimizer: OptimizerHandle | None,
-) -> list[HomeUpdate]:
+) -> list[StorageUpdate]:
     """What each component has of an update of rows of the table.
 
     Gradients of one row are summed, as an optimizer takes one step a row; and it takes

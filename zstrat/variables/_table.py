@@ -31,7 +31,7 @@ from ._narrowing import NarrowingWarning, outside, what_is_lost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._home import VariableHandle
+    from ._storage import VariableHandle
 
 
 @dataclass(frozen=True, slots=True)

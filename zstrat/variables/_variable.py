@@ -1,4 +1,5 @@
-"""A variable: a handle of what it is (its spec) and where its value lives (its home).
+"""A variable: a handle of what it is (its spec) and where its value lives (its
+storage).
 
 What can be done with it is said in `AbstractVariable`.
 
@@ -18,7 +19,7 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._copy_home import CopyHome
+from ._copy_storage import CopyStorage
 from ._creator import (
     Creator,
     StrategyCreator,
@@ -30,8 +31,8 @@ from ._creator import (
     is_trainable,
     require_owner,
 )
-from ._device import DeviceHome
-from ._local import Detached, LocalHome
+from ._device import DeviceStorage
+from ._local import Detached, LocalStorage
 from ._narrowing import NarrowingWarning, narrow, outside
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Sequence
 
-    from ._home import Home, HomeUpdate, VariableHandle
+    from ._storage import Storage, StorageUpdate, VariableHandle
     from ._tracing import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
@@ -81,8 +82,8 @@ class Variable(AbstractVariable):
             numpy makes them: steps would refuse the variable.
     """
 
-    __slots__ = ("__weakref__", "_container", "_home")
-    _home: Home
+    __slots__ = ("__weakref__", "_container", "_storage")
+    _storage: Storage
     _container: weakref.ref[AbstractVariable] | None
 
     def __new__(
@@ -123,18 +124,18 @@ class Variable(AbstractVariable):
         return self._spec
 
     @property
-    def home(self) -> Home:
+    def storage(self) -> Storage:
         """Where the value lives when no step is being traced."""
-        return self._home
+        return self._storage
 
     @property
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
         variable that several devices have, the first one's."""
         note_use(VariableUse.NAME, self)
-        home = self._home
-        if isinstance(home, DeviceHome | CopyHome):
-            return home.device_name()
+        storage = self._storage
+        if isinstance(storage, DeviceStorage | CopyStorage):
+            return storage.device_name()
         return self._spec.device
 
     @property
@@ -146,7 +147,7 @@ class Variable(AbstractVariable):
             RuntimeError: This handle came from another task, where the strategy is.
         """
         note_use(VariableUse.NAME, self)
-        if isinstance(self._home, Detached):
+        if isinstance(self._storage, Detached):
             raise RuntimeError(
                 f"{self._spec} came from another task, and its strategy stayed there: "
                 "in a step ask zs.get_strategy()"
@@ -173,21 +174,21 @@ class Variable(AbstractVariable):
     @property
     def is_brought_together(self) -> bool:
         """Whether the value that is meant here and now is made of several ones when it
-        is read, so that no home has rows of it."""
+        is read, so that no storage has rows of it."""
         return False
 
     def _read_now(self) -> np.ndarray:
-        return self._home.read(self)
+        return self._storage.read(self)
 
     async def _read_now_async(self) -> np.ndarray:
-        return (await self._home.read_many_async([self]))[0]
+        return (await self._storage.read_many_async([self]))[0]
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self)
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
@@ -199,7 +200,7 @@ class Variable(AbstractVariable):
     def owner(self) -> Creator | None:
         """The strategy's creator that it belongs to, which makes copies of it; None:
         it is a plain variable of this process."""
-        return self._home if isinstance(self._home, Creator) else None
+        return self._storage if isinstance(self._storage, Creator) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable with the present value. That of a strategy belongs to the
@@ -228,10 +229,10 @@ class Variable(AbstractVariable):
         )
 
 
-def handle(spec: VariableSpec, home: Home) -> Variable:
+def handle(spec: VariableSpec, storage: Storage) -> Variable:
     """A handle of a variable that exists already."""
     variable = object.__new__(Variable)
-    variable._spec, variable._home, variable._container = spec, home, None
+    variable._spec, variable._storage, variable._container = spec, storage, None
     return variable
 
 
@@ -298,7 +299,7 @@ def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRe
 
 def _local(request: VariableRequest) -> Variable:
     array = initialize(request)
-    return owned(request, array, LocalHome(array))
+    return owned(request, array, LocalStorage(array))
 
 
 def next_key() -> int:
@@ -306,8 +307,8 @@ def next_key() -> int:
     return next(_local_keys)
 
 
-def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
-    """A new variable of this process, as asked for, with this value in its home."""
+def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Variable:
+    """A new variable of this process, as asked for, with this value in its storage."""
     spec = VariableSpec(
         next_key(),
         request.name,
@@ -318,7 +319,7 @@ def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
         request.aggregation,
         request.synchronization,
     )
-    return handle(spec, home)
+    return handle(spec, storage)
 
 
 _NAMED: Final = 3

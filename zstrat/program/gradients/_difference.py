@@ -75,7 +75,7 @@ class Differentiated:
 
     @staticmethod
     def of(tree: Any, name: str) -> Differentiated:
-        """Reads the variables in the tree, through the step or their home."""
+        """Reads the variables in the tree, through the step or their storage."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [leaf for _, leaf in paths]
         arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]

@@ -40,7 +40,7 @@ from ._structure import is_described as is_described
 from ._structure import split as split
 from ._updates import apart_from_now as apart_from_now
 from ._updates import copies_in_step as copies_in_step
-from ._updates import device_home as device_home
+from ._updates import device_storage as device_storage
 from ._updates import has_copies as has_copies
 from ._updates import is_apart as is_apart
 from ._updates import is_on_read as is_on_read

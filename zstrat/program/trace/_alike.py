@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.variables import (
     LOCAL,
     AbstractVariable,
-    CopyHome,
+    CopyStorage,
     Detached,
-    DeviceHome,
+    DeviceStorage,
     ShardedVariable,
     Variable,
     VariableUse,
@@ -84,18 +84,22 @@ def given_variables(call: CutCall) -> GivenVariables | None:
 def _may_be_shared(variable: Variable) -> bool:
     """Whether it is no copy, which is a row of another variable, and none whose value
     came along from another process."""
-    home = variable.home
-    is_carried = isinstance(home, Detached) and variable.spec.ps == LOCAL
-    return not (isinstance(home, CopyHome) or is_carried)
+    storage = variable.storage
+    is_carried = isinstance(storage, Detached) and variable.spec.ps == LOCAL
+    return not (isinstance(storage, CopyStorage) or is_carried)
 
 
 def _mark(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
-    spec, home = variable.spec, variable.home
+    spec, storage = variable.spec, variable.storage
     part = spec.part and replace(spec.part, whole="")
     ps = LOCAL if spec.ps == LOCAL else 0
     alike = replace(spec, key=numbers[spec.key], name="", ps=ps, part=part)
-    place = (home.residence, home.is_apart) if isinstance(home, DeviceHome) else ()
-    return type(variable), alike, type(home), place
+    place = (
+        (storage.residence, storage.is_apart)
+        if isinstance(storage, DeviceStorage)
+        else ()
+    )
+    return type(variable), alike, type(storage), place
 
 
 class LookedForError(BaseException):

@@ -18,7 +18,7 @@ import numpy as np
 from zstrat.program._device_state import PlannedVariables
 from zstrat.program.lookup._lookups import PlannedLookup
 from zstrat.program.stages._stages import channels_of
-from zstrat.variables import DeviceHome
+from zstrat.variables import DeviceStorage
 
 from . import _refusals
 from ._body import TracedBody, made_by
@@ -190,9 +190,9 @@ def _levels(
 
 def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
     """What a step is given of the variable: its value, or a copy for each replica."""
-    shape, home = variable.shape, variable.home
-    if isinstance(home, DeviceHome) and home.is_apart:
-        shape = (home.residence.copies, *shape)
+    shape, storage = variable.shape, variable.storage
+    if isinstance(storage, DeviceStorage) and storage.is_apart:
+        shape = (storage.residence.copies, *shape)
     return _shaped(shape, variable.spec.numpy_dtype)
 
 

@@ -17,8 +17,8 @@ from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
-    DeviceHome,
-    LocalHome,
+    DeviceStorage,
+    LocalStorage,
     Residence,
     StrategyCreator,
     Variable,
@@ -116,8 +116,10 @@ class MirroredVariables(StrategyCreator):
 
     def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
-        home = variable.home
-        return isinstance(home, DeviceHome) and home.residence is self.residence
+        storage = variable.storage
+        return (
+            isinstance(storage, DeviceStorage) and storage.residence is self.residence
+        )
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
@@ -164,11 +166,11 @@ class MirroredVariables(StrategyCreator):
 
     def _made(self, request: VariableRequest, value: np.ndarray) -> Variable:
         is_on_read = request.synchronization is VariableSynchronization.ON_READ
-        home = self._home(value, request.aggregation if is_on_read else None)
-        variable = owned(request, value, home)
+        storage = self._storage(value, request.aggregation if is_on_read else None)
+        variable = owned(request, value, storage)
         if not is_on_read:
-            return MirroredVariable.made(variable.spec, home, self._team, self)
-        if not isinstance(home, DeviceHome):
+            return MirroredVariable.made(variable.spec, storage, self._team, self)
+        if not isinstance(storage, DeviceStorage):
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with numbers of "
                 "64 bits, which jax would cut to 32: create it with a narrower dtype, "
@@ -181,16 +183,16 @@ class MirroredVariables(StrategyCreator):
                 "get_replica_context().all_reduce and a variable that is assigned the "
                 "result"
             )
-        return SyncOnReadVariable.made(variable.spec, home, self._team, self)
+        return SyncOnReadVariable.made(variable.spec, storage, self._team, self)
 
-    def _home(
+    def _storage(
         self, value: np.ndarray, on_read: VariableAggregation | None
-    ) -> DeviceHome | LocalHome:
+    ) -> DeviceStorage | LocalStorage:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
             # jax would cut it to 32 bits; steps refuse it, with words.
-            return LocalHome(value)
-        return DeviceHome(value, self.residence, on_read)
+            return LocalStorage(value)
+        return DeviceStorage(value, self.residence, on_read)
 
 
 class _Devices(Residence):

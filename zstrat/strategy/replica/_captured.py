@@ -286,12 +286,12 @@ def beneath(fn: Any) -> list[types.FunctionType]:
     A wrapper that another module has made counts for what it wraps.
     """
     called = innermost(fn)
-    home = None if called is None else called.__globals__
+    module = None if called is None else called.__globals__
     return [
         each
         for each in itertools.islice(reached([fn], only_code=True), _MAX_REACHED)
         if isinstance(each, types.FunctionType)
-        and (each.__globals__ is home or _is_closure(each))
+        and (each.__globals__ is module or _is_closure(each))
     ]
 
 

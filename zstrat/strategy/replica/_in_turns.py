@@ -24,7 +24,7 @@ from zstrat.program.trace import (
     apart_from_now,
     as_replica,
     copies_in_step,
-    device_home,
+    device_storage,
     has_copies,
     keep_copies,
     lookup_inside,
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         GradientCall,
-        HomeRows,
         OptimizerHandle,
+        StorageRows,
         TraceRecorder,
         VariableHandle,
         VariableRequest,
@@ -193,7 +193,7 @@ class ReplicaInTurns(ReplicaRecorder):
             updating(self._team, update.variable, op, operands, optimizer, apply)
         )
 
-    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def _rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
     def _update_own(self, update: VariableUpdate) -> None:
@@ -213,7 +213,7 @@ class ReplicaInTurns(ReplicaRecorder):
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            device_home(variable).update_copy(variable, number, op, updates)
+            device_storage(variable).update_copy(variable, number, op, updates)
 
 
 def _own_updates(

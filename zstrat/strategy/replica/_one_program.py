@@ -113,8 +113,8 @@ def replicate(
 
     Leaves that are no jax arrays are the same object in every replica and stay what
     they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' homes when none is. A variable of which each replica has a copy
-    of its own is read and updated there (see `zstrat.program.trace._updates`).
+    or to the variables' storages when none is. A variable of which each replica has a
+    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.
