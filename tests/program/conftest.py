@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from zstrat.variables import (
+    DevicePool,
     DeviceStorage,
     Optimizer,
-    Residence,
     ShardedVariable,
     Variable,
     VariableSpec,
@@ -24,7 +24,7 @@ from zstrat.variables import (
 from zstrat.wire import UpdateOp
 
 
-class Here(Residence):
+class Here(DevicePool):
     """One device of this process."""
 
     sharding = sharding_apart = None

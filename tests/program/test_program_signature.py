@@ -98,7 +98,7 @@ def test_a_trace_for_other_processes_is_no_argument_of_the_user(storage):
 
     def formed_anew(times):
         for _ in range(times):
-            variable.storage.residence.formation += 1
+            variable.storage.pool.formation += 1
             step(1.0)
 
     formed_anew(4)

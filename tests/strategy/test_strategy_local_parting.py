@@ -70,7 +70,7 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
         return variable.value() + 100
 
     step()
-    storage = variable.storage.residence
+    storage = variable.storage.pool
     storage.turn = Before(storage.turn, parting(replicas, variable))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
@@ -108,7 +108,7 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
 
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
-    storage = variable.storage.residence
+    storage = variable.storage.pool
     storage.turn = Before(storage.turn, parting(replicas, variable))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
@@ -116,7 +116,7 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
 def test_two_threads_part_it_once(replicas, variable):
     part = parting(replicas, variable)
     storage = variable.storage
-    storage.residence.turn = Before(storage.residence.turn, part)
+    storage.pool.turn = Before(storage.pool.turn, part)
     storage.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(storage.copies(variable), copies)

@@ -1,7 +1,7 @@
 """What a step takes of the variables that live here, and what it puts back.
 
 Law of the file: from the first look at a variable to its new value, a step has its
-turn (`Residence`); and inside, it is what it was traced for (`Outdated`).
+turn (`DevicePool`); and inside, it is what it was traced for (`Outdated`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, Sharding
 
-    from zstrat.variables import Residence, SlotRule, VariableHandle
+    from zstrat.variables import DevicePool, SlotRule, VariableHandle
 
     from .trace._iterator import Draws
     from .trace._plan import Plan
@@ -55,14 +55,14 @@ class PlannedVariables:
             x for x in self._storages if isinstance(x, DeviceStorage)
         ]
         self._here = [*self._read_storages, *self._moved_storages]
-        found = {id(storage.residence): storage.residence for storage in self._here}
+        found = {id(storage.pool): storage.pool for storage in self._here}
         self._away = [
             variable
             for variable in plan.variables
             if not isinstance(variable.storage, DeviceStorage)
         ]
-        self._residences: list[Residence] = [found[key] for key in sorted(found)]
-        self.travels = any(each.travels for each in self._residences)
+        self._pools: list[DevicePool] = [found[key] for key in sorted(found)]
+        self.travels = any(each.travels for each in self._pools)
         """Whether values are kept elsewhere, where a step that fails leaves them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
@@ -91,9 +91,7 @@ class PlannedVariables:
             if id(storage) in beside:
                 beside[id(storage)].append((rule, first, end))
         are_all = sum(map(len, beside.values())) == len(self._slot_storages)
-        is_one = len(self._residences) == 1 and len(storages) == len(
-            self._moved_storages
-        )
+        is_one = len(self._pools) == 1 and len(storages) == len(self._moved_storages)
         if self._away or self.travels or not (is_one and are_all):
             return []
         return [
@@ -118,13 +116,13 @@ class PlannedVariables:
     @property
     def mark(self) -> Hashable:
         """A program that was traced under another one is not used."""
-        where = tuple([residence.mark() for residence in self._residences])
+        where = tuple([pool.mark() for pool in self._pools])
         return where, self._are_apart()
 
     def _are_apart(self) -> tuple[bool, ...]:
         """Of which of the variables each replica has a copy of its own. They are looked
         at when any variable of the strategy has begun to."""
-        parted = [residence.parted for residence in self._residences]
+        parted = [pool.parted for pool in self._pools]
         if self._parts[0] != parted:
             self._parts = parted, tuple([storage.is_apart for storage in self._here])
         return self._parts[1]
@@ -136,7 +134,7 @@ class PlannedVariables:
         Raises:
             ValueError: They are over several meshes.
         """
-        meshes = {residence.mesh for residence in self._residences} - {None}
+        meshes = {pool.mesh for pool in self._pools} - {None}
         if len(meshes) > 1:
             raise ValueError(
                 f"the step function {self._plan.function!r} uses variables of several "
@@ -149,7 +147,7 @@ class PlannedVariables:
         inside is taken for the failure of a step."""
         # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
         # raised between the body of a `with` and the release of a lock of C's.
-        found = self._residences
+        found = self._pools
         if len(found) == 1:
             with found[0].turn:
                 return self._settled(act)
@@ -157,7 +155,7 @@ class PlannedVariables:
 
     def alone(self, act: Callable[[], T]) -> T:
         """Acts while nobody else even reads the variables; in turn."""
-        found = self._residences
+        found = self._pools
         if len(found) == 1:
             with found[0].lock:
                 return act()
@@ -165,12 +163,12 @@ class PlannedVariables:
 
     def _settled(self, act: Callable[[], T]) -> T:
         try:
-            for residence in self._residences:
-                residence.settle()
+            for pool in self._pools:
+                pool.settle()
             return act()
         except BaseException:  # to the caller
-            for residence in self._residences:
-                residence.has_failed = True
+            for pool in self._pools:
+                pool.has_failed = True
             raise
 
     def require_kept(self) -> None:
@@ -179,7 +177,7 @@ class PlannedVariables:
         Raises:
             DataLossError: Names the variable, and says what to do.
         """
-        if True not in [residence.has_failed for residence in self._residences]:
+        if True not in [pool.has_failed for pool in self._pools]:
             return
         joint = None if self._joint is None else self._joint.taken()
         # Nobody else can have lost what is whole here.
@@ -209,12 +207,12 @@ class PlannedVariables:
     def sharding(self) -> Sharding | None:
         """The sharding of values which all devices of a step have; None if it has
         one."""
-        shardings = [residence.sharding for residence in self._residences]
+        shardings = [pool.sharding for pool in self._pools]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
         """The shardings of the next values, and of the slots of each optimizer."""
-        slots = [storage.residence.sharding for storage, _, _ in self._slot_storages]
+        slots = [storage.pool.sharding for storage, _, _ in self._slot_storages]
         return [storage.sharding for storage in self._moved_storages], slots
 
     def slots(self) -> list[Any]:
@@ -249,7 +247,7 @@ class PlannedVariables:
         """The next values, and all leaves of the next slots, in the order of the plan.
         The elements that they were made of are spent. The list is not the caller's any
         more. Called with the lock, but for what travels."""
-        steps = [residence.steps + self._moves for residence in self._residences]
+        steps = [pool.steps + self._moves for pool in self._pools]
         try:
             self._put(arrays, steps)
             draws.is_spent = True
@@ -271,8 +269,8 @@ class PlannedVariables:
                 self._slot_storages, slots, strict=True
             ):
                 storage.take_over_slots(rule, leaves)
-        for residence, number in zip(self._residences, steps, strict=True):
-            residence.steps = number
+        for pool, number in zip(self._pools, steps, strict=True):
+            pool.steps = number
 
     def _keep(self, arrays: list[Any]) -> None:
         joint = self._joint

@@ -45,9 +45,9 @@ from ._spec import ComponentRows as ComponentRows
 from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
+from ._storage import DevicePool as DevicePool
 from ._storage import JointPlace as JointPlace
 from ._storage import JointState as JointState
-from ._storage import Residence as Residence
 from ._storage import Storage as Storage
 from ._storage import StorageRows as StorageRows
 from ._storage import StorageUpdate as StorageUpdate

@@ -6,7 +6,7 @@ variables (`_local`, `_device`), and a handle that was unpickled on another task
 none (`_local.Detached`). The functions here go through several variables, and ask each
 storage once.
 
-Storages on devices share the `Residence` of their strategy. Law of residences: whoever
+Storages on devices share the `DevicePool` of their strategy. Law of pools: whoever
 makes a next value has the turn, and holds the lock, too, while the present one is given
 away, or while several fields change. Law of `JointState`: what a storage has taken out
 is not in the list any more, and who finds the list whole finds the state of every
@@ -232,7 +232,7 @@ def _storages(variables: Sequence[VariableHandle]) -> list[tuple[Storage, list[i
     return [(variables[found[0]].storage, found) for found in places.values()]
 
 
-class Residence(abc.ABC):
+class DevicePool(abc.ABC):
     """Where the variables of one strategy live.
 
     Args:
@@ -321,7 +321,7 @@ class JointState:
     it, and takes its own out when somebody asks the storage for it.
 
     ``arrays`` are replaced by those of the next step, by whoever has the turn and the
-    lock of the residence. ``is_whole``: no storage has taken its own out.
+    lock of the pool. ``is_whole``: no storage has taken its own out.
     """
 
     __slots__ = ("arrays", "is_whole")

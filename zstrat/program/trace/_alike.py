@@ -95,9 +95,7 @@ def _mark(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
     ps = LOCAL if spec.ps == LOCAL else 0
     alike = replace(spec, key=numbers[spec.key], name="", ps=ps, part=part)
     place = (
-        (storage.residence, storage.is_apart)
-        if isinstance(storage, DeviceStorage)
-        else ()
+        (storage.pool, storage.is_apart) if isinstance(storage, DeviceStorage) else ()
     )
     return type(variable), alike, type(storage), place
 

@@ -192,7 +192,7 @@ def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
     """What a step is given of the variable: its value, or a copy for each replica."""
     shape, storage = variable.shape, variable.storage
     if isinstance(storage, DeviceStorage) and storage.is_apart:
-        shape = (storage.residence.copies, *shape)
+        shape = (storage.pool.copies, *shape)
     return _shaped(shape, variable.spec.numpy_dtype)
 
 

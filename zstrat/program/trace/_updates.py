@@ -61,15 +61,12 @@ def updates_copies(variable: VariableHandle, count: int) -> bool:
     """Whether each of this many replicas, when it updates the variable, updates its own
     copy alone."""
     storage = variable.storage
-    if (
-        not isinstance(storage, DeviceStorage)
-        or not storage.residence.copies == count > 1
-    ):
+    if not isinstance(storage, DeviceStorage) or not storage.pool.copies == count > 1:
         return False
     if is_on_read(variable):
         return True
     # Where all share one copy it cannot be updated by each for itself (TF's rule).
-    shares = storage.residence.travels
+    shares = storage.pool.travels
     return not shares and variable.aggregation is VariableAggregation.NONE
 
 
@@ -78,9 +75,9 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
     storage = variable.storage
     if not isinstance(storage, DeviceStorage) or not storage.is_apart:
         return False
-    if storage.residence.copies != count:
+    if storage.pool.copies != count:
         raise ValueError(
-            f"{variable.spec} has one value for each of {storage.residence.copies} "
+            f"{variable.spec} has one value for each of {storage.pool.copies} "
             f"replicas, and is used by a strategy of {count}: use the strategy that it "
             "was created with"
         )
@@ -97,7 +94,7 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """The copies, ``[count, ...]``, of these or of a value that all of them share."""
     if value.ndim > len(variable.shape):
         return value
-    copies = device_storage(variable).residence.copies
+    copies = device_storage(variable).pool.copies
     return jnp.broadcast_to(value, (copies, *value.shape))
 
 
@@ -113,7 +110,7 @@ def apart_from_now(variable: VariableHandle) -> None:
         DataLossError: The value is lost.
     """
     storage = device_storage(variable)
-    with storage.residence.turn:  # another thread may come here, too
+    with storage.pool.turn:  # another thread may come here, too
         if storage.is_apart:
             return
         storage.require_kept(variable.name)

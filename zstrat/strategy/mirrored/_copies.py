@@ -32,7 +32,7 @@ from zstrat.variables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.variables import Residence, VariableHandle
+    from zstrat.variables import DevicePool, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
@@ -41,16 +41,16 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     storage = variable.storage
     if not isinstance(storage, DeviceStorage):
         return (variable,)
-    if storage.residence.copies == 1:
+    if storage.pool.copies == 1:
         # Who reads an ON_READ variable reads all processes; who reads its copy here
         # does not, so that copy needs a handle of its own, without that rule.
         apart = variable.is_brought_together
         return (handle(variable.spec, storage) if apart else variable,)
-    if storage.residence.travels and not is_on_read(variable):
+    if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
     spec = variable.spec
     names = [spec.name]
-    names += [f"{spec.name}/replica_{n}" for n in range(1, storage.residence.copies)]
+    names += [f"{spec.name}/replica_{n}" for n in range(1, storage.pool.copies)]
     return tuple(
         handle(replace(spec, key=key, name=name), CopyStorage(variable, number))
         for number, (key, name) in enumerate(
@@ -75,7 +75,7 @@ def as_values(node: Any) -> Any:
         return PerReplica(tuple(copies_in_step(recording, node)))
     if node.is_brought_together:
         return PerReplica((copies_of(node)[0].value(),))
-    count = _sharing(storage.residence)
+    count = _sharing(storage.pool)
     return node if count == 1 else Mirrored((node.value(),) * count)
 
 
@@ -106,10 +106,10 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
     )
 
 
-def _sharing(residence: Residence) -> int:
+def _sharing(pool: DevicePool) -> int:
     """How many replicas of this process have a value that is the same for all."""
-    mesh = residence.mesh
-    return residence.copies if mesh is None else len(mesh.local_devices)
+    mesh = pool.mesh
+    return pool.copies if mesh is None else len(mesh.local_devices)
 
 
 def copied(values: Sequence[Any]) -> VariableHandle | None:
@@ -122,9 +122,7 @@ def copied(values: Sequence[Any]) -> VariableHandle | None:
     whole = copies[0].container
     numbers = [storage.number for storage in copies if storage.container is whole]
     storage = whole.storage
-    is_all = (
-        isinstance(storage, DeviceStorage) and len(numbers) == storage.residence.copies
-    )
+    is_all = isinstance(storage, DeviceStorage) and len(numbers) == storage.pool.copies
     return whole if is_all and numbers == list(range(len(values))) else None
 
 

@@ -17,9 +17,9 @@ from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
+    DevicePool,
     DeviceStorage,
     LocalStorage,
-    Residence,
     StrategyCreator,
     Variable,
     VariableAggregation,
@@ -82,11 +82,11 @@ class MirroredVariables(StrategyCreator):
         whole = None if channel is None else channel.mesh
         if whole is None and over is None and len(devices) > 1:
             over = Mesh(np.array(devices), (AXIS,))
-        self.residence: Residence = _Devices(
+        self.pool: DevicePool = _Devices(
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
-            self.residence = _KeeperDevice(store, devices[0], self.residence)
+            self.pool = _KeeperDevice(store, devices[0], self.pool)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -98,11 +98,11 @@ class MirroredVariables(StrategyCreator):
         """
         if self._channel is None:
             return
-        with self.residence.turn:
+        with self.pool.turn:
             found = [(n, each()) for n, each in enumerate(self._created)]
-            self.residence.steps = taken_over(
+            self.pool.steps = taken_over(
                 self._channel.collective,
-                -1 if self._is_late else self.residence.steps,
+                -1 if self._is_late else self.pool.steps,
                 {n: variable for n, variable in found if variable is not None},
                 self._optimizers,
             )
@@ -110,16 +110,14 @@ class MirroredVariables(StrategyCreator):
 
     def _settle(self) -> None:
         if self._is_late:
-            with self.residence.turn:
+            with self.pool.turn:
                 if self._is_late:  # no other thread was here first
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
         storage = variable.storage
-        return (
-            isinstance(storage, DeviceStorage) and storage.residence is self.residence
-        )
+        return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
@@ -134,7 +132,7 @@ class MirroredVariables(StrategyCreator):
         for request in requests:
             if (
                 request.synchronization is VariableSynchronization.NONE
-                and not self.residence.travels
+                and not self.pool.travels
             ):
                 raise ValueError(
                     f"variable {request.name!r}: `NONE` variable synchronization mode "
@@ -176,7 +174,7 @@ class MirroredVariables(StrategyCreator):
                 "64 bits, which jax would cut to 32: create it with a narrower dtype, "
                 "or switch on jax_enable_x64"
             )
-        if self._team.local > 1 and self.residence.copies == 1:
+        if self._team.local > 1 and self.pool.copies == 1:
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with several "
                 "devices in one process and implementation=XLA: use "
@@ -192,10 +190,10 @@ class MirroredVariables(StrategyCreator):
         if seen != value.dtype:
             # jax would cut it to 32 bits; steps refuse it, with words.
             return LocalStorage(value)
-        return DeviceStorage(value, self.residence, on_read)
+        return DeviceStorage(value, self.pool, on_read)
 
 
-class _Devices(Residence):
+class _Devices(DevicePool):
     """The devices of this process, or of all of them."""
 
     def __init__(
@@ -256,13 +254,15 @@ class _Devices(Residence):
         return placed
 
 
-class _KeeperDevice(Residence):
+class _KeeperDevice(DevicePool):
     """One device that keeps the values, which travel to others for each step: to
     ``first``, if there is one replica."""
 
     travels = True
 
-    def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
+    def __init__(
+        self, device: jax.Device, first: jax.Device, steps: DevicePool
+    ) -> None:
         super().__init__(task_names([device]), None, steps.copies)
         self._device = device
         self._sharding = steps.sharding or SingleDeviceSharding(first)
