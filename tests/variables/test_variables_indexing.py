@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
-from zstrat.variables import Detached
+from zstrat.variables import UnboundStorage
 
 
-class Counting(Detached):
+class Counting(UnboundStorage):
     """A storage of several variables that counts what it is asked for."""
 
     def __init__(self):

@@ -351,7 +351,7 @@ def test_names_devices_and_flags():
     assert spec.device == "/job:ps/replica:0/task:2/device:CPU:0"
 
 
-def test_a_pickled_handle_is_detached():
+def test_a_pickled_handle_is_unbound():
     variable = zv.Variable([1.0, 2.0], name="w")
     handle = pickle.loads(pickle.dumps(variable))
     assert handle.spec == variable.spec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from zstrat.variables import (
     AbstractVariable,
-    Detached,
+    UnboundStorage,
     Variable,
     handle,
     read_all,
@@ -145,7 +145,7 @@ class PerWorkerVariable(AbstractVariable):
         )
 
 
-class _OnWorkers(Detached):
+class _OnWorkers(UnboundStorage):
     """The storage of what a step reads that was called, and not scheduled."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:

@@ -21,9 +21,9 @@ from ._creator import creator as creator
 from ._creator import initial as initial
 from ._creator import initialize as initialize
 from ._device import DeviceStorage as DeviceStorage
-from ._local import Detached as Detached
 from ._local import LocalStorage as LocalStorage
 from ._local import StorageWithSlots as StorageWithSlots
+from ._local import UnboundStorage as UnboundStorage
 from ._narrowing import NarrowingWarning as NarrowingWarning
 from ._narrowing import is_cut as is_cut
 from ._narrowing import is_machinery as is_machinery
@@ -82,11 +82,11 @@ from ._update_ops import mean_of_cut as mean_of_cut
 from ._update_ops import shares_of as shares_of
 from ._update_ops import summed_for_mean as summed_for_mean
 from ._variable import Variable as Variable
-from ._variable import detached as detached
 from ._variable import handle as handle
 from ._variable import next_key as next_key
 from ._variable import owned as owned
 from ._variable import stand_in as stand_in
+from ._variable import unbound as unbound
 from .gradients._gradient_call import Binds as Binds
 from .gradients._gradient_call import GradientCall as GradientCall
 from .gradients._gradient_call import UpdateRecorder as UpdateRecorder

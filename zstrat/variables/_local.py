@@ -1,8 +1,8 @@
 """Storages in this process: what they have in common, and the plain ones.
 
 `LocalStorage` has a variable of this process, as an array of numpy, with the slots of
-the optimizers that moved it; `Detached` stands for one that lives elsewhere. Variables
-on devices have storages of their own (`_device`).
+the optimizers that moved it; `UnboundStorage` stands for one that lives elsewhere.
+Variables on devices have storages of their own (`_device`).
 
 Law of the file: a value that was handed out is never written to; every update makes a
 new array.
@@ -257,12 +257,12 @@ def _frozen(value: np.ndarray) -> np.ndarray:
     return value
 
 
-class Detached(ProcessStorage):
+class UnboundStorage(ProcessStorage):
     """The storage of handles on another task: names without values. Everything that is
     asked of it raises RuntimeError, and says where the value is."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_detached(variable, "read"))
+        raise RuntimeError(_unbound_message(variable, "read"))
 
     def update(
         self,
@@ -271,13 +271,13 @@ class Detached(ProcessStorage):
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
+        raise RuntimeError(_unbound_message(variable, f"{op.name.lower()} of"))
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        raise RuntimeError(_detached(parts[0][0], "read rows of"))
+        raise RuntimeError(_unbound_message(parts[0][0], "read rows of"))
 
 
-def _detached(variable: VariableHandle, what: str) -> str:
+def _unbound_message(variable: VariableHandle, what: str) -> str:
     where = variable.spec.device
     return (
         f"{what} {variable.spec} outside a step function: this handle came from "

@@ -3,8 +3,8 @@
 A storage answers reads and takes updates, each in a blocking and an awaitable form. The
 parameter servers are a storage (the session's), this process is one for each of its
 variables (`_local`, `_device`), and a handle that was unpickled on another task has
-none (`_local.Detached`). The functions here go through several variables, and ask each
-storage once.
+none (`_local.UnboundStorage`). The functions here go through several variables, and ask
+each storage once.
 
 Storages on devices share the `DevicePool` of their strategy. Law of pools: whoever
 makes a next value has the turn, and holds the lock, too, while the present one is given

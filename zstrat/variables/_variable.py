@@ -32,7 +32,7 @@ from ._creator import (
     require_owner,
 )
 from ._device import DeviceStorage
-from ._local import Detached, LocalStorage
+from ._local import LocalStorage, UnboundStorage
 from ._narrowing import NarrowingWarning, narrow, outside
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Negative: those of variables on parameter servers are not.
 _local_keys = itertools.count(-1, -1)
-_DETACHED: Final = Detached()
+_UNBOUND: Final = UnboundStorage()
 
 
 class Variable(AbstractVariable):
@@ -147,7 +147,7 @@ class Variable(AbstractVariable):
             RuntimeError: This handle came from another task, where the strategy is.
         """
         note_use(VariableUse.NAME, self)
-        if isinstance(self._storage, Detached):
+        if isinstance(self._storage, UnboundStorage):
             raise RuntimeError(
                 f"{self._spec} came from another task, and its strategy stayed there: "
                 "in a step ask zs.get_strategy()"
@@ -219,7 +219,7 @@ class Variable(AbstractVariable):
         return create([like(self, value, is_whole=is_whole)], self.owner)[0]
 
     def __reduce__(self) -> Any:
-        return detached, (self._spec,)
+        return unbound, (self._spec,)
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -249,9 +249,9 @@ def _slots(kind: type) -> Sequence[str]:
     return [name for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
 
 
-def detached(spec: VariableSpec) -> Variable:
+def unbound(spec: VariableSpec) -> Variable:
     """A handle without a value: usable inside a step function alone."""
-    return handle(spec, _DETACHED)
+    return handle(spec, _UNBOUND)
 
 
 def create(

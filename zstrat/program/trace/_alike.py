@@ -21,9 +21,9 @@ from zstrat.variables import (
     LOCAL,
     AbstractVariable,
     CopyStorage,
-    Detached,
     DeviceStorage,
     ShardedVariable,
+    UnboundStorage,
     Variable,
     VariableUse,
     joined,
@@ -85,7 +85,7 @@ def _may_be_shared(variable: Variable) -> bool:
     """Whether it is no copy, which is a row of another variable, and none whose value
     came along from another process."""
     storage = variable.storage
-    is_carried = isinstance(storage, Detached) and variable.spec.ps == LOCAL
+    is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
     return not (isinstance(storage, CopyStorage) or is_carried)
 
 
