@@ -108,9 +108,9 @@ class Prepared:
         self.wanted = Wanted(self.plan.reads)
         """What the step asks for now; at first, what it can know without an answer."""
         self._lookups: Lookups | None = None
-        if self.plan.narrowed:
+        if self.plan.downcast_leaves:
             given = [*inputs, *_leaves(draws)]
-            require_fitting(self.plan.function, given, self.plan.narrowed)
+            require_fitting(self.plan.function, given, self.plan.downcast_leaves)
         if self.plan.watch is not None:
             self.plan.watch([*inputs, *_leaves(draws)])
         if isinstance(program, RowsProgram):
@@ -276,8 +276,8 @@ def _run_body(
 
 def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     elements, plan = _leaves(draws), program.plan
-    if plan.narrowed:
-        require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
+    if plan.downcast_leaves:
+        require_fitting(plan.function, [*inputs, *elements], plan.downcast_leaves)
     if plan.watch is not None:
         plan.watch([*inputs, *elements])
     try:

@@ -168,7 +168,7 @@ class Function:
             Exception: Whatever the body raises while it is traced.
 
         Warns:
-            NarrowingWarning: An argument loses bits.
+            DowncastWarning: An argument loses bits.
         """
         if self.eager:
             raise ValueError(

@@ -32,8 +32,8 @@ from ._creator import (
     require_owner,
 )
 from ._device import DeviceStorage
+from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
 from ._local import LocalStorage, UnboundStorage
-from ._narrowing import NarrowingWarning, narrow, outside
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
@@ -78,7 +78,7 @@ class Variable(AbstractVariable):
         TypeError: The value is no array of numbers or booleans, or the name no text.
 
     Warns:
-        NarrowingWarning: No dtype was given, and the value is an array of float64, as
+        DowncastWarning: No dtype was given, and the value is an array of float64, as
             numpy makes them: steps would refuse the variable.
     """
 
@@ -266,7 +266,7 @@ def create(
         RuntimeError: The scope is not that of the owner.
 
     Warns:
-        NarrowingWarning: One has 64 bits, which nobody asked for.
+        DowncastWarning: One has 64 bits, which nobody asked for.
     """
     for request in requests:
         check(request)
@@ -334,19 +334,19 @@ def _warn_of_wide(
     they count what is outside of steps.)
 
     Warns:
-        NarrowingWarning: Once for all of them.
+        DowncastWarning: Once for all of them.
     """
     wide = [
         variable
         for request, variable in zip(requests, made, strict=True)
         if request.dtype is None
         and variable.dtype.kind in "fc"
-        and narrow(variable.dtype).itemsize < variable.dtype.itemsize
+        and downcast_dtype(variable.dtype).itemsize < variable.dtype.itemsize
         and not isinstance(request.initial_value, ArrayOperators)
     ]
     if not wide:
         return
-    own, kind = wide[0].dtype, narrow(wide[0].dtype)
+    own, kind = wide[0].dtype, downcast_dtype(wide[0].dtype)
     names = ", ".join(repr(variable.name) for variable in wide[:_NAMED])
     more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
     warnings.warn(
@@ -355,6 +355,6 @@ def _warn_of_wide(
         f'dtype="{kind}", or value.astype("{kind}"); or, if {own} is meant, '
         f'dtype="{own}", and switch on jax_enable_x64 (JAX_ENABLE_X64=1) to use it in '
         "steps",
-        NarrowingWarning,
-        stacklevel=outside(),
+        DowncastWarning,
+        stacklevel=user_stacklevel(),
     )

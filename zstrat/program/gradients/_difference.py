@@ -23,8 +23,8 @@ from zstrat.variables import (
     Variable,
     VariableHandle,
     is_staging,
-    outside,
     rows_of_component,
+    user_stacklevel,
 )
 
 from ._lookup_discovery import (
@@ -312,7 +312,7 @@ def _warn_of_unused(variable: AbstractVariable) -> None:
         "rows, and an optimizer moves nothing of it. A variable in one part has zeros, "
         "which momentum and weight decay move; of a table they would be as large as "
         "the table. Leave it out of what is differentiated",
-        stacklevel=outside(),
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -20,7 +20,7 @@ from ._feeds import TraceFeed as TraceFeed
 from ._flow import Flow as Flow
 from ._flow import marked as marked
 from ._int32_checks import fits as fits
-from ._int32_checks import is_narrowed as is_narrowed
+from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
 from ._iterator import Drawing as Drawing

@@ -25,7 +25,7 @@ from ._body import TracedBody, made_by
 from ._capture import Capture
 from ._feeds import Discovery
 from ._flow import Flow
-from ._int32_checks import narrowed, taken_as_ids, wide_leaves
+from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
 from ._made_up import body_program
 from ._plan import Plan, PlannedUpdate, Template
 from ._updates import is_here
@@ -271,14 +271,16 @@ def discover(
         mesh = next((channel.mesh for channel in channels if channel.mesh), None)
         in_stages = staged(plan, body, call, elements, capture, mesh)
         if wide:
-            plan = replace(plan, narrowed=narrowed(plan, in_stages.traced(), wide))
+            plan = replace(
+                plan, downcast_leaves=downcast_leaves(plan, in_stages.traced(), wide)
+            )
         return plan, in_stages
     indexed = wide and any(update.table is not None for update in plan.updates)
     if plan.lookups or indexed:
         again = retraced(plan, body, call, elements)
         plan = replace(
             plan,
-            narrowed=narrowed(plan, again, wide),
+            downcast_leaves=downcast_leaves(plan, again, wide),
             taken=taken_as_ids(plan, again) if wide else frozenset(),
         )
         if plan.lookups:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import WARN_AT, Function, RetraceWarning
-from zstrat.variables import outside
+from zstrat.variables import user_stacklevel
 
 from ._captured import (
     CapturedObjects,
@@ -236,7 +236,7 @@ def _tell(name: str, times: int, before: Words, now: Words) -> None:
         "Pass what changes from call to call among the args of run, as an array: a "
         "number as np.float32(...), say",
         RetraceWarning,
-        stacklevel=outside(),
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import ABSENT, IndexedSlices, NarrowingWarning, apply
+from zstrat.variables import ABSENT, DowncastWarning, IndexedSlices, apply
 from zstrat.wire import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
@@ -35,7 +35,7 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(storage, dtype):
         drawn(zs.StepIterator([{"ids": wide}]))
     # What no id depends on may be cut, and what fits is looked up.
     fits = np.array([2, 9], dtype)
-    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b1099511627776\b.*\b0\b"):
+    with pytest.warns(DowncastWarning, match=r"\[1\].*\b1099511627776\b.*\b0\b"):
         rows, _ = run({"ids": fits}, np.int64(2**40))
     np.testing.assert_array_equal(rows, TABLE[[2, 9]])
 
@@ -98,7 +98,7 @@ def test_ids_of_rows_on_devices_have_to_fit(storage):
         return jax.jit(lambda x: x + 1)(grad.values).sum(), hashes % 7
 
     fits, wide = np.array([1, 2]), np.array([1, 2**32 + 1])
-    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b4294967297\b.*\b1\b"):
+    with pytest.warns(DowncastWarning, match=r"\[1\].*\b4294967297\b.*\b1\b"):
         step(fits, wide)  # no row is found by these
     with pytest.raises(ValueError, match=r"\[0\].*\b4294967297\b"):
         step(wide, wide)
@@ -271,9 +271,9 @@ def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
     def step(x):
         return x
 
-    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
+    with pytest.warns(DowncastWarning, match=r"args\[0\] .*float64"):
         step(np.array([1 + 1e-12]))
-    with pytest.warns(NarrowingWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
+    with pytest.warns(DowncastWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
         step(np.array([2**40]))
 
 
