@@ -181,8 +181,8 @@ def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
     level = Level(lookups)
     ids = {n: np.array(rng.integers(0, x.table.shape[0], x.shape)) for n, x in lookups}
     for each in ids.values():
-        left_out = rng.random(each.shape) < padding
-        np.copyto(each, ABSENT, where=left_out)
+        absent_mask = rng.random(each.shape) < padding
+        np.copyto(each, ABSENT, where=absent_mask)
     flat = np.concatenate([np.ravel(ids[n]) for n in level.order]).astype(np.int64)
     asked = level.ask(flat)
     assert len({spec for spec, _ in asked.rows}) == len(asked.rows)

@@ -64,7 +64,7 @@ class Gathering:
     shape: tuple[int, ...]
     found: Runs
     pieces: Sequence[TablePiece]
-    left_out: np.ndarray | None = None
+    absent_mask: np.ndarray | None = None
     """Which of the ids are `ABSENT`, if any."""
 
     @classmethod
@@ -78,9 +78,9 @@ class Gathering:
         index = integers(ids, f"ids of {table}")
         table.require_inside(index)
         flat = index.reshape(-1)
-        left_out = absent(flat)
-        found = runs(flat if left_out is None else flat[~left_out])
-        return cls(table, index.shape, found, table.pieces(found.unique), left_out)
+        absent_mask = absent(flat)
+        found = runs(flat if absent_mask is None else flat[~absent_mask])
+        return cls(table, index.shape, found, table.pieces(found.unique), absent_mask)
 
     @property
     def whole(self) -> list[VariableHandle]:
@@ -118,9 +118,9 @@ class Gathering:
                 next(rest) if value is None else value[piece.local]
             )
         rows: np.ndarray = unique[self.found.inverse()]
-        if self.left_out is not None:
-            full = np.zeros((len(self.left_out), *row), self.table.dtype)
-            full[~self.left_out] = rows
+        if self.absent_mask is not None:
+            full = np.zeros((len(self.absent_mask), *row), self.table.dtype)
+            full[~self.absent_mask] = rows
             rows = full
         rows = rows.reshape(*self.shape, *row)
         rows.flags.writeable = False
@@ -161,9 +161,11 @@ def row_updates(
 
 def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ids without those that are `ABSENT`."""
-    left_out = absent(indices)
+    absent_mask = absent(indices)
     return (
-        (indices, rows) if left_out is None else (indices[~left_out], rows[~left_out])
+        (indices, rows)
+        if absent_mask is None
+        else (indices[~absent_mask], rows[~absent_mask])
     )
 
 

@@ -358,8 +358,8 @@ def rows_here(
         mine = (here < component.shape[0]).reshape(-1, *[1] * (found.ndim - 1))
         rows = found if rows is None else jnp.where(mine, found, rows)
     assert rows is not None
-    left_out = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
-    rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
+    absent_mask = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
+    rows = jnp.where(absent_mask, jnp.zeros_like(rows), rows)
     shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
     return shaped
 
