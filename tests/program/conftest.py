@@ -36,7 +36,7 @@ class Here(DevicePool):
 
     place_apart = place
 
-    def mark(self):
+    def fingerprint(self):
         return self.formation
 
     def settle(self):

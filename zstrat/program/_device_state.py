@@ -114,9 +114,9 @@ class PlannedVariables:
         return PlannedVariables(plan, moved, [])
 
     @property
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         """A program that was traced under another one is not used."""
-        where = tuple([pool.mark() for pool in self._pools])
+        where = tuple([pool.fingerprint() for pool in self._pools])
         return where, self._are_apart()
 
     def _are_apart(self) -> tuple[bool, ...]:

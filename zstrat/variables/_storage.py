@@ -287,7 +287,7 @@ class DevicePool(abc.ABC):
         """The sharding of copies; None if they live on one device."""
 
     @abc.abstractmethod
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         """What a program of a step depends on, but for which variables have copies; it
         is not used under another one."""
 

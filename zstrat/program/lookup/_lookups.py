@@ -101,7 +101,8 @@ class LookupBlock(NamedTuple):
 class LevelRequest(NamedTuple):
     """What one step wants of a level. ``cuts[c]`` is where the rows of component c
     begin among ``found.unique``; ``rows`` are those of components that have some.
-    ``absent_mask`` says which ids are `ABSENT`, if any: they are in none of the runs."""
+    ``absent_mask`` says which ids are `ABSENT`, if any: they are in none of the
+    runs."""
 
     found: Runs
     cuts: list[int]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ._capture import Capture as Capture
 from ._capture import RecordedLookup as RecordedLookup
-from ._context import Mark as Mark
+from ._context import StrategyFingerprint as StrategyFingerprint
 from ._context import as_replica as as_replica
 from ._context import asked as asked
-from ._context import beneath as beneath
 from ._context import current_trace as current_trace
 from ._context import printed_before as printed_before
-from ._context import surroundings as surroundings
+from ._context import set_default_fingerprint as set_default_fingerprint
+from ._context import strategy_fingerprint as strategy_fingerprint
 from ._eager import Immediate as Immediate
 from ._eager import own_copy_later as own_copy_later
 from ._eager import rows_now as rows_now

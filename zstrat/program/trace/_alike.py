@@ -71,12 +71,12 @@ def given_variables(call: CutCall) -> GivenVariables | None:
         return None
     numbers = {key: number for number, key in enumerate(found)}
     key: Any = call.key  # as `cut` makes it
-    treedef, marks, *rest = key
+    treedef, fingerprints, *rest = key
     alike = [
-        (type(leaf), *[_mark(part, numbers) for part in leaf.components])
+        (type(leaf), *[_fingerprint(part, numbers) for part in leaf.components])
         if isinstance(leaf, AbstractVariable)
-        else mark
-        for leaf, mark in zip(call.leaves, marks, strict=True)
+        else fingerprint
+        for leaf, fingerprint in zip(call.leaves, fingerprints, strict=True)
     ]
     return GivenVariables(tuple(found.values()), (treedef, tuple(alike), *rest))
 
@@ -89,7 +89,7 @@ def _may_be_shared(variable: Variable) -> bool:
     return not (isinstance(storage, CopyStorage) or is_carried)
 
 
-def _mark(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
+def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
     spec, storage = variable.spec, variable.storage
     part = spec.part and replace(spec.part, whole="")
     ps = LOCAL if spec.ps == LOCAL else 0

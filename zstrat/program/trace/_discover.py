@@ -65,7 +65,8 @@ class Staged:
     """The body of a step of variables that live here, or of several processes, as a
     function to be traced.
 
-    ``held`` are the variables, and ``mark`` is that of `PlannedVariables` from before
+    ``held`` are the variables, and ``fingerprint`` is that of `PlannedVariables` from
+    before
     anything was asked about how they lie: if it is still that one, all answers are.
 
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
@@ -78,7 +79,7 @@ class Staged:
     inputs: list[Any]
     leaves: list[Any]
     held: PlannedVariables
-    mark: Hashable
+    fingerprint: Hashable
     values_like: list[Any]
     slots_like: list[Any]
     mesh: Mesh | None
@@ -161,7 +162,7 @@ def staged(
         call.inputs,
         [_as_taken(leaf) for element in elements for leaf in element.leaves],
         held,
-        held.mark,
+        held.fingerprint,
         values_like,
         [list(rule.kinds) for _, rule in kept.values()],
         mesh,

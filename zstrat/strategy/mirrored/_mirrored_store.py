@@ -232,8 +232,8 @@ class _Devices(DevicePool):
     def place_apart(self, copies: Any) -> jax.Array:
         return self._placed(copies, self._apart)
 
-    def mark(self) -> Hashable:
-        return None if self._channel is None else self._channel.mark
+    def fingerprint(self) -> Hashable:
+        return None if self._channel is None else self._channel.fingerprint
 
     def replicas(self) -> tuple[int, int]:
         if self._channel is None:
@@ -284,7 +284,7 @@ class _KeeperDevice(DevicePool):
     def place_apart(self, copies: Any) -> jax.Array:
         return self.place(copies)
 
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         return None
 
     def settle(self) -> None:
