@@ -1,4 +1,4 @@
-"""Stores that are dealt out to parameter servers, and levelled among them."""
+"""Stores that are distributed to parameter servers, and levelled among them."""
 
 import pytest
 from coordinator_fakes import good

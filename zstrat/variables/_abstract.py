@@ -150,7 +150,7 @@ class AbstractVariable(ArrayOperators):
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
             RuntimeError: Outside of steps, in what jax traces before it runs. (In a
-                replica function that runs in turns it is read when that runs.)
+                replica function that runs sequentially it is read when that runs.)
             PSUnavailableError: The parameter server that held it is gone.
         """
         recording = recorder.get()

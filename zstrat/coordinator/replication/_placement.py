@@ -138,7 +138,7 @@ class MovingStores:
 
 @final
 class StorePlacement:
-    """The copies of all stores, which are dealt out to the processes. Store ``i`` is
+    """The copies of all stores, which are distributed to the processes. Store ``i`` is
     what the process ``i`` has by itself; it hosts others if asked (`create_stores`).
 
     Args:

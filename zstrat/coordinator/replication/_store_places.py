@@ -155,7 +155,7 @@ class ProcessPlace:
 
 @final
 class StorePlaces:
-    """Where all stores of a session are. They are dealt out to the processes: store
+    """Where all stores of a session are. They are distributed to the processes: store
     ``i`` is what the process ``i`` has by itself; it is asked to make others.
 
     Args:

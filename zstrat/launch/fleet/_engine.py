@@ -34,7 +34,9 @@ class FleetTask:
         return f"{self.job}:{self.index}"
 
 
-def dealt(num_ps: int, num_workers: int, places: Iterable[str]) -> list[FleetTask]:
+def distribute_tasks(
+    num_ps: int, num_workers: int, places: Iterable[str]
+) -> list[FleetTask]:
     """The tasks, each at the next of the places, parameter servers first."""
     names = [("ps", n) for n in range(num_ps)]
     names += [("worker", n) for n in range(num_workers)]

@@ -19,7 +19,7 @@ from zstrat.config import environment
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 
-from ._engine import FleetTask, dealt
+from ._engine import FleetTask, distribute_tasks
 from ._fleet import Fleet
 from ._piped import Piped
 
@@ -79,7 +79,7 @@ class Allocation:
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
     def tasks(self, num_ps: int, num_workers: int) -> list[FleetTask]:
-        """Who runs where: dealt out to the nodes in turn, parameter servers first.
+        """Who runs where: distributed to the nodes in turn, parameter servers first.
 
         Raises:
             ValueError: A number cannot be, or there is no room for so many.
@@ -105,7 +105,7 @@ class Allocation:
                 f"{num_ps} ps and {num_workers} workers are {wanted}: ask Slurm "
                 f"for --ntasks={wanted}"
             )
-        return dealt(num_ps, num_workers, places)
+        return distribute_tasks(num_ps, num_workers, places)
 
 
 @final

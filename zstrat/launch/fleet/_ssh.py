@@ -168,7 +168,7 @@ def ssh(
 
     Args:
         hosts: A TOML file (docs/engines.md), or names as ssh knows them; tasks are
-            dealt out to them in turn.
+            distributed to them in turn.
         num_ps, num_workers: How many of each; default: as the file says.
         restarts, window: A task that ends by itself is started again at its address, so
             often at most within so many seconds.

@@ -132,7 +132,7 @@ class Level:
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
         self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
-        self._dealt = [s for s in self._full if s.table.layout is TableLayout.MOD]
+        self._modular = [s for s in self._full if s.table.layout is TableLayout.MOD]
 
     def ask(self, ids: np.ndarray) -> LevelRequest:
         """What is wanted for ids ``[size]``, int64.
@@ -142,7 +142,7 @@ class Level:
         """
         absent_mask = absent(ids) if self._require_inside(ids) else None
         keys = ids + self._base
-        for segment in self._dealt:
+        for segment in self._modular:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
