@@ -12,7 +12,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator.connecting import HailedTask
+from zstrat.coordinator.connecting import ProbedTask
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -156,7 +156,7 @@ class OrderAsking:
         """Over a link of its own: the program's line goes there when it is done."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
         name, copy = self._stores.servers[order.store].name, order.backup
-        backup = HailedTask(
+        backup = ProbedTask(
             "ps", order.store, copy.address, self._make_link, name, copy.incarnation
         )
         backup.start()

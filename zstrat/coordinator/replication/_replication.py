@@ -13,7 +13,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
+from zstrat.coordinator.connecting import ProbedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
     NotPrimaryError,
@@ -346,10 +346,10 @@ class Replication:
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
 
-    def backups(self) -> list[HailedTask]:
+    def backups(self) -> list[ProbedTask]:
         """A way to each backup that has all, not used yet."""
         return [
-            HailedTask(
+            ProbedTask(
                 "ps",
                 store.number,
                 copy.address,
