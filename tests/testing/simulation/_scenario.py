@@ -101,7 +101,7 @@ class Scenario:
     saves: bool = False
     """The program saves and restores now and then, and each has to succeed."""
     moves: bool = False
-    """The program drains servers, adds them again and levels, beside its steps."""
+    """The program drains servers, adds them again and rebalances, beside its steps."""
     stores_per_ps: int = 1
     late: bool = False
     """The program makes variables late, and changes them by all that there is; where
