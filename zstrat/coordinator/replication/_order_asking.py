@@ -163,8 +163,8 @@ class OrderAsking:
         try:
             await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
-            if (heir := order.heir) is not None:
-                at, number = heir.address, heir.incarnation
+            if (partner := order.partner) is not None:
+                at, number = partner.address, partner.incarnation
                 promote = PromoteBackup(self.session, order.view, at, number)
             return await backup.link.submit(promote, deadline=deadline)
         finally:
