@@ -37,9 +37,9 @@ from zstrat.wire import (
     Inspect,
     Job,
     JoinSession,
-    LeftCopy,
     Message,
     OpenSession,
+    OrphanedCopy,
     Ownership,
     PlainTree,
     PromoteBackup,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.wire import ArraySpec, Owner, Sink
 
-    from .handover._handover import LeftStore
+    from .handover._handover import HandedOverStore
     from .replication._forwarding import Connect
 
 log = logging.getLogger("zstrat.ps")
@@ -131,7 +131,7 @@ class PsService:
         make_thread: MakeThread = ComputeThread,
         keeps_state: bool = False,
         tells: bool = False,
-        inherited: LeftStore | None = None,
+        inherited: HandedOverStore | None = None,
     ) -> None:
         self._settings = settings
         self._task = task
@@ -484,7 +484,7 @@ class PsService:
 
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
-    ) -> LeftCopy | None:
+    ) -> OrphanedCopy | None:
         """What a lost program has left here of the store ``number``, if anything.
 
         Args:

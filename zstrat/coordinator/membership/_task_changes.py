@@ -346,7 +346,7 @@ class StoreServers:
         work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
-    def level(self) -> None:
+    def rebalance(self) -> None:
         """Moves stores while training goes on, until no ps serves two more than another
         one, and blocks until they are there. Behind a failover one may serve several,
         as nothing moves back by itself.
@@ -356,15 +356,15 @@ class StoreServers:
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: A ps is lost.
         """
-        warn_of_blocking("strategy.parameter_servers.level_async()")
-        self._session.run(self._levelling(), "levelling", math.inf)
+        warn_of_blocking("strategy.parameter_servers.rebalance_async()")
+        self._session.run(self._rebalancing(), "rebalancing", math.inf)
 
-    async def level_async(self) -> None:
-        """As `level`, awaited. Cancellation: stores that have moved stay there."""
-        await self._session.run_async(self._levelling(), "levelling")
+    async def rebalance_async(self) -> None:
+        """As `rebalance`, awaited. Cancellation: stores that have moved stay there."""
+        await self._session.run_async(self._rebalancing(), "rebalancing")
 
-    def _levelling(self) -> Coroutine[Any, Any, None]:
-        return self._session.cluster.moves.level(
+    def _rebalancing(self) -> Coroutine[Any, Any, None]:
+        return self._session.cluster.moves.rebalance(
             self._session.settings.timeouts.connect
         )
 

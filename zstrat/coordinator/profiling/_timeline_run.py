@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.coordinator._engine import ClosureEngine
-    from zstrat.coordinator.connecting import AnyTask, HailedTask
+    from zstrat.coordinator.connecting import AnyTask, ProbedTask
 
 
 CLOCK_TRIPS: Final = 8
@@ -129,7 +129,7 @@ class TimedCluster(ClusterTasks, Protocol):
     timeline: TimelineRun | None
     """The one that is taken now."""
 
-    def backups(self) -> Sequence[HailedTask]:
+    def backups(self) -> Sequence[ProbedTask]:
         """A way to each second copy that has all."""
         ...
 
@@ -176,7 +176,7 @@ class TimelineRun:
         self._over = asyncio.Event()
         """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
-        self._backups: Sequence[HailedTask] = ()
+        self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
         self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS

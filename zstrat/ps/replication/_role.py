@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from zstrat.ps.handover._handover import LeftStore, StoreRole
-from zstrat.wire import LeftCopy, Owner
+from zstrat.ps.handover._handover import HandedOverStore, StoreRole
+from zstrat.wire import OrphanedCopy, Owner
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
@@ -98,7 +98,7 @@ class StoreServingRole:
         """The process of ``host`` keeps this copy for another one."""
         self._host, self._standing.following = host, following
 
-    def inherit(self, left: LeftStore) -> None:
+    def inherit(self, left: HandedOverStore) -> None:
         """Goes on with what a process before had: as it was, if nobody else can have
         it."""
         if self.following is not None:
@@ -157,7 +157,7 @@ class StoreServingRole:
         """Whatever the session had here is gone."""
         self._gives_way = False
 
-    def state_for_successor(self, number: int) -> LeftStore:
+    def state_for_successor(self, number: int) -> HandedOverStore:
         """What a process that has fallen silent leaves of the store ``number``."""
         standing, following = self._standing, self.following
         role = StoreRole.NOTHING
@@ -167,11 +167,11 @@ class StoreServingRole:
             # Who has no backup that has all, and was not replaced, is the only one.
             role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
         store = None if role is StoreRole.NOTHING else self._store
-        return LeftStore(number, role, self.view, store)
+        return HandedOverStore(number, role, self.view, store)
 
     def copy_of_lost_program(
         self, number: int, incarnation: int, lost_at: float | None
-    ) -> LeftCopy | None:
+    ) -> OrphanedCopy | None:
         """What a lost program has left here of the store ``number``, if anything.
 
         Args:
@@ -182,7 +182,7 @@ class StoreServingRole:
         if owner is None or not standing.has_any:
             return None
         is_third = following is not None and following.is_beside
-        return LeftCopy(
+        return OrphanedCopy(
             number,
             0 if is_third else self.view,
             "",

@@ -19,7 +19,9 @@ class StoreMove(NamedTuple):
     target: int
 
 
-def levelled(serving: Sequence[int], processes: Collection[int]) -> list[StoreMove]:
+def plan_rebalance(
+    serving: Sequence[int], processes: Collection[int]
+) -> list[StoreMove]:
     """As few moves as can be, after which none of the processes serves two stores more
     than another one.
 
@@ -41,7 +43,7 @@ def levelled(serving: Sequence[int], processes: Collection[int]) -> list[StoreMo
     return moves
 
 
-def leaving(
+def plan_drain(
     serving: Sequence[int],
     backups: Mapping[int, int],
     process: int,
