@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
-from zstrat.coordinator.unthreaded import cut_of
+from zstrat.coordinator.parts import cut_of
 from zstrat.errors import NotPrimaryError
 from zstrat.ps import StoreRole
 from zstrat.wire import (

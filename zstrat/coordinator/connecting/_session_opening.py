@@ -49,7 +49,7 @@ def connect_session(
     stores_per_ps: int = 1,
     make_link: MakeTaskLink | None = None,
     resume: str = "",
-    begins_anew: bool = False,
+    restart_partial: bool = False,
 ) -> ClusterSession:
     """Takes the cluster: all its parameter servers, and a worker at least.
 
@@ -68,7 +68,7 @@ def connect_session(
         stores_per_ps: Logical servers of each parameter server.
             All are made when this returns.
         make_link: How a task is reached; left out: over ZeroMQ.
-        resume, begins_anew: What the session is called, and what becomes of it if
+        resume, restart_partial: What the session is called, and what becomes of it if
             only a part is left, as of `SessionOptions`.
 
     Raises:
@@ -91,7 +91,7 @@ def connect_session(
         replicas=replicas,
         stores_per_ps=stores_per_ps,
         name=resume,
-        begins_anew=begins_anew,
+        restart_partial=restart_partial,
         program=program_name(),
     )
     return _taken(session, ps, workers, settings, make, options)

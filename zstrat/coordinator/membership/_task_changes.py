@@ -132,21 +132,21 @@ class Workers:
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
                 could join.
         """
-        patience, number = self._patience(address, timeout), task_number(index)
+        seconds, number = self._timeout(address, timeout), task_number(index)
         warn_of_blocking("strategy.workers.add_async(address)")
-        work = self._session.cluster.turnover.add(address, number, patience)
-        return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
+        work = self._session.cluster.turnover.add(address, number, seconds)
+        return self._session.run(work, f"adding {address}", seconds + SLACK_SECONDS)
 
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
         """As `add`, awaited. Cancellation: it is not taken in."""
-        patience, number = self._patience(address, timeout), task_number(index)
+        seconds, number = self._timeout(address, timeout), task_number(index)
         turnover, added = self._session.cluster.turnover, False
 
         async def add() -> int:
             nonlocal added
-            given = await turnover.add(address, number, patience)
+            given = await turnover.add(address, number, seconds)
             added = True
             return given
 
@@ -229,20 +229,20 @@ class Workers:
 
         return self._session.run(bound(), "counting workers")
 
-    def _patience(self, address: str, timeout: float | None) -> float:
+    def _timeout(self, address: str, timeout: float | None) -> float:
         """For how long to wait for a worker that is added there."""
         require_reachable(address, "worker")
-        patience = self._session.settings.timeouts.connect
-        return patience if timeout is None else finite_seconds(timeout)
+        seconds = self._session.settings.timeouts.connect
+        return seconds if timeout is None else finite_seconds(timeout)
 
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
         """The work, and for how long to wait for it."""
-        patience = self._session.settings.timeouts.drain
-        patience = patience if timeout is None else finite_seconds(timeout)
-        work = self._session.cluster.turnover.remove(address, patience)
-        return work, patience + SLACK_SECONDS
+        seconds = self._session.settings.timeouts.drain
+        seconds = seconds if timeout is None else finite_seconds(timeout)
+        work = self._session.cluster.turnover.remove(address, seconds)
+        return work, seconds + SLACK_SECONDS
 
 
 @final
@@ -372,14 +372,14 @@ class StoreServers:
         self, address: str, index: int | None, timeout: float | None
     ) -> Coroutine[Any, Any, int]:
         require_reachable(address, "ps")
-        patience = self._session.settings.timeouts.connect
+        seconds = self._session.settings.timeouts.connect
         if timeout is not None:
-            patience = finite_seconds(timeout)
-        return self._session.cluster.moves.add(address, task_number(index), patience)
+            seconds = finite_seconds(timeout)
+        return self._session.cluster.moves.add(address, task_number(index), seconds)
 
     def _vacating(
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
-        patience = None if timeout is None else finite_seconds(timeout)
+        seconds = None if timeout is None else finite_seconds(timeout)
         address = named_address(address, "ps", self.addresses)
-        return self._session.cluster.moves.vacate(address, patience)
+        return self._session.cluster.moves.vacate(address, seconds)

@@ -179,7 +179,7 @@ class TimelineRun:
         self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
-        self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
+        self._timeout = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
         self._collecting: asyncio.Task[CollectedRun] | None = None
 
     async def begin(self) -> None:
@@ -233,9 +233,9 @@ class TimelineRun:
         """Waits until another one may begin. Cancellation: nothing changes."""
         await self._over.wait()
 
-    async def close(self, patience: float) -> None:
-        """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
-        self._patience = patience
+    async def close(self, timeout: float) -> None:
+        """Ends it, as the session does; tasks have ``timeout`` seconds to tell."""
+        self._timeout = timeout
         if self._collecting is not None:
             await self.end()
 
@@ -322,4 +322,4 @@ class TimelineRun:
         ]
 
     def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._patience
+        return asyncio.get_running_loop().time() + self._timeout

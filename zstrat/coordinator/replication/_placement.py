@@ -207,7 +207,7 @@ class StorePlacement:
         nothing is decided. Views go on."""
         self._places.is_started = False
         for store in self.stores:
-            self._places.begin_anew(store)
+            self._places.reset_store(store)
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """The process is in the session. Its ``life`` is the same number as before if

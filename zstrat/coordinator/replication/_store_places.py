@@ -22,7 +22,7 @@ refused, and an answer to that is not heard.
         ──promoted──▶ PAIRED. If the backup is lost the partner is promoted.
     in all of these ──primary lost──▶ PROMOTING: a copy that cannot lack anything
     any phase ──no copy lives that has all──▶ EMPTY: whoever asks for the store is told.
-    any phase ──another session (`begin_anew`)──▶ ALONE, or CREATING.
+    any phase ──another session (`reset_store`)──▶ ALONE, or CREATING.
 
 The law of this file: what a store's phase and view become is written here, and nowhere
 else.
@@ -206,7 +206,7 @@ class StorePlaces:
     def _copies_of(self, process: int) -> int:
         return sum(process in store.processes for store in self.stores)
 
-    def begin_anew(self, store: StorePlace) -> None:
+    def reset_store(self, store: StorePlace) -> None:
         """The store begins anew where it belongs, without a backup, in another session.
         Its views go on."""
         self.end_move(store)
@@ -440,7 +440,7 @@ class StorePlaces:
 
     def end_move(self, store: StorePlace) -> None:
         """The store has no target any more. That is so when it is there, when that is
-        not wished any more (`MovingStores`), in another session (`begin_anew`), when
+        not wished any more (`MovingStores`), in another session (`reset_store`), when
         the copy at the target ends (`_end_move_with_backup`), when the target is not
         there or will not have a copy (`seek`), and when the store is lost
         (`lose_store`).
