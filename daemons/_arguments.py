@@ -123,7 +123,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     # For LocalCluster, whose parent is its own: where the address is reported.
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)
     # For `launched`, whose launcher says again and again that it is there.
-    add("--leash", type=float, default=0.0, help=argparse.SUPPRESS)
+    add("--launcher-timeout", type=float, default=0.0, help=argparse.SUPPRESS)
     # For `launched`, which was told the keys: a folder around them, to be removed.
     add("--passing", type=Path, help=argparse.SUPPRESS)
     return made
@@ -150,7 +150,7 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
         join=join,
         parent=parsed.parent,
         report=parsed.report,
-        leash=parsed.leash,
+        launcher_timeout=parsed.launcher_timeout,
         passing=parsed.passing,
     )
 

@@ -81,9 +81,9 @@ class Order:
     descriptor that the bound address is written to, -1 for none. With a report the
     parent is the program that started it, and the daemon is killed with it; else any
     process, and the daemon drains. ``passing``: a folder with the keys, which is
-    removed when they are read; None: they are where they stay. ``leash``: seconds for
-    which the program that started it may say nothing, 0 if it never says anything.
-    ``join``: where a worker reports itself that is in no program's cluster.
+    removed when they are read; None: they are where they stay. ``launcher_timeout``:
+    seconds for which the program that started it may say nothing, 0 if it never says
+    anything. ``join``: where a worker reports itself that is in no program's cluster.
     """
 
     place: TaskPlace
@@ -91,7 +91,7 @@ class Order:
     join: JoinPlace | None = None
     parent: int = 0
     report: int = -1
-    leash: float = 0.0
+    launcher_timeout: float = 0.0
     passing: Path | None = None
 
 
@@ -231,7 +231,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     watch: ParentWatch | None = None
     _listen_to_signals(loop, task.end)
     if order.parent and order.report >= 0:
-        watch = ParentWatch(loop, task.end, order.leash)
+        watch = ParentWatch(loop, task.end, order.launcher_timeout)
     elif order.parent:
         watch_process(loop, order.parent, task.end)
     _report(order.report, task)

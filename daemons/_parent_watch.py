@@ -64,15 +64,18 @@ def watch_process(
 
 class ParentWatch:
     """Calls ``end`` once with the reason: the other end of standard input is closed, or
-    nothing has come from there for ``leash`` seconds, if that is above 0.
+    nothing has come from there for ``timeout`` seconds, if that is above 0.
 
     ``is_late``: it was the silence.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, end: Callable[[str], None], leash: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        end: Callable[[str], None],
+        timeout: float,
     ) -> None:
-        self._loop, self._end, self._leash = loop, end, leash
+        self._loop, self._end, self._timeout = loop, end, timeout
         self._stdin = sys.stdin.fileno()
         self._timer: asyncio.TimerHandle | None = None
         self.is_late = False
@@ -83,8 +86,8 @@ class ParentWatch:
     def _wait(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._leash:
-            self._timer = self._loop.call_later(self._leash, self._late)
+        if self._timeout:
+            self._timer = self._loop.call_later(self._timeout, self._late)
 
     def _look(self) -> bool:
         """Reads what is there; whether it was anything, be it the end."""
@@ -102,7 +105,7 @@ class ParentWatch:
         # Of a process that was stopped itself, what came meanwhile is still in there.
         if not self._look():
             self.is_late = True
-            words = f"the program that started me said nothing for {self._leash:g} s"
+            words = f"the program that started me said nothing for {self._timeout:g} s"
             self._over(words)
 
     def _over(self, reason: str) -> None:

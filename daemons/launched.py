@@ -7,8 +7,9 @@ address at which it serves. What is printed goes to standard error, which is the
 
 Law: keys come by standard input, never on a command line, and lie in a folder of this
 user alone for the moment in which they are read. The daemon never outlives who started
-it: it drains when standard input ends, or has been silent for ``--leash`` seconds, for
-which an empty line now and then will do; and is killed when its parent process ends.
+it: it drains when standard input ends, or has been silent for ``--launcher-timeout``
+seconds, for which an empty line now and then will do; and is killed when its parent
+process ends.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mine = hello(job, 0, new_incarnation())
     greeting = {"protocol": mine.protocol, "host": mine.host, "versions": mine.versions}
     os.write(report, json.dumps(greeting).encode() + b"\n")
-    told = _told(float(arguments[arguments.index("--leash") + 1]))
+    told = _told(float(arguments[arguments.index("--launcher-timeout") + 1]))
     os.environ.update(told["env"])
     # As beside other workers of a `LocalCluster`; a ps takes one core and no GPU.
     if job == "worker":
@@ -73,11 +74,11 @@ def _divide(place: int, workers: int) -> None:
         print(f"{words} GPU {', '.join(gpus)}", file=sys.stderr)
 
 
-def _told(leash: float) -> dict[str, dict[str, str]]:
+def _told(timeout: float) -> dict[str, dict[str, str]]:
     """What the fleet says. It says nothing to a daemon that does not suit it."""
-    late = f"did not say within {leash:g} s what it is to do"
+    late = f"did not say within {timeout:g} s what it is to do"
     handle(signal.SIGALRM, lambda number, frame: _leave(late))
-    signal.setitimer(signal.ITIMER_REAL, leash)
+    signal.setitimer(signal.ITIMER_REAL, timeout)
     line = sys.stdin.buffer.readline()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if not line:

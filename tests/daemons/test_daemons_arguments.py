@@ -84,13 +84,13 @@ def test_an_option_that_is_not_there(job, mistyped, meant, capsys):
     [
         ("--xyzzy", "did you mean"),
         ("bind", "did you mean"),
-        ("--leassh", "--leash"),  # for launchers alone
+        ("--launcher-timeoutt", "--launcher-timeout"),  # for launchers alone
     ],
 )
 def test_nothing_that_is_not_an_option_for_people_is_meant(mistyped, not_there, capsys):
     with pytest.raises(SystemExit):
         told(mistyped)
-    assert not_there not in capsys.readouterr().err.replace("--leassh", "")
+    assert not_there not in capsys.readouterr().err.replace("--launcher-timeoutt", "")
 
 
 def test_address_alone():

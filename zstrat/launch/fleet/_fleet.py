@@ -83,7 +83,7 @@ class FleetPlan:
     keys: RunKeys
     env: Mapping[str, str]
     logs: Path | None
-    leash: float
+    launcher_timeout: float
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
@@ -101,7 +101,7 @@ class FleetPlan:
             beside.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
-            self.leash,
+            self.launcher_timeout,
         )
 
     def log(self, name: str) -> Path | None:
@@ -281,7 +281,7 @@ class Fleet(StartedTasks[FleetTask]):
             keys,
             told,
             self.directory if logs == "files" else None,
-            times.leash,
+            times.launcher,
         )
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)

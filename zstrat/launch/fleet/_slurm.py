@@ -1,8 +1,8 @@
 """A fleet in an allocation of Slurm: a step for each task, by `srun`.
 
 Steps overlap: a task that ends is started again on its node while the others hold
-theirs, and the batch script itself needs a core, too. The leash is the conversation
-with srun; besides, all steps end with the job.
+theirs, and the batch script itself needs a core, too. The launcher's heartbeat goes
+over the pipes of srun; besides, all steps end with the job.
 """
 
 from __future__ import annotations
