@@ -17,7 +17,7 @@ from zstrat.cluster import (
     detect,
 )
 from zstrat.config import did_you_mean, environment, settings_from
-from zstrat.launch import UNNUMBERED, JoinPlace, TaskPlace
+from zstrat.launch import UNNUMBERED, JoinAddresses, TaskAddress
 from zstrat.streams import complete
 
 from ._main import Order
@@ -155,7 +155,7 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
     )
 
 
-def _join(parsed: argparse.Namespace) -> JoinPlace | None:
+def _join(parsed: argparse.Namespace) -> JoinAddresses | None:
     """Where a worker reports itself that no cluster names."""
     servers = vars(parsed).get("join")
     if servers is None:
@@ -167,12 +167,12 @@ def _join(parsed: argparse.Namespace) -> JoinPlace | None:
             "--join: expected together with --bind HOST:PORT, the address at which "
             "the program and other workers reach this one"
         )
-    return JoinPlace(tuple(servers.split(",")), parsed.bind)
+    return JoinAddresses(tuple(servers.split(",")), parsed.bind)
 
 
-def _unknown(parsed: argparse.Namespace, join: JoinPlace) -> TaskPlace:
+def _unknown(parsed: argparse.Namespace, join: JoinAddresses) -> TaskAddress:
     index = UNNUMBERED if parsed.index is None else index_of(parsed.index)
-    return TaskPlace(parsed.job, index, join.address)
+    return TaskAddress(parsed.job, index, join.address)
 
 
 def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
@@ -193,7 +193,7 @@ def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     return dataclasses.replace(settings, state=state, **told)
 
 
-def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskPlace:
+def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskAddress:
     resolver: ClusterResolver
     if parsed.job != job:
         raise ValueError(f"--job {parsed.job}: zstrat-{job} runs tasks of job {job!r}")
@@ -209,7 +209,7 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Task
         resolver = TomlClusterResolver(parsed.cluster)
         _check_job(resolver, job, source)
     elif parsed.bind is not None and parsed.index is not None:
-        return TaskPlace(job, index_of(parsed.index), parsed.bind)
+        return TaskAddress(job, index_of(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
         source, resolver = "TF_CONFIG", TFConfigClusterResolver()
         _check_job(resolver, job, source)
@@ -228,7 +228,7 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Task
     indices = spec.task_indices(job)
     if index not in indices:
         raise ValueError(f"{source}: job {job!r} has tasks {indices}, none is {index}")
-    return TaskPlace(job, index, parsed.bind or spec.task_address(job, index))
+    return TaskAddress(job, index, parsed.bind or spec.task_address(job, index))
 
 
 def _resolver(parsed: argparse.Namespace) -> ClusterResolver:

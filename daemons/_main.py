@@ -39,10 +39,10 @@ from zstrat.errors import (
 )
 from zstrat.launch import (
     UNNUMBERED,
-    JoinPlace,
+    JoinAddresses,
     ProcessOutput,
     Task,
-    TaskPlace,
+    TaskAddress,
     WorkerJoin,
     kept_for_good,
 )
@@ -86,9 +86,9 @@ class Order:
     anything. ``join``: where a worker reports itself that is in no program's cluster.
     """
 
-    place: TaskPlace
+    place: TaskAddress
     settings: Settings
-    join: JoinPlace | None = None
+    join: JoinAddresses | None = None
     parent: int = 0
     report: int = -1
     launcher_timeout: float = 0.0

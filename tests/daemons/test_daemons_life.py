@@ -219,7 +219,7 @@ def test_second_signal_ends_at_once():
 import asyncio, os, signal
 from zstrat.config import Settings
 from zstrat.daemons import _main
-from zstrat.launch import TaskPlace
+from zstrat.launch import TaskAddress
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -234,7 +234,7 @@ class Stuck(_main.Task):
         await asyncio.get_running_loop().create_future()
 
 _main.Task = Stuck
-_main.leave(_main.run(_main.Order(TaskPlace("ps", 0, "127.0.0.1:0"), Settings())))
+_main.leave(_main.run(_main.Order(TaskAddress("ps", 0, "127.0.0.1:0"), Settings())))
 """
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

@@ -43,8 +43,8 @@ SERVED = (Job.PS, Job.WORKER)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskPlace:
-    """Which task this is, and the address that it binds."""
+class TaskAddress:
+    """Job and index of a task, and the address that it binds."""
 
     job: str
     index: int
@@ -61,7 +61,7 @@ class Task:
 
     def __init__(
         self,
-        place: TaskPlace,
+        place: TaskAddress,
         settings: Settings,
         incarnation: int | None = None,
         *,
@@ -285,7 +285,7 @@ def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
 
 
 @contextlib.asynccontextmanager
-async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
+async def serve(place: TaskAddress, settings: Settings) -> AsyncIterator[Task]:
     """Serves one task: bound on entry, drained and closed on exit.
 
     Raises:

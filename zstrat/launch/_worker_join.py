@@ -39,7 +39,7 @@ _SLACK: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class JoinPlace:
+class JoinAddresses:
     """``servers``: the addresses of parameter servers, one at least; ``address``: where
     others reach the worker.
 
@@ -60,7 +60,9 @@ class JoinPlace:
 class WorkerJoin:
     """Brings one process in. ``incarnation`` is that of its task."""
 
-    def __init__(self, place: JoinPlace, settings: Settings, incarnation: int) -> None:
+    def __init__(
+        self, place: JoinAddresses, settings: Settings, incarnation: int
+    ) -> None:
         self._place, self._settings = place, settings
         self._incarnation = incarnation
 
