@@ -154,7 +154,7 @@ class Task:
 
         Returns whether everything was finished in time.
         """
-        patience = longest = self._settings.timeouts.drain
+        drain = longest = self._settings.timeouts.drain
         if self._ps is not None and self._settings.state is not None:
             longest += self._settings.timeouts.handover
         drained = False
@@ -177,7 +177,7 @@ class Task:
             else:
                 await self._endpoint.close()
         if not drained:
-            log.warning("not everything was done in %gs", patience)
+            log.warning("not everything was done in %gs", drain)
         return drained
 
     def readiness(self) -> str:

@@ -35,10 +35,10 @@ from .state import (
     DrainTask,
     FleetNote,
     FleetOver,
-    FleetPatience,
     FleetReady,
     FleetStage,
     FleetState,
+    FleetTimeouts,
     KillTask,
     StartTask,
     TaskPhase,
@@ -266,8 +266,8 @@ class Fleet(StartedTasks[FleetTask]):
         drain = times.drain + 2 * GRACE
         if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
             drain += float(told["ZSTRAT_HANDOVER"])
-        patience = FleetPatience(times.connect, drain, restarts, window)
-        state = FleetState([task.name for task in tasks], patience)
+        timeouts = FleetTimeouts(times.connect, drain, restarts, window)
+        state = FleetState([task.name for task in tasks], timeouts)
         folder = RunFolder(directory)
         self.directory = folder.path
         keys = RunKeys(self.directory / "keys")

@@ -37,7 +37,7 @@ GPUS_BY_NODE: Final = (
 
 _GPUS_BY_TASK: Final = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 
-PATIENCE: Final = 30.0
+TIMEOUT: Final = 30.0
 """Seconds for a question to Slurm's controller."""
 
 
@@ -173,7 +173,7 @@ def _addresses(nodes: Sequence[str]) -> dict[str, str]:
     asked = [slurm_program("scontrol"), "show", "node", "--oneliner", ",".join(nodes)]
     try:
         said = subprocess.run(
-            asked, capture_output=True, text=True, check=True, timeout=PATIENCE
+            asked, capture_output=True, text=True, check=True, timeout=TIMEOUT
         ).stdout
     except subprocess.CalledProcessError as error:
         raise UnavailableError(
@@ -181,7 +181,7 @@ def _addresses(nodes: Sequence[str]) -> dict[str, str]:
         ) from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(
-            f"Slurm's controller did not answer scontrol within {PATIENCE:g} s"
+            f"Slurm's controller did not answer scontrol within {TIMEOUT:g} s"
         ) from None
     found = {}
     for line in said.splitlines():
