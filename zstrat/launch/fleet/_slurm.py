@@ -43,7 +43,7 @@ TIMEOUT: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What Slurm gave to this job: its number, and node -> tasks that it has room for.
+    """What Slurm gave to this job: its number, and node -> task slots.
 
     Each task is a step of its own. A step of a job that has its GPUs by task gets one
     of them, all steps the same one; where it has so many on several nodes together,
@@ -54,7 +54,7 @@ class Allocation:
     """
 
     job: str
-    room: Mapping[str, int]
+    slots: Mapping[str, int]
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation:
@@ -91,17 +91,17 @@ class Allocation:
                 "and 0 or more"
             )
         wanted = num_ps + num_workers
-        turns = max(self.room.values(), default=0)
+        turns = max(self.slots.values(), default=0)
         places = [
             node
             for turn in range(turns)
-            for node, count in self.room.items()
+            for node, count in self.slots.items()
             if turn < count
         ]
         if len(places) < wanted:
-            rooms = ", ".join(f"{node}: {n}" for node, n in self.room.items())
+            by_node = ", ".join(f"{node}: {n}" for node, n in self.slots.items())
             raise ValueError(
-                f"job {self.job} has room for {len(places)} tasks ({rooms}), and "
+                f"job {self.job} has room for {len(places)} tasks ({by_node}), and "
                 f"{num_ps} ps and {num_workers} workers are {wanted}: ask Slurm "
                 f"for --ntasks={wanted}"
             )
@@ -231,7 +231,7 @@ def slurm(
     found = environment()
     allocation = Allocation.of(found)
     tasks = allocation.tasks(num_ps, num_workers)
-    engine = SlurmEngine(list(allocation.room), found.get("SLURM_CPUS_PER_TASK", ""))
+    engine = SlurmEngine(list(allocation.slots), found.get("SLURM_CPUS_PER_TASK", ""))
     told = dict(env or {})
     paths = [own_folder(), told.get("PYTHONPATH") or found.get("PYTHONPATH", "")]
     told["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
