@@ -10,7 +10,7 @@ from ._doctor import RunFindings as RunFindings
 from ._doctor import examine as examine
 from ._doctor import examine_run as examine_run
 from ._fork_server import CONTINUED as CONTINUED
-from ._fork_server import ORDER as ORDER
+from ._fork_server import REQUEST as REQUEST
 from ._fork_server import STOPPED as STOPPED
 from ._fork_server import WORD as WORD
 from ._fork_server import ForkServer as ForkServer
