@@ -294,8 +294,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._copying._ledgers": _no_ledgers,
     },
     "a view that is over is not heeded": {
-        f"{_COPIES}._standing.Standing._step_aside": _serves_on,
-        f"{_COPIES}._standing.Standing.require": _nothing,
+        f"{_COPIES}._replica_role.ReplicaRole._step_aside": _serves_on,
+        f"{_COPIES}._replica_role.ReplicaRole.require": _nothing,
         f"{_COPIES}._following.Following.require": _nothing,
     },
     "a program that goes on is taken for the one before": {
@@ -354,7 +354,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
-        f"{_COPIES}._standing.Standing.promoted": _bare
+        f"{_COPIES}._replica_role.ReplicaRole.promoted": _bare
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

@@ -42,7 +42,7 @@ ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 
 
 @final
-class Standing:
+class ReplicaRole:
     """What one process is to the store ``task``. Lives on the loop.
 
     Args:
