@@ -59,8 +59,8 @@ from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
+from .replication._backup import Backup
 from .replication._copying import hand_over
-from .replication._following import Following
 from .replication._replica_role import ReplicaRole, ReplicationRequest
 from .replication._role import ServingState, StoreServingRole
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
@@ -182,7 +182,7 @@ class PsService:
         )
         if backup_of is not None:
             owner, view, named = backup_of
-            following = Following(
+            backup = Backup(
                 task,
                 self._store,
                 self._thread,
@@ -193,7 +193,7 @@ class PsService:
                 clock,
                 self._serving.repeated,
             )
-            self.role.be_backup(owner, following)
+            self.role.be_backup(owner, backup)
         if inherited is not None:
             self.role.inherit(inherited)
         self._draining = False
@@ -373,8 +373,8 @@ class PsService:
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
         self._waiting_workers.lost(remote)
-        following = self.role.following
-        if following is not None and following.is_primary(remote):
+        backup = self.role.backup
+        if backup is not None and backup.is_primary(remote):
             self._replica_role.parted_at = self._clock()
         self._session.lost(remote)
 
@@ -511,13 +511,13 @@ class PsService:
         primary and a coordinator say to a backup, and who wants to serve it again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
-        following = self.role.following
-        if following is not None and isinstance(message, Capturing):
+        backup = self.role.backup
+        if backup is not None and isinstance(message, Capturing):
             check_role(self._task, remote, message)
-            following.require(message.session, following.view)
+            backup.require(message.session, backup.view)
             return self._telemetry.handle(message)
-        if following is not None:
-            return following.handle(remote, message)
+        if backup is not None:
+            return backup.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
             self._require_open()
             return self._session.open(message, remote)

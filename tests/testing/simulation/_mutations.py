@@ -192,7 +192,7 @@ def _parted(self: Any, store: Any) -> Any:
 
 def _bare(self: Any, message: Any) -> None:
     """A new primary does not hear that the old one is its backup."""
-    self.following, self.view = None, message.view
+    self.backup, self.view = None, message.view
 
 
 def _no_pair(found: object) -> None:
@@ -288,7 +288,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._forwarding.Forwarding._may_leave": True
     },
     "the ledger is not in the log": {
-        f"{_COPIES}._following.repeat": partial(
+        f"{_COPIES}._backup.repeat": partial(
             _unledgered, _function(f"{_COPIES}._repeating.repeat")
         ),
         f"{_COPIES}._copying._ledgers": _no_ledgers,
@@ -296,13 +296,13 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a view that is over is not heeded": {
         f"{_COPIES}._replica_role.ReplicaRole._step_aside": _serves_on,
         f"{_COPIES}._replica_role.ReplicaRole.require": _nothing,
-        f"{_COPIES}._following.Following.require": _nothing,
+        f"{_COPIES}._backup.Backup.require": _nothing,
     },
     "a program that goes on is taken for the one before": {
         _BEGIN: _around(_BEGIN, _remembering)
     },
     "a backup does not hear of the next program": {
-        f"{_COPIES}._following.repeat": partial(
+        f"{_COPIES}._backup.repeat": partial(
             _unbegun, _function(f"{_COPIES}._repeating.repeat")
         )
     },
@@ -325,12 +325,12 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
     "a copy does not know the first version": {
-        f"{_COPIES}._following.repeat": partial(
+        f"{_COPIES}._backup.repeat": partial(
             _unversioned, _function(f"{_COPIES}._repeating.repeat")
         )
     },
     "a backup keeps what is deleted": {
-        f"{_COPIES}._following.repeat": partial(
+        f"{_COPIES}._backup.repeat": partial(
             _undeleted, _function(f"{_COPIES}._repeating.repeat")
         )
     },
@@ -356,6 +356,6 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a server that has swapped goes on alone": {
         f"{_COPIES}._replica_role.ReplicaRole.promoted": _bare
     },
-    "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
+    "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
 }
 """By name: what is replaced, and by what."""

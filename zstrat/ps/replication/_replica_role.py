@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
     from zstrat.wire import PlainTree
 
-    from ._following import Following
+    from ._backup import Backup
     from ._forwarding import Connect, Turn
 
 ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
@@ -65,7 +65,7 @@ class ReplicaRole:
         silence: float,
         clock: Callable[[], float],
     ) -> None:
-        self.following: Following | None = None
+        self.backup: Backup | None = None
         """If it is a backup."""
         self.is_replaced = self.is_dropped = False
         """Another process serves the store; and what was here of it is gone."""
@@ -122,7 +122,7 @@ class ReplicaRole:
     def has_any(self) -> bool:
         """Whether anything of the store may be here. A primary that is to have a backup
         and never had one has acknowledged nothing."""
-        if self.following is not None:
+        if self.backup is not None:
             return True
         was_to_have = self.is_to_have_backup and not self._was_without
         return not self.is_dropped and bool(self.view or not was_to_have)
@@ -138,7 +138,7 @@ class ReplicaRole:
             return False
         if self._sure_in == self._newest_view:
             return True
-        if self.following is None and not self.has_backup:
+        if self.backup is None and not self.has_backup:
             return True
         if lost_at is None or self.parted_at is None:
             return False
@@ -155,14 +155,14 @@ class ReplicaRole:
 
     @property
     def _newest_view(self) -> int:
-        return self.view if self.following is None else self.following.view
+        return self.view if self.backup is None else self.backup.view
 
     @property
     def partner(self) -> int:
         """The incarnation of the other one of two copies, if both are known to go on
         together; else 0."""
-        if self.following is not None:
-            return self.following.partner
+        if self.backup is not None:
+            return self.backup.partner
         forwarding = self._forwarding
         if forwarding is None or not forwarding.is_strict or self.is_replaced:
             return 0
@@ -170,13 +170,13 @@ class ReplicaRole:
 
     def statistics(self) -> dict[str, PlainTree]:
         """Its role for the store, the view, and how far its backup is."""
-        following, forwarding = self.following, self._forwarding
-        if following is not None:
+        backup, forwarding = self.backup, self._forwarding
+        if backup is not None:
             return {
                 "role": "backup",
-                "view": following.view,
-                "session": following.session,
-                **following.statistics(),
+                "view": backup.view,
+                "session": backup.session,
+                **backup.statistics(),
             }
         role = "replaced" if self.is_replaced else "primary"
         values: dict[str, PlainTree] = {"role": role, "view": self.view, "backup": ""}
@@ -219,7 +219,7 @@ class ReplicaRole:
     def promoted(self, message: PromoteBackup) -> None:
         """The backup that was here is the primary, and may have a backup from the
         beginning."""
-        self.following, self.view = None, message.view
+        self.backup, self.view = None, message.view
         if not message.incarnation:
             return
         session, address = message.session, message.address
@@ -228,7 +228,7 @@ class ReplicaRole:
         loop = asyncio.get_running_loop()
         self._copying = loop.create_task(
             self._forwarding.follow(loop.time() + self._silence),
-            name=f"following {self._task}",
+            name=f"backup of {self._task}",
         )
 
     async def give_way(self) -> None:
@@ -313,10 +313,10 @@ class ReplicaRole:
         Cancellation: what waits is neither answered nor refused.
         """
         forwarding = self._forwarding
-        if self.following is not None and quietly:
-            await self.following.finish(deadline)
-        elif self.following is not None:
-            self.following.close()
+        if self.backup is not None and quietly:
+            await self.backup.finish(deadline)
+        elif self.backup is not None:
+            self.backup.close()
         if forwarding is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):

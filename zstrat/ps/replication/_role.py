@@ -1,6 +1,6 @@
 """Which role a process has for one store, and who serves the store instead of it.
 
-The role follows from what is known: a backup follows its primary (`Following`), and a
+The role follows from what is known: a backup follows its primary (`Backup`), and a
 process whose place another one has taken stands aside (`ReplicaRole.is_replaced`). Only
 two things are decided here: that a process which ends gives way to its backup, and that
 one which leaves what it holds to its successor falls silent before.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
     from zstrat.wire import Message, Ownership, PromoteBackup
 
-    from ._following import Following
+    from ._backup import Backup
     from ._replica_role import ReplicaRole
 
 
@@ -77,13 +77,13 @@ class StoreServingRole:
         return ServingState.SERVING
 
     @property
-    def following(self) -> Following | None:
+    def backup(self) -> Backup | None:
         """The part of a backup; None if this process is not one."""
-        return self._replica_role.following
+        return self._replica_role.backup
 
     @property
     def is_backup(self) -> bool:
-        return self.following is not None
+        return self.backup is not None
 
     @property
     def is_replicated(self) -> bool:
@@ -95,18 +95,18 @@ class StoreServingRole:
     @property
     def view(self) -> int:
         """The newest one of the store that the process knows of."""
-        following = self.following
-        return self._replica_role.view if following is None else following.view
+        backup = self.backup
+        return self._replica_role.view if backup is None else backup.view
 
-    def be_backup(self, host: Owner, following: Following) -> None:
+    def be_backup(self, host: Owner, backup: Backup) -> None:
         """The process of ``host`` keeps this copy for another one."""
-        self._host, self._replica_role.following = host, following
+        self._host, self._replica_role.backup = host, backup
 
     def inherit(self, left: LeftStore) -> None:
         """Goes on with what a process before had: as it was, if nobody else can have
         it."""
-        if self.following is not None:
-            self.following.inherit(is_whole=left.role is StoreRole.BACKUP)
+        if self.backup is not None:
+            self.backup.inherit(is_whole=left.role is StoreRole.BACKUP)
             return
         self._replica_role.view = left.view
         if left.role is not StoreRole.ALONE:
@@ -114,13 +114,13 @@ class StoreServingRole:
 
     def stand_beside(self) -> None:
         """The copy is a third one, up to a newer view."""
-        assert self.following is not None, "it was made as a backup"
-        self.following.is_beside = True
+        assert self.backup is not None, "it was made as a backup"
+        self.backup.is_beside = True
 
     def be_whole(self) -> None:
         """The backup has been given all that its primary has."""
-        assert self.following is not None, "it was made as a backup"
-        self.following.be_whole()
+        assert self.backup is not None, "it was made as a backup"
+        self.backup.be_whole()
 
     def promoted(self, remote: Caller, message: PromoteBackup) -> None:
         """Is the primary from now on, for the coordinator that has asked for it."""
@@ -129,8 +129,8 @@ class StoreServingRole:
             self._host,
             self._ownership.session,
         )
-        if replica_role.following is not None:
-            session = replica_role.following.session
+        if replica_role.backup is not None:
+            session = replica_role.backup.session
         assert session is not None
         owner = Owner(session, remote, remote.hello, time.time())
         if host is not None:
@@ -138,7 +138,7 @@ class StoreServingRole:
                 owner, name=host.name, origin=host.origin, program=host.program
             )
         self._ownership.open(owner)
-        if replica_role.following is not None:
+        if replica_role.backup is not None:
             replica_role.promoted(message)
         replica_role.view, self._gives_way = message.view, False
 
@@ -149,9 +149,9 @@ class StoreServingRole:
             lost_at: When the process had lost the program before.
         """
         self._replica_role.owner_changed(lost_at, self._timeouts)
-        if self.following is not None:
+        if self.backup is not None:
             self._host = owner
-            self.following.follow_new_owner(owner.session)
+            self.backup.follow_new_owner(owner.session)
 
     def give_way(self) -> None:
         """The process ends: its backup answers whatever comes from now on."""
@@ -167,11 +167,11 @@ class StoreServingRole:
 
     def state_for_successor(self, number: int) -> LeftStore:
         """What a process that has fallen silent leaves of the store ``number``."""
-        replica_role, following = self._replica_role, self.following
+        replica_role, backup = self._replica_role, self.backup
         role = StoreRole.NOTHING
-        if following is not None and following.is_whole and not following.is_beside:
+        if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP
-        elif following is None and not replica_role.is_dropped:
+        elif backup is None and not replica_role.is_dropped:
             # Who has no backup that has all, and was not replaced, is the only one.
             role = StoreRole.PRIMARY if replica_role.is_replaced else StoreRole.ALONE
         store = None if role is StoreRole.NOTHING else self._store
@@ -185,19 +185,19 @@ class StoreServingRole:
         Args:
             lost_at: When the process had lost that program.
         """
-        replica_role, following = self._replica_role, self.following
-        owner = self._ownership.owner if following is None else self._host
+        replica_role, backup = self._replica_role, self.backup
+        owner = self._ownership.owner if backup is None else self._host
         if owner is None or not replica_role.has_any:
             return None
-        is_third = following is not None and following.is_beside
+        is_third = backup is not None and backup.is_beside
         return LeftCopy(
             number,
             0 if is_third else self.view,
             "",
             incarnation,
             owner.origin,
-            is_primary=following is None,
-            is_whole=following is None or (following.is_whole and not is_third),
+            is_primary=backup is None,
+            is_whole=backup is None or (backup.is_whole and not is_third),
             is_sure=replica_role.is_sure(lost_at, self._timeouts),
             variables=len(self._store),
             partner=replica_role.partner,

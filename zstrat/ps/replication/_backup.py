@@ -59,7 +59,7 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 
 
 @final
-class Following:
+class Backup:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
