@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from zstrat.wire import ArraySpec, Owner, Sink
 
     from .handover._handover import LeftStore
-    from .replication._forwarding import Connect
+    from .replication._log_shipping import Connect
 
 log = logging.getLogger("zstrat.ps")
 

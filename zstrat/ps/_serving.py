@@ -234,7 +234,7 @@ class Serving:
             return None
         if not self._turns.are_free(names_of(message)):
             return None
-        if self._store.log is not None:  # no operand would be left to forward
+        if self._store.log is not None:  # no operand would be left for the backup
             return None
         return self._store.fold(message, specs)
 

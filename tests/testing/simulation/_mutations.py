@@ -285,7 +285,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator._session_pause.SessionPause.begin": _restless
     },
     "answers leave before the backup has it": {
-        f"{_COPIES}._forwarding.Forwarding._may_leave": True
+        f"{_COPIES}._log_shipping.LogShipping._may_leave": True
     },
     "the ledger is not in the log": {
         f"{_COPIES}._backup.repeat": partial(

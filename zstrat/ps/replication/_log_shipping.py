@@ -86,7 +86,7 @@ class _Answer(NamedTuple):
 
 
 @final
-class Forwarding:
+class LogShipping:
     """To one backup of one store, which is empty at first.
 
     Args:
@@ -215,20 +215,20 @@ class Forwarding:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """Ends the forwarding, as the primary goes on alone: what waits may leave."""
+        """Ends the log shipping, as the primary goes on alone: what waits may leave."""
         self._end()
         for future, message in self._take_answers():
             if not future.done():
                 future.set_result(message)
 
     def abandon(self) -> None:
-        """Ends the forwarding without a word: callers of answers that wait learn from
+        """Ends the log shipping without a word: callers of answers that wait learn from
         their connections that these end."""
         self._end()
         self._take_answers()
 
     def refuse(self, error: ZstratError) -> None:
-        """Ends the forwarding, and fails the answers that wait with the error."""
+        """Ends the log shipping, and fails the answers that wait with the error."""
         self._end()
         for future, _ in self._take_answers():
             if not future.done():
@@ -405,7 +405,7 @@ class Forwarding:
 
     async def give_way(self, stand_aside: Callable[[], None]) -> None:
         """Waits until the backup has all that there is, while nothing more comes and
-        nothing is computed; then the forwarding is over.
+        nothing is computed; then the log shipping is over.
 
         Args:
             stand_aside: Refuses whatever comes from then on.
