@@ -191,7 +191,7 @@ class PsService:
                 named,
                 self.role.promoted,
                 clock,
-                self._serving.repeated,
+                self._serving.replayed,
             )
             self.role.be_backup(owner, backup)
         if inherited is not None:

@@ -288,8 +288,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._log_shipping.LogShipping._may_leave": True
     },
     "the ledger is not in the log": {
-        f"{_COPIES}._backup.repeat": partial(
-            _unledgered, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unledgered, _function(f"{_COPIES}._replay.replay")
         ),
         f"{_COPIES}._copying._ledgers": _no_ledgers,
     },
@@ -302,8 +302,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         _BEGIN: _around(_BEGIN, _remembering)
     },
     "a backup does not hear of the next program": {
-        f"{_COPIES}._backup.repeat": partial(
-            _unbegun, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unbegun, _function(f"{_COPIES}._replay.replay")
         )
     },
     "two copies part when a program goes on": {
@@ -325,13 +325,13 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
     "a copy does not know the first version": {
-        f"{_COPIES}._backup.repeat": partial(
-            _unversioned, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unversioned, _function(f"{_COPIES}._replay.replay")
         )
     },
     "a backup keeps what is deleted": {
-        f"{_COPIES}._backup.repeat": partial(
-            _undeleted, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _undeleted, _function(f"{_COPIES}._replay.replay")
         )
     },
     "elements do not go back": {

@@ -37,7 +37,7 @@ from zstrat.wire import (
 )
 
 from ._log import WINDOW, nbytes_of
-from ._repeating import CHANGES, repeat
+from ._replay import CHANGES, replay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -234,7 +234,7 @@ class Backup:
             left -= nbytes_of(change)
             self._since = self._clock()
             try:
-                pending = advance(repeat(self._store, change))
+                pending = advance(replay(self._store, change))
                 if pending is None:
                     self._made()
                 else:

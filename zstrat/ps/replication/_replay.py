@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
 
 
-def repeat(store: Store, change: Message) -> Running[None]:
+def replay(store: Store, change: Message) -> Running[None]:
     """Makes a change again (`advance`).
 
     Raises:
