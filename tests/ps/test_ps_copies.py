@@ -262,7 +262,9 @@ async def test_values_that_an_initializer_draws_are_the_same(copies):
     assert one.any()
 
 
-async def test_an_update_that_fails_half_way_spoils_the_copy(copies, monkeypatch):
+async def test_an_update_that_fails_half_way_makes_the_copy_diverge(
+    copies, monkeypatch
+):
     """Values are lost here, and may not be there."""
     values = {0: np.zeros(3, "f4")}
     await copies.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))

@@ -122,7 +122,7 @@ class LogShipping:
         self._answers: deque[_Answer] = deque()
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
-        self._flows = self._is_over = self._is_spoilt = False
+        self._flows = self._is_over = self._is_diverged = False
         self._opening: asyncio.Future[Message] | None = None
         """Asks the backup what it has: the answer to an earlier one says nothing."""
         self._made = 0
@@ -171,9 +171,9 @@ class LogShipping:
         self._log.append(change)
         self._send()
 
-    def spoil(self, why: str) -> None:
+    def mark_diverged(self, why: str) -> None:
         """See `ChangeLog`."""
-        self._is_spoilt = True
+        self._is_diverged = True
         self._lost(f"it cannot follow any more: {why}")
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
@@ -254,10 +254,10 @@ class LogShipping:
 
     def _opened(self, hello: Hello) -> None:
         self._flows = False
-        if self._is_spoilt:
+        if self._is_diverged:
             return
         if hello.incarnation != self.attached.incarnation:
-            self._is_spoilt = True
+            self._is_diverged = True
             self._lost("its process has lost it: it was started anew")
             return
         self._open_log()
@@ -295,7 +295,7 @@ class LogShipping:
                 self._made = max(self._made, number)
                 self._news.set()
             case BackupLost(reason=reason):
-                self.spoil(reason)
+                self.mark_diverged(reason)
             case PromoteBackup():
                 self._replaced()
 
@@ -307,7 +307,7 @@ class LogShipping:
             else:
                 log.acknowledge(number)
         except ZstratError as error:  # to the coordinator, as the loss of the backup
-            self.spoil(str(error))
+            self.mark_diverged(str(error))
             return False
         answers = self._answers
         while answers and answers[0].number <= log.taken:
@@ -337,7 +337,7 @@ class LogShipping:
             except (PeerLostError, ClosedError):  # sent again when the link is back
                 self._flows = False
             except (TypeError, ValueError) as error:
-                self.spoil(str(error))
+                self.mark_diverged(str(error))
 
     async def keep(self, attached: AttachBackup) -> None:
         """Tells the backup that it stays the backup, in a newer view, for another

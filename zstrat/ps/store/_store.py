@@ -434,7 +434,9 @@ class Store:
         if self.log is None or not isinstance(plan, PushPlan):
             return
         if any(update.held.cell.lost for update in plan.updates):
-            self.log.spoil("an update failed half way, and what it wrote is lost")
+            self.log.mark_diverged(
+                "an update failed half way, and what it wrote is lost"
+            )
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
