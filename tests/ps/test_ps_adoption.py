@@ -71,7 +71,7 @@ async def programs():
     await made.service.drain()
 
 
-async def test_values_stay_and_steps_begin_anew(programs):
+async def test_values_stay_and_steps_are_counted_from_the_start(programs):
     first = await programs.come(11)
     assert (first.resumed, first.origin) == (False, 11)
     programs.new(1)

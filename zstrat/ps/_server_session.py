@@ -19,7 +19,7 @@ from zstrat.errors import (
     PeerLostError,
     StaleSessionError,
 )
-from zstrat.wire import BeginAnew, Done, Owner, SessionOpened
+from zstrat.wire import ChangeProgram, Done, Owner, SessionOpened
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -185,15 +185,15 @@ class ServerSession:
         owner = self._ownership.owner
         if self._on_new_owner is not None and owner is not None:
             self._on_new_owner(owner)
-        return self._go_on_anew(asked.session)
+        return self._change_program(asked.session)
 
-    async def _go_on_anew(self, session: int) -> SessionOpened:
+    async def _change_program(self, session: int) -> SessionOpened:
         await self._parts.serving.settled()  # what was computed for the one before
         self._ownership.check(session)
         store = self._parts.store
-        store.begin_anew()
+        store.change_program()
         if store.log is not None:  # a second copy that is there goes on, too
-            store.log.append(BeginAnew(session))
+            store.log.append(ChangeProgram(session))
         self._parts.joining.look()
         return self._opened(resumed=True)
 
@@ -214,6 +214,6 @@ class ServerSession:
         parts.role.session_over()
         parts.snapshots.clear()
         parts.store.clear()
-        parts.telemetry.begin_anew()
+        parts.telemetry.reset()
         if self._on_cleared is not None:
             self._on_cleared()

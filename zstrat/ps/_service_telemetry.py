@@ -52,7 +52,7 @@ class ServiceTelemetry:
         """The recorder of the present session."""
         return self._serving.recorder
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The session is over: the next one begins with nothing."""
         self._serving.recorder = Recorder(PS_PHASES)
         self.recorder.start(self._sums(), self._clock())

@@ -7,7 +7,7 @@ from ._arrays import array_from as array_from
 from ._arrays import dtype_named as dtype_named
 from ._arrays import name_of as name_of
 from ._arrays import raw as raw
-from ._backup_messages import BeginAnew as BeginAnew
+from ._backup_messages import ChangeProgram as ChangeProgram
 from ._backup_messages import CopiedPart as CopiedPart
 from ._backup_messages import CopiedSlot as CopiedSlot
 from ._backup_messages import CopiedVariable as CopiedVariable

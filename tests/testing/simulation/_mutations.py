@@ -18,7 +18,7 @@ from zstrat.coordinator.unthreaded import cut_of
 from zstrat.errors import NotPrimaryError
 from zstrat.ps import StoreRole
 from zstrat.wire import (
-    BeginAnew,
+    ChangeProgram,
     CopyVariables,
     DeleteVariables,
     Exchange,
@@ -138,7 +138,7 @@ def _remembering(begin: Callable[..., None], store: Any) -> None:
 
 def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A backup does not hear that another program goes on."""
-    return iter(()) if isinstance(change, BeginAnew) else original(store, change)
+    return iter(()) if isinstance(change, ChangeProgram) else original(store, change)
 
 
 def _untold(self: Any, origin: int) -> None:
@@ -246,7 +246,7 @@ _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
-_BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
+_BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._role.StoreServingRole.state_for_successor"

@@ -25,7 +25,7 @@ from zstrat.errors import (
 from zstrat.ps._requests import advance
 from zstrat.wire import (
     BackupLost,
-    BeginAnew,
+    ChangeProgram,
     CopyWhole,
     Done,
     Job,
@@ -193,7 +193,7 @@ class Backup:
             return
         if isinstance(change, CopyWhole):
             self.is_whole, self._whole_at = True, self._received
-        elif isinstance(change, BeginAnew):
+        elif isinstance(change, ChangeProgram):
             self._begun = change.session
         self._queue.append(change)
         self._made_all.clear()
@@ -372,7 +372,7 @@ class Backup:
             self._store.variables.jump(JUMP)
             # The old primary was to tell of that, and did not any more.
             if self._begun != self.session:
-                self._store.begin_anew()
+                self._store.change_program()
             self._tell(PromoteBackup(self.session, self.view))
             self._primary = None
         promotion.set_result(None)

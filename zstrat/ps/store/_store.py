@@ -212,7 +212,7 @@ class Store:
         self.kept.clear()
         self.kept_optimizers.clear()
 
-    def begin_anew(self) -> None:
+    def change_program(self) -> None:
         """Prepares the store for another program that goes on with what is here, under
         another session's number. Variables and slots stay. That program tells its
         optimizers and trees again, and its steps are new ones."""
