@@ -12,7 +12,7 @@ from zstrat.wire import (
     AskClock,
     BeginCapture,
     Captured,
-    ClockTold,
+    ClockTime,
     Done,
     EndCapture,
     Message,
@@ -62,7 +62,7 @@ class ServiceTelemetry:
         now, recorder = self._clock(), self.recorder
         match message:
             case AskClock():
-                return ClockTold(now)
+                return ClockTime(now)
             case BeginCapture(spans=spans, seconds=seconds):
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 recorder.begin_capture(capture, now)

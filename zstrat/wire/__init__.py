@@ -102,7 +102,7 @@ from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
 from ._task_messages import BeginCapture as BeginCapture
 from ._task_messages import Captured as Captured
-from ._task_messages import ClockTold as ClockTold
+from ._task_messages import ClockTime as ClockTime
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
 from ._task_messages import EndCapture as EndCapture
