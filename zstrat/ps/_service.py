@@ -417,8 +417,8 @@ class PsService:
         # leave an answer that waits for the backup, and both may use the thread.
         self.role.give_way()
         if not quietly:
-            self._joining.close(self._replica_role.parting)
-            self._waiting_workers.close(self._replica_role.parting)
+            self._joining.close(self._replica_role.shutdown_error)
+            self._waiting_workers.close(self._replica_role.shutdown_error)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -527,9 +527,8 @@ class PsService:
             message, DetachBackup | PromoteBackup
         ):
             return self._replicate(remote, message)
-        raise (
-            self._replica_role.parting if self._draining else self._replica_role.refusal
-        )
+        replica_role = self._replica_role
+        raise replica_role.shutdown_error if self._draining else replica_role.refusal
 
     def _require_place(self, session: int) -> None:
         """For what has waited: the session, or the place, may be another's by now."""
@@ -539,4 +538,4 @@ class PsService:
 
     def _require_open(self) -> None:
         if self._draining:
-            raise self._replica_role.parting
+            raise self._replica_role.shutdown_error

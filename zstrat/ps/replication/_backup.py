@@ -84,7 +84,7 @@ class Backup:
         self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
-        self.trouble = ""
+        self.failure = ""
         """How it differs from its primary."""
         self.is_beside = False
         """It is a third copy, of which its primary has not said yet that it counts."""
@@ -117,7 +117,7 @@ class Backup:
             "primary": "" if self._primary is None else self._primary.name,
             "changes": self._received,
             "behind": len(self._queue),
-            "trouble": self.trouble,
+            "error": self.failure,
         }
 
     def handle(
@@ -183,13 +183,13 @@ class Backup:
         """Answers a primary that asks while this copy takes its place, when it is known
         whether it does. Always raises."""
         await asyncio.shield(promotion)
-        if self.trouble:
-            raise UnavailableError(f"{self._task}: {self.trouble}")
+        if self.failure:
+            raise UnavailableError(f"{self._task}: {self.failure}")
         raise StaleSessionError(f"{self._task} has another primary by now")
 
     def _take(self, change: Message) -> None:
         self._received += 1
-        if self.trouble:
+        if self.failure:
             return
         if isinstance(change, CopyWhole):
             self.is_whole, self._whole_at = True, self._received
@@ -280,7 +280,7 @@ class Backup:
         """Notes that a change cannot be made here: the copy differs from the primary's
         store from here on, and is worth nothing."""
         what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
-        self.trouble, self.is_whole = what, False
+        self.failure, self.is_whole = what, False
         _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
         self._stop()
         self._tell(BackupLost(self.session, self.view, what))
@@ -325,7 +325,7 @@ class Backup:
 
     def close(self) -> None:
         """Makes nothing more here, as the copy was dropped."""
-        self.trouble, self.is_whole = self.trouble or "it was dropped", False
+        self.failure, self.is_whole = self.failure or "it was dropped", False
         self._primary = None
         self._stop()
 
@@ -344,7 +344,7 @@ class Backup:
                 "its primary has not said that it counts"
             )
         if not self.is_whole:
-            why = self.trouble or "it has not everything yet"
+            why = self.failure or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
         self.view = message.view
         if self._promotion is None:
@@ -353,9 +353,9 @@ class Backup:
                 self._look_at_promotion()
         # Who asks may go, and ask again by a new line: it goes on meanwhile.
         await asyncio.shield(self._promotion)
-        if self.trouble:
+        if self.failure:
             raise UnavailableError(
-                f"{self._task} cannot become the primary: {self.trouble}"
+                f"{self._task} cannot become the primary: {self.failure}"
             )
         self._on_promoted(remote, message)
         return Done()
@@ -368,7 +368,7 @@ class Backup:
         promotion = self._promotion
         if promotion is None or promotion.done():
             return
-        if not self.trouble:
+        if not self.failure:
             self._store.variables.jump(JUMP)
             # The old primary was to tell of that, and did not any more.
             if self._begun != self.session:

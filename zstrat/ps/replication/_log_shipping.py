@@ -109,7 +109,7 @@ class LogShipping:
     ) -> None:
         self.attached = attached
         """What it was asked for by."""
-        self.trouble = ""
+        self.failure = ""
         """Why the backup cannot be reached; "" if it can."""
         self.is_strict = False
         """The backup has all that answers stand for, and only a coordinator may say
@@ -146,14 +146,14 @@ class LogShipping:
         """How the backup stands: ``behind`` changes that it does not have, in
         ``log_bytes`` of memory, and ``unacknowledged`` answers that wait for it."""
         state = "copying" if not self.is_strict else "attached"
-        if self.trouble:
+        if self.failure:
             state = "lost"
         elif not self._link.is_heard:  # it may be back in time, or be gone
             state = "unknown"
         return {
             "backup": self.attached.address,
             "backup_state": state,
-            "backup_trouble": self.trouble,
+            "backup_error": self.failure,
             "behind": self._log.head - self._log.taken + len(self._held),
             "log_bytes": self._log.nbytes + self._held_bytes,
             "unacknowledged": len(self._answers) + len(self._slowed),
@@ -276,7 +276,7 @@ class LogShipping:
             taken = opened.result()
             assert isinstance(taken, LogTaken)
             if self._acknowledged(taken.number, resumed=True):
-                self._flows, self.trouble = True, ""
+                self._flows, self.failure = True, ""
                 self._send()
         elif isinstance(error, StaleSessionError):
             self._replaced()
@@ -323,9 +323,9 @@ class LogShipping:
 
     def _lost(self, why: str) -> None:
         self._flows = False
-        if self._is_over or self.trouble:
+        if self._is_over or self.failure:
             return
-        self.trouble = why
+        self.failure = why
         _LOG.warning("the backup at %s is lost: %s", self.attached.address, why)
         self._news.set()
         self._on_lost(why)
@@ -502,7 +502,7 @@ class LogShipping:
     def _require_wanted(self) -> None:
         if self._is_over:
             raise UnavailableError("the backup is not wanted any more")
-        if self.trouble:
+        if self.failure:
             raise UnavailableError(
-                f"the backup at {self.attached.address} is lost: {self.trouble}"
+                f"the backup at {self.attached.address} is lost: {self.failure}"
             )

@@ -106,7 +106,7 @@ class ReplicaRole:
         return self.refusal if self.is_replaced else None
 
     @property
-    def parting(self) -> UnavailableError:
+    def shutdown_error(self) -> UnavailableError:
         """The words for whoever asks a process that shuts down."""
         words = f"{self._task} is shutting down"
         if self.is_replaced or self.has_backup:
@@ -283,8 +283,8 @@ class ReplicaRole:
     def remind(self) -> None:
         """The coordinator is back: it may have missed that the backup is lost."""
         for shipping in (self._shipping, self._third):
-            if shipping is not None and shipping.is_strict and shipping.trouble:
-                self._lost(shipping.trouble)
+            if shipping is not None and shipping.is_strict and shipping.failure:
+                self._lost(shipping.failure)
 
     def end(self, error: ZstratError) -> None:
         """The session is over, and with it what its backup was for."""
@@ -329,7 +329,7 @@ class ReplicaRole:
             elif shipping.is_strict:  # which serves from now on, if anybody
                 self._step_aside()
             else:
-                self.end(self.parting)
+                self.end(self.shutdown_error)
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -386,8 +386,8 @@ class ReplicaRole:
                 self._end_third()
             if self._third is third:
                 raise  # this coroutine was cancelled
-            trouble = third.trouble
-            why = f"is lost: {trouble}" if trouble else "is no longer wanted"
+            failure = third.failure
+            why = f"is lost: {failure}" if failure else "is no longer wanted"
             raise UnavailableError(f"{self._task}: the third copy {why}") from error
 
     @property
