@@ -311,7 +311,7 @@ class StoreWriting:
         """Adds a store as it is now, without a copy; returns the facts by which
         `restore` finds its arrays."""
         copy, at = StoreCopy(store), len(self.tensors)
-        # Values first: they lie where the disk takes them from memory as they are.
+        # Values first: they start where the disk takes them from memory as they are.
         self.tensors += copy.tensors
         told = [_frames(message) for message in copy.messages]
         self.tensors += [tensor for frames in told for tensor in frames]
