@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ._thread import MakeThread
     from .handover._handover import HandedOverStore
-    from .replication._forwarding import Connect
+    from .replication._log_shipping import Connect
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 

@@ -126,7 +126,7 @@ class Strategy(FirstVersion):
         one process compile it elsewhere, too, and find it again by its code and what it
         has captured. A global or captured name, of its own or of a function or class of
         its module that it calls by its name, may be bound anew: it is compiled again,
-        then. What changes inside of an object, or lies in a container or another
+        then. What changes inside of an object, or is in a container or another
         module, is not seen, and what Python does in it beside computing (prints, lists
         that grow) happens when it is traced, as in ``tf.function``. Python numbers
         among its arguments stay numbers in it, there, and each value is compiled as a

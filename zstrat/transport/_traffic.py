@@ -21,7 +21,7 @@ SOCKET: Final = LaneTraffic()
 _DIRECT: Final = LaneTraffic()
 """The same, by threads that drive sockets themselves."""
 SHARED: Final = LaneTraffic()
-"""Bodies that lie in shared memory."""
+"""Bodies that are in shared memory."""
 
 _lock: Final = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A variable in parts: its rows lie in several variables, each on a ps of its own.
+"""A variable in parts: its rows are in several variables, each on a ps of its own.
 
 To its user it is one array. Whatever is done with it goes to the components that are
 concerned: a dense update is cut, rows go where they live, and what is read in part is

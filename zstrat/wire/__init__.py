@@ -7,7 +7,7 @@ from ._arrays import array_from as array_from
 from ._arrays import dtype_named as dtype_named
 from ._arrays import name_of as name_of
 from ._arrays import raw as raw
-from ._backup_messages import BeginAnew as BeginAnew
+from ._backup_messages import ChangeProgram as ChangeProgram
 from ._backup_messages import CopiedPart as CopiedPart
 from ._backup_messages import CopiedSlot as CopiedSlot
 from ._backup_messages import CopiedVariable as CopiedVariable
@@ -102,7 +102,7 @@ from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
 from ._task_messages import BeginCapture as BeginCapture
 from ._task_messages import Captured as Captured
-from ._task_messages import ClockTold as ClockTold
+from ._task_messages import ClockTime as ClockTime
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
 from ._task_messages import EndCapture as EndCapture

@@ -250,7 +250,7 @@ class StoreServers:
     """``strategy.parameter_servers``: which processes hold the variables, and how that
     changes while steps run.
 
-    Variables lie in *stores*, as many as there are ps at first, times
+    Variables are in *stores*, as many as there are ps at first, times
     ``stores_per_ps``. A store moves as a whole, with what optimizers keep beside its
     variables; handles stay as they are. Meanwhile training goes on: no step fails, and
     each store is away for a moment, when it is served elsewhere.

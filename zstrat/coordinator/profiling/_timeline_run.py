@@ -29,7 +29,7 @@ from zstrat.telemetry.timeline import (
     from_jax_columns,
     read_clock,
 )
-from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, EndCapture
+from zstrat.wire import AskClock, BeginCapture, Captured, ClockTime, EndCapture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +110,7 @@ class CapturedTask:
         asked = time.monotonic()
         answer = await self.task.link.submit(AskClock(self.session), deadline=deadline)
         heard = time.monotonic()
-        assert isinstance(answer, ClockTold), answer
+        assert isinstance(answer, ClockTime), answer
         return RoundTrip(asked, answer.now, heard)
 
 

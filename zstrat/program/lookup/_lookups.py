@@ -8,8 +8,8 @@ The lookups of one level are one batch: ids become rows that are wanted, and ans
 become rows. All ids of a level are one vector, table after table, and each row of each
 component has a number of its own in it: the rows of the first component, then those of
 the second, and so on. One sort of these numbers finds what is asked for twice in any
-table, in which component it lies, and where each row goes when it is there. Tables
-whose rows are alike lie next to each other: their rows are one array, a *block*, which
+table, in which component it is, and where each row goes when it is there. Tables
+whose rows are alike are next to each other: their rows are one array, a *block*, which
 the program takes as one input and cuts.
 
 Law of the file: what a level looks like is computed once; per step there is no work per

@@ -4,7 +4,7 @@ Of the arguments of ``run`` a value per replica is split, and so are the rows of
 was drawn from an iterator in this step; other arrays are shared. What is no array is no
 input of a program: it stays the Python value that it is.
 
-Law of the file: nothing is computed here but the joining of parts that lie in arrays of
+Law of the file: nothing is computed here but the joining of parts that are in arrays of
 their own.
 """
 

@@ -1,7 +1,7 @@
 """Barriers of sequential replicas: what each one computes from all replicas' values.
 
 What comes of it is what comes of it in one program: the algorithms are those of
-`_collective`, on columns whose parts all lie in this process.
+`_collective`, on columns whose parts all are in this process.
 
 Law of the file: every replica is given the same, or its part of the same.
 """

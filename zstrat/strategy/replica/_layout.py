@@ -1,4 +1,4 @@
-"""How the values of the replicas of one process lie on its devices.
+"""How the values of the replicas of one process are placed on its devices.
 
 What all replicas have of a value is one array over the devices, where it can be one:
 programs take it as it is, and nobody copies it again.
@@ -130,7 +130,7 @@ class MeshLayout:
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
         """A copy, where jax would use the very memory of an array of numpy: whoever
-        made it may fill it again. It lies where jax takes it as it is, and its memory
+        made it may fill it again. It is where jax takes it as it is, and its memory
         is used again when the arrays in it are gone: to touch fresh pages for each
         batch takes longer than to copy it. What is fresh, and lies so, is not
         copied."""

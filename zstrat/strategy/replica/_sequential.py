@@ -117,7 +117,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
 
 def _near(leaf: Any, device: jax.Device) -> Any:
-    """What is bound to one device, for the replica on this one. What lies on several
+    """What is bound to one device, for the replica on this one. What is on several
     stays: no other replica has use for it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
