@@ -158,7 +158,7 @@ def _serve(pipe: Any) -> None:
 def _settings() -> Any:
     from zstrat.config import Settings, Timeouts
 
-    return Settings(timeouts=replace(Timeouts(), beat=BEAT, patience=30.0), lane="tcp")
+    return Settings(timeouts=replace(Timeouts(), beat=BEAT, liveness=30.0), lane="tcp")
 
 
 async def _connected(

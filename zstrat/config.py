@@ -26,7 +26,7 @@ class Timeouts:
 
     beat: float = 0.5
     """A peer that was sent nothing for so long is sent a Beat."""
-    patience: float = 5.0
+    liveness: float = 5.0
     """A peer that was silent for so long is lost. Ten beats: a loaded machine may delay
     some of them, and a false loss costs a retry of all that was in flight."""
     reconnect: float = 1.0
@@ -55,7 +55,7 @@ class Timeouts:
     def notice(self) -> float:
         """How long it takes to miss a program that has ended in whatever way, or was
         cut off: who holds a cluster and is not heard is given so long."""
-        return self.patience + self.reconnect
+        return self.liveness + self.reconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def _seconds(name: str, text: str) -> float:
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
-    least = 2 * _BEAT if name == "ZSTRAT_PATIENCE" else 0.0
+    least = 2 * _BEAT if name == "ZSTRAT_LIVENESS" else 0.0
     if value < least:
         raise ValueError(
             f"{name}={text!r}: expected {least:g} seconds or more: peers that are well "
@@ -280,7 +280,7 @@ _DURATIONS: Final = {
     "ZSTRAT_DRAIN": "drain",
     "ZSTRAT_HANDOVER": "handover",
     "ZSTRAT_LEASH": "leash",
-    "ZSTRAT_PATIENCE": "patience",
+    "ZSTRAT_LIVENESS": "liveness",
     "ZSTRAT_REQUEST": "request",
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
@@ -291,7 +291,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
     "ZSTRAT_HANDOVER",
-    "ZSTRAT_PATIENCE",
+    "ZSTRAT_LIVENESS",
     "ZSTRAT_REQUEST",
 )
 """Those that tasks have to agree on with their program, or obey for it."""

@@ -144,10 +144,10 @@ def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
 
 def test_a_daemon_that_cannot_start():
     with pytest.raises(UnavailableError) as caught:
-        LocalCluster(1, 1, env={"ZSTRAT_PATIENCE": "never"})
+        LocalCluster(1, 1, env={"ZSTRAT_LIVENESS": "never"})
     words = str(caught.value)
     assert "exit code 2 before it was ready" in words
-    assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
+    assert "ZSTRAT_LIVENESS='never'" in words  # the end of its log
     (path,) = re.findall(r"the end of (/.+-0\.log):", words)
     assert "never" in Path(path).read_text(), "the log that it names is there"
 

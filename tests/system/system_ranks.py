@@ -45,7 +45,7 @@ def told(function, *args, **options):
         say("no error", found)
 
 """
-QUICK = {"ZSTRAT_PATIENCE": "2", "JAX_PLATFORMS": "cpu"}
+QUICK = {"ZSTRAT_LIVENESS": "2", "JAX_PLATFORMS": "cpu"}
 
 
 class Ranks:

@@ -57,7 +57,7 @@ def test_who_dies_or_hangs_in_a_reduce_is_named(lane, number, lost, in_place, co
     # Who is dead is known by the connection: long before one is silent for too long.
     is_dead = number == signal.SIGKILL
     patience, words = ("60", "connection") if is_dead else ("2", "silent")
-    told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_PATIENCE": patience}
+    told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_LIVENESS": patience}
     told["COUNT"] = count
     with Ranks(3, REDUCING, lane, **told) as ranks:
         assert ranks.lines() == ["reduces"] * 3
@@ -106,7 +106,7 @@ for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
 
 def test_who_does_not_call_is_named_to_all_and_who_waits_for_it_is_not():
     """Between hosts, rank 2 waits for rank 0, and that for rank 1 in its memory."""
-    with Ranks(3, NOT_CALLED, "tcp", ZSTRAT_PATIENCE="60") as ranks:
+    with Ranks(3, NOT_CALLED, "tcp", ZSTRAT_LIVENESS="60") as ranks:
         assert ranks.lines() == ["here"] * 3
         for lane in LANES:
             has_not_called(ranks, lane)

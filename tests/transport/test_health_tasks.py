@@ -71,7 +71,7 @@ def test_a_cluster_that_trains_and_its_program():
 
     spec = {job: [f"127.0.0.1:{free_port()}"] for job in ("ps", "worker")}
     with zs.Server(spec, "ps", 0), zs.Server(spec, "worker", 0):
-        with zs.serve_http("127.0.0.1:0", patience=60) as server:
+        with zs.serve_http("127.0.0.1:0", liveness_timeout=60) as server:
             port = int(server.address.rpartition(":")[2])
             resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(spec))
             strategy = zs.ParameterServerStrategy(resolver)
@@ -165,7 +165,7 @@ def test_a_member_of_groups_is_told_of_too(monkeypatch):
     task = {"type": "worker", "index": 0}
     config = {"cluster": {"worker": [address]}, "task": task}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    with zs.serve_http("127.0.0.1:0", patience=60) as server:
+    with zs.serve_http("127.0.0.1:0", liveness_timeout=60) as server:
         port = int(server.address.rpartition(":")[2])
         group = zs.collectives.Group()
         assert get(port, "/readyz") == (200, "worker:0: ok\n")

@@ -8,7 +8,7 @@ from zstrat.config import Limits, Timeouts
 from zstrat.wire import PROTOCOL, Hello, decode_header
 from zstrat.wire.connection import Carried, Opened, Peer, mismatch
 
-TIMES = Timeouts(beat=1.0, patience=5.0, reconnect=2.0, handshake=4.0)
+TIMES = Timeouts(beat=1.0, liveness=5.0, reconnect=2.0, handshake=4.0)
 
 
 SMALL = Limits(chunk=1000, window=4, requests=8, streams=2)

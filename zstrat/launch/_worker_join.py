@@ -108,7 +108,7 @@ class WorkerJoin:
         for server in itertools.cycle(servers):
             greeted = until = deadline
             if len(servers) > 1:
-                greeted = min(until, loop.time() + self._settings.timeouts.patience)
+                greeted = min(until, loop.time() + self._settings.timeouts.liveness)
                 until = min(until, loop.time() + _TURN)
             try:
                 return await self._report_at(server, index, greeted, until)

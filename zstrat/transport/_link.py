@@ -145,7 +145,7 @@ class Link:
             raise ValueError(f"address {address!r}: a link needs a port above 0")
         self._me = replace(me, link=next(_NUMBERS))
         self._settings, self._security, self._expect = settings, security, expect
-        self._patience = settings.timeouts.request
+        self._idle_timeout = settings.timeouts.request
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_flushed = on_flushed
         if security is not None and expect is None:
@@ -249,11 +249,11 @@ class Link:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
         future = self._loop.create_future()
-        patience = 0.0
+        idle_timeout = 0.0
         if deadline is None:
-            patience = self._patience
-            deadline = self._loop.time() + patience
-        outlet.peer.request(message, future, deadline, patience)
+            idle_timeout = self._idle_timeout
+            deadline = self._loop.time() + idle_timeout
+        outlet.peer.request(message, future, deadline, idle_timeout)
         outlet.flush()
         if deadline < self._armed_for:
             self._arm(outlet.peer.due)
@@ -371,8 +371,8 @@ class Link:
         # The number is that of an error of any socket, if there was none of this one;
         # the time is wrong if the loop has been busy.
         waited = self._loop.time() - self._connected_at
-        patience = 0.9 * self._settings.timeouts.handshake
-        return event.value == errno.EAGAIN or waited > patience
+        limit = 0.9 * self._settings.timeouts.handshake
+        return event.value == errno.EAGAIN or waited > limit
 
     def _handshake_failed(self, by_task: bool) -> None:
         self._failed += 1

@@ -140,13 +140,13 @@ def new_socket(
     # than `rcvhwm` of its messages wait, their timer finds a failed engine, and libzmq
     # 4.3.5 aborts the process. Our beats tell us that a peer is gone, and `hang_up`
     # ends its connection; beneath them TCP finds machines that have vanished.
-    patience = math.ceil(times.patience)
+    timeout = math.ceil(times.liveness)
     socket.tcp_keepalive = 1
     # The peer must not be given up before we would give it up. The kernel takes no more
     # than a few hours, and libzmq aborts when it refuses.
-    socket.tcp_keepalive_idle = min(patience + 2, _HOUR)
+    socket.tcp_keepalive_idle = min(timeout + 2, _HOUR)
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
-    socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(patience + 10, _HOUR))
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(timeout + 10, _HOUR))
     socket.ipv6 = address.is_ipv6
     if address.scheme == "ipc":
         socket.sndbuf = socket.rcvbuf = _LOCAL_BUFFER

@@ -30,7 +30,7 @@ _ANEW: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
 
 _SLACK: Final = 5.0
-"""Seconds that forming may take beyond its patience, to say what was wrong."""
+"""Seconds that forming may take beyond its timeout, to say what was wrong."""
 
 
 @final
@@ -248,7 +248,7 @@ class Group(GroupCalls):
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
     def _form_now(self, wanted: FormingRequest) -> None:
-        seconds = wanted.patience + _SLACK
+        seconds = wanted.timeout + _SLACK
         self._runtime.run(self._forming(wanted), seconds, wanted.words)
 
     async def _form(self, wanted: FormingRequest) -> None:

@@ -38,7 +38,6 @@ class Invitation:
     seats: tuple[GroupSeat, ...]
     seat: GroupSeat
     timeout: float
-    patience: float
     lane: str
     bytes_per_pack: int
     bind: str
@@ -58,7 +57,7 @@ class Invitation:
         Raises:
             ValueError: The table of algorithms cannot be read.
         """
-        return self._wanted(self.seats, 0, self.patience)
+        return self._wanted(self.seats, 0, self.timeout)
 
     def again(
         self,
@@ -88,11 +87,11 @@ class Invitation:
         else:
             seats = seats_of(self.resolver, self.tasks if tasks is None else tasks)
             own_seat(self.resolver, seats)
-        patience = positive("timeout", timeout, self.patience)
-        return self._wanted(seats, generation + 1, patience)
+        timeout = positive("timeout", timeout, self.timeout)
+        return self._wanted(seats, generation + 1, timeout)
 
     def _wanted(
-        self, seats: tuple[GroupSeat, ...], generation: int, patience: float
+        self, seats: tuple[GroupSeat, ...], generation: int, timeout: float
     ) -> FormingRequest:
         mine = (self.seat.job, self.seat.number)
         rank = [(each.job, each.number) for each in seats].index(mine)
@@ -100,7 +99,7 @@ class Invitation:
         # That of rank 0 counts: the others need not even have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
         return FormingRequest(
-            self.name, generation, seats, rank, self.lane, patience, choices
+            self.name, generation, seats, rank, self.lane, timeout, choices
         )
 
 

@@ -181,7 +181,7 @@ class GroupNode:
         """Forms a generation with all ranks, and opens the ways to them.
 
         Args:
-            request: What this rank asks of rank 0; its patience counts for all.
+            request: What this rank asks of rank 0; its timeout counts for all.
             seats: Where the ranks are.
             lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
             choices: The table of algorithms for all ranks, if this is rank 0.
@@ -196,7 +196,7 @@ class GroupNode:
         """
         settings = replace(self.settings, lane=lane)
         make = partial(Link, me=self.me, settings=settings, security=self.security)
-        deadline = self.loop.time() + request.patience
+        deadline = self.loop.time() + request.timeout
         self._forming += 1
         is_given_up = False
         try:
@@ -227,11 +227,11 @@ class GroupNode:
         return generation
 
     async def leave(
-        self, generation: Generation, reason: str, patience: float = _GRACE
+        self, generation: Generation, reason: str, timeout: float = _GRACE
     ) -> None:
-        """Leaves a generation; see `Generation.close`. ``patience`` in seconds."""
+        """Leaves a generation; see `Generation.close`. ``timeout`` in seconds."""
         try:
-            await generation.close(reason, self.loop.time() + patience)
+            await generation.close(reason, self.loop.time() + timeout)
         finally:
             self._generations.pop(generation.ticket, None)
 
@@ -277,13 +277,13 @@ class GroupNode:
         except asyncio.CancelledError:
             if link.is_open:  # the answer may be on its way: see `_begins_anew`
                 with suppress(BusyError):
-                    link.submit(replace(request, patience=0.0)).cancel()
+                    link.submit(replace(request, timeout=0.0)).cancel()
             raise
         except DeadlineExceededError as error:
             if isinstance(error, CollectiveTimeoutError):
                 raise
             raise CollectiveTimeoutError(
-                f"group {request.group!r} was not formed within {request.patience:g} "
+                f"group {request.group!r} was not formed within {request.timeout:g} "
                 f"s: {rank_at(0, first)}: {error}"
             ) from error
         finally:

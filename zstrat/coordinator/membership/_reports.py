@@ -102,7 +102,7 @@ class AnsweredReports:
 
     async def _taken(self, message: WorkerReported) -> int:
         address, task_number = message.address, message.index
-        patience = PART_OF_PATIENCE * max(0.0, message.patience)
+        patience = PART_OF_PATIENCE * max(0.0, message.timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(patience, UNDECIDED_SECONDS)):
                 await self._said.wait()
