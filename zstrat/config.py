@@ -95,7 +95,7 @@ class Settings:
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
-    lane: str = "auto"
+    transport: str = "auto"
     prefetch: int = 0
     """Optimizer steps whose values and rows a worker fetches while one computes. Each
     makes gradients older by as many updates as there are workers."""
@@ -119,7 +119,7 @@ class Settings:
     it. None: what experience says."""
 
 
-LANES: Final = ("auto", "tcp", "ipc", "shm")
+TRANSPORTS: Final = ("auto", "tcp", "ipc", "shm")
 OUTPUTS: Final = ("program", "files")
 
 MISTAKEN: Final = 2
@@ -129,15 +129,17 @@ TRY_AGAIN: Final = 75
 started again: nothing is wrong."""
 
 
-def checked_lane(lane: str) -> str:
-    """The lane that a caller gave.
+def checked_transport(transport: str) -> str:
+    """The transport that a caller gave.
 
     Raises:
         ValueError: There is none of that name.
     """
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    return lane
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}"
+        )
+    return transport
 
 
 def environment() -> Mapping[str, str]:
@@ -302,7 +304,7 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_HTTP_TOKEN": ("http_token", _text),
     "ZSTRAT_INSECURE": ("insecure", _is("1", "", "0")),
     "ZSTRAT_KEYS": ("keys", _path),
-    "ZSTRAT_LANE": ("lane", _one_of(*LANES)),
+    "ZSTRAT_TRANSPORT": ("transport", _one_of(*TRANSPORTS)),
     "ZSTRAT_LOG": ("log_json", _is("json", "", "text")),
     "ZSTRAT_OUTPUT": ("output", _one_of(*OUTPUTS)),
     "ZSTRAT_PREFETCH": ("prefetch", _prefetch),

@@ -39,7 +39,7 @@ class Network:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             generate_keys(folder / "keys")
             times = Timeouts(liveness=PATIENCE, reconnect=RECONNECT)
-            self._settings = Settings(times, lane="tcp", keys=folder / "keys")
+            self._settings = Settings(times, transport="tcp", keys=folder / "keys")
             self._log = stack.enter_context((folder / "log").open("wb"))
             stack.callback(self._end)
             for task in self._tasks:
@@ -124,7 +124,7 @@ class Network:
         told = {
             "ZSTRAT_LIVENESS": str(PATIENCE),
             "ZSTRAT_KEYS": str(self._settings.keys),
-            "ZSTRAT_LANE": "tcp",
+            "ZSTRAT_TRANSPORT": "tcp",
             "NPROC": "1",
             "TF_CONFIG": "{}",
         }

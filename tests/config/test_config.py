@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zstrat.config import (
-    LANES,
     NAMES,
+    TRANSPORTS,
     Settings,
     Timeouts,
     daemon_variables,
@@ -28,15 +28,15 @@ def test_a_program_waits_for_one_that_may_be_gone_and_not_for_one_that_lives() -
     assert timeouts.turn == 0
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_lanes(lane: str) -> None:
-    assert settings_from({"ZSTRAT_LANE": lane}).lane == lane
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transports(transport: str) -> None:
+    assert settings_from({"ZSTRAT_TRANSPORT": transport}).transport == transport
 
 
 def test_everything_said() -> None:
     settings = settings_from(
         {
-            "ZSTRAT_LANE": "tcp",
+            "ZSTRAT_TRANSPORT": "tcp",
             "ZSTRAT_KEYS": "/etc/zstrat/keys",
             "ZSTRAT_INSECURE": "1",
             "ZSTRAT_LOG": "json",
@@ -66,7 +66,7 @@ def test_everything_said() -> None:
             leash=90.0,
         ),
         state=Path("/var/lib/zstrat"),
-        lane="tcp",
+        transport="tcp",
         prefetch=1,
         keys=Path("/etc/zstrat/keys"),
         insecure=True,
@@ -92,10 +92,10 @@ def test_no_keys_is_no_folder() -> None:
     assert settings_from({"ZSTRAT_KEYS": ""}).keys is None
 
 
-def test_unknown_lane() -> None:
-    words = "ZSTRAT_LANE='udp'"
+def test_unknown_transport() -> None:
+    words = "ZSTRAT_TRANSPORT='udp'"
     with pytest.raises(ValueError, match=words):
-        settings_from({"ZSTRAT_LANE": "udp"})
+        settings_from({"ZSTRAT_TRANSPORT": "udp"})
 
 
 def test_unknown_traceback() -> None:

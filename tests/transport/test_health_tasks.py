@@ -30,14 +30,14 @@ STAND_STILL = {
 """Numbers that say who or when, and not how many."""
 
 OBSERVED = {
-    *("phases", "staleness", "time", "stalls", "lanes", "now", "program", "tasks"),
+    *("phases", "staleness", "time", "stalls", "transports", "now", "program", "tasks"),
     *("examples_per_s", "slowest", "scalars", "logs"),
 }
 """What zstrat.telemetry makes, of a task and of the run."""
 
 TWICE = {("service", "uptime")}
 
-TOLD_OTHERWISE = ("phases", "staleness", "tasks", "lanes", "time")
+TOLD_OTHERWISE = ("phases", "staleness", "tasks", "transports", "time")
 """As histograms, or with labels: of tasks alone, and not again of their program."""
 
 
@@ -108,7 +108,7 @@ def test_a_cluster_that_trains_and_its_program():
         if sample.name == "zstrat_phase_seconds_count"
     }
     assert (phases["compute"], phases["apply"]) == (5, 5)
-    assert ("zstrat_lane_bytes_total", "ps:0", None) in found
+    assert ("zstrat_transport_bytes_total", "ps:0", None) in found
     assert found["zstrat_scheduled_closures_total", "chief:0", None].value == 5
     name = "zstrat_coordinator_worker_completed_total"
     assert found[name, "chief:0", "worker:0"].value == 5

@@ -19,7 +19,7 @@ def hello(job="worker", index=0, incarnation=7, **changes):
     return dataclasses.replace(given, **changes)
 
 
-def new_peer(me, initiator, limits=SMALL, expect=None, lane=None, **more):
+def new_peer(me, initiator, limits=SMALL, expect=None, channel=None, **more):
     return Peer(
         "/job:ps/task:0",
         me,
@@ -27,7 +27,7 @@ def new_peer(me, initiator, limits=SMALL, expect=None, lane=None, **more):
         mismatch=lambda other: mismatch(me, other, expect),
         limits=limits,
         now=0.0,
-        lane=lane,
+        channel=channel,
         **{"timeouts": TIMES, **more},
     )
 
@@ -49,8 +49,8 @@ def flow_some(source, target, now=0.0):
 class Pair:
     """A worker's link to a ps, greeted."""
 
-    def __init__(self, limits=SMALL, lane=None):
-        self.client = new_peer(hello("worker", 1), True, limits, lane=lane)
+    def __init__(self, limits=SMALL, channel=None):
+        self.client = new_peer(hello("worker", 1), True, limits, channel=channel)
         self.server = new_peer(hello("ps", 0), False, limits)
         (greeted,) = flow(self.client, self.server)
         self.server.accept(greeted.hello, 0.0)

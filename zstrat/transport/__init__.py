@@ -45,5 +45,5 @@ from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
 from ._to_its_end import on_own_thread as on_own_thread
 from ._to_its_end import to_its_end as to_its_end
-from ._traffic import lanes as lanes
 from ._traffic import moved_bytes as moved_bytes
+from ._traffic import transports as transports

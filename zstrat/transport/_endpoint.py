@@ -40,7 +40,7 @@ from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote
-from ._shared_memory import lane_of
+from ._shared_memory import channel_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Endpoint:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
-            lane=lane_of(self._settings, self._me),
+            channel=channel_of(self._settings, self._me),
             absorb=partial(self._absorb, routing),
             carrier=line,
         )

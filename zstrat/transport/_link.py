@@ -34,7 +34,7 @@ from ._dial import Dial
 from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
-from ._shared_memory import lane_of
+from ._shared_memory import channel_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -401,7 +401,7 @@ class Link:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
-            lane=lane_of(self._settings, self._me),
+            channel=channel_of(self._settings, self._me),
             carrier=self._line,
         )
         self._opening.trouble = (

@@ -272,12 +272,12 @@ def _check(file: int, capacity: int) -> None:
         raise OSError("its size is not sealed")
 
 
-class SharedLane:
+class ShmChannel:
     """The arenas of one connection: ours, made when there is a use for it, and the
     peer's.
 
-    Implements `zstrat.wire.connection._lane.SharedMemoryLane`, where the methods are
-    explained. Arenas that cannot be had are no error: bodies go by socket then.
+    Implements `zstrat.wire.connection._channel.SharedMemoryChannel`, which documents
+    the methods. An arena that cannot be created is not an error: bodies go by socket.
     """
 
     def __init__(self, me: Hello) -> None:
@@ -375,6 +375,6 @@ class SharedLane:
             self._arena = None
 
 
-def lane_of(settings: Settings, me: Hello) -> SharedLane | None:
+def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
     """The shared memory of a connection, unless the user chose sockets."""
-    return SharedLane(me) if settings.lane in ("auto", "shm") else None
+    return ShmChannel(me) if settings.transport in ("auto", "shm") else None

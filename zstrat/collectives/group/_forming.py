@@ -1,5 +1,5 @@
-"""From a list of tasks to a generation that can work: who sits where, on what lane all
-agree, and whether they have connections of their own for data."""
+"""Forms a generation of a group from a list of tasks: assigns ranks, agrees on a
+transport, and opens data connections where ranks share no memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FormingRequest:
     generation: int
     seats: tuple[GroupSeat, ...]
     rank: int
-    lane: str
+    transport: str
     timeout: float
     choices: Choices
     """Of algorithms; that of rank 0 is everybody's."""
@@ -143,7 +143,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
     Cancellation: this rank has not joined.
     """
     node = runtime.node
-    memory = host_memory(wanted.lane)
+    memory = host_memory(wanted.transport)
     try:
         request = JoinGroup(
             wanted.group,
@@ -153,7 +153,9 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
             _entry(runtime, wanted, memory),
             wanted.timeout,
         )
-        generation = await node.join(request, wanted.seats, wanted.lane, wanted.choices)
+        generation = await node.join(
+            request, wanted.seats, wanted.transport, wanted.choices
+        )
         messages = MessageExecutor(runtime, generation)
         try:
             engine = await _agree(generation, memory, messages, wanted.timeout)
@@ -162,7 +164,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
                     memory.close()
                 engine = await connect_data(runtime, generation, wanted.timeout)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
-            await node.leave(generation, "it could not agree on a lane")
+            await node.leave(generation, "it could not agree on a transport")
             raise
     except BaseException:  # to `Group`; no engine has the memory
         if memory is not None:

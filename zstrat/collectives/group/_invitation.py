@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
-from zstrat.config import checked_lane, environment, settings_from
+from zstrat.config import checked_transport, environment, settings_from
 
 from ._forming import FormingRequest, own_seat, seats_of
 from ._runtime import only_daemon, runtime_for
@@ -38,7 +38,7 @@ class Invitation:
     seats: tuple[GroupSeat, ...]
     seat: GroupSeat
     timeout: float
-    lane: str
+    transport: str
     bytes_per_pack: int
     bind: str
     settings: Settings
@@ -99,7 +99,7 @@ class Invitation:
         # That of rank 0 counts: the others need not even have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
         return FormingRequest(
-            self.name, generation, seats, rank, self.lane, timeout, choices
+            self.name, generation, seats, rank, self.transport, timeout, choices
         )
 
 
@@ -109,7 +109,7 @@ def invitation_of(
     tasks: Sequence[str] | None,
     timeout: float | None,
     rendezvous_timeout: float | None,
-    lane: str | None,
+    transport: str | None,
     bytes_per_pack: int,
     bind: str | None,
     settings: Settings | None,
@@ -118,7 +118,7 @@ def invitation_of(
 
     Raises:
         ValueError: It is not clear which task this process is, or it is no member, or
-            a number or the lane cannot be.
+            a number or the transport cannot be.
     """
     settings = settings or settings_from(environment())
     resolver = resolver or _found()
@@ -134,7 +134,7 @@ def invitation_of(
         seat,
         positive("timeout", timeout, times.request),
         positive("rendezvous_timeout", rendezvous_timeout, times.connect),
-        checked_lane(lane or settings.lane),
+        checked_transport(transport or settings.transport),
         bytes_per_pack,
         seat.address if bind is None else bind,
         settings,

@@ -4,7 +4,7 @@ It hears and says rendezvous, hops and questions. A node has no socket of its ow
 reached at: whoever owns the endpoint of the task (a daemon, or a program that is a
 member of a group) hands it the messages in `GROUP_MESSAGES`. Everything but what says
 otherwise belongs to the thread of the loop. Of a link it is known here as whom it is
-made, by which lane, and with which keys.
+made, by which transport, and with which keys.
 
 Threats: only a task with the key of a worker or a coordinator may join. A ticket of 63
 random bits and the incarnation of a member stand on all that belongs to a generation;
@@ -175,7 +175,7 @@ class GroupNode:
         self,
         request: JoinGroup,
         seats: Sequence[GroupSeat],
-        lane: str,
+        transport: str,
         choices: Choices,
     ) -> Generation:
         """Forms a generation with all ranks, and opens the ways to them.
@@ -183,7 +183,7 @@ class GroupNode:
         Args:
             request: What this rank asks of rank 0; its timeout counts for all.
             seats: Where the ranks are.
-            lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
+            transport: How the bodies of links travel, as in ``ZSTRAT_TRANSPORT``.
             choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
@@ -194,7 +194,7 @@ class GroupNode:
 
         Cancellation: this rank has not joined.
         """
-        settings = replace(self.settings, lane=lane)
+        settings = replace(self.settings, transport=transport)
         make = partial(Link, me=self.me, settings=settings, security=self.security)
         deadline = self.loop.time() + request.timeout
         self._forming += 1

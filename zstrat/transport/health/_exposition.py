@@ -82,7 +82,7 @@ class _Collector:
         }
         families: dict[str, Any] = {}
         for task, values in self._told:
-            samples = [*_numbers(task, values), *_lanes(values)]
+            samples = [*_numbers(task, values), *_transports(values)]
             samples += [*_scalars(values), *_about(values)] if self._names else []
             for kind, name, words, value, labels in samples:
                 if name not in families:
@@ -134,14 +134,16 @@ def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sam
         yield Sample(metric.kind, metric.prometheus, metric.help, value, labels)
 
 
-def _lanes(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    for lane in (lanes := _dict(values, "lanes")):
-        for direction, amount in _dict(lanes, lane).items():
+def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    for transport in (transports := _dict(values, "transports")):
+        for direction, amount in _dict(transports, transport).items():
             if isinstance(amount, int | float):
-                labels = {"lane": lane, "direction": direction}
+                labels = {"transport": transport, "direction": direction}
                 words = "Of messages, by the way they take."
                 value = (float(amount),)
-                yield Sample(Kind.COUNTER, "zstrat_lane_bytes", words, value, labels)
+                yield Sample(
+                    Kind.COUNTER, "zstrat_transport_bytes", words, value, labels
+                )
 
 
 def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
 from zstrat.errors import BusyError, PeerLostError
 from zstrat.telemetry import RECENT, log_file, resident_bytes
-from zstrat.transport._traffic import lanes, moved_bytes
+from zstrat.transport._traffic import moved_bytes, transports
 from zstrat.wire import Telemetry
 
 if TYPE_CHECKING:
@@ -242,11 +242,13 @@ def _goes_on(values: Mapping[str, PlainTree]) -> bool:
 
 
 def process_report() -> dict[str, PlainTree]:
-    """What a task reports of its process: ``process``, ``lanes`` and ``log``."""
+    """What a task reports of its process: ``process``, ``transports`` and ``log``."""
     memory, seconds = resident_bytes(), time.process_time()
     return {
         "process": {"memory": memory, "cpu_seconds": seconds},
-        "lanes": {name: dict(lane) for name, lane in lanes().items()},
+        "transports": {
+            name: dict(transport) for name, transport in transports().items()
+        },
         "log": log_file(),
     }
 

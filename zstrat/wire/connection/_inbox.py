@@ -19,7 +19,7 @@ from zstrat.wire._codec import decode_header
 from zstrat.wire._link_messages import Placed
 
 from ._body import Allocate, Assembly, Frame
-from ._lane import PLACE, is_placeable
+from ._channel import PLACE, is_placeable
 from ._outbox import HEAVY
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Message
 
     from ._body import Absorb, Sink
+    from ._channel import SharedMemoryChannel
     from ._deadlines import Carrier
-    from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
 
@@ -56,13 +56,13 @@ class Inbox:
     def __init__(
         self,
         allocate: Allocate,
-        lane: SharedMemoryLane | None,
+        channel: SharedMemoryChannel | None,
         limits: Limits,
         *,
         initiator: bool,
         absorb: Absorb | None = None,
     ) -> None:
-        self._allocate, self._lane, self._limits = allocate, lane, limits
+        self._allocate, self._channel, self._limits = allocate, channel, limits
         self._initiator, self._absorb = initiator, absorb
         self._incoming: tuple[Announced, Assembly] | None = None
         self._place = 0  # of the last message, in the order
@@ -151,8 +151,8 @@ class Inbox:
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
         assembly = self._assembly(placed.stream)
         memory = None
-        if self._lane is not None:
-            memory = self._lane.body(placed.offset, assembly.nbytes)
+        if self._channel is not None:
+            memory = self._channel.body(placed.offset, assembly.nbytes)
         if memory is None:
             raise ProtocolError(
                 f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"

@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from zstrat.wire._schema import PlainTree
 
     from ._body import Absorb
+    from ._channel import SharedMemoryChannel
     from ._deadlines import Waiting
-    from ._lane import SharedMemoryLane
 
 LONGEST_RETURN: Final = 86400.0
 """Seconds that anybody is waited for who said goodbye."""
@@ -119,7 +119,7 @@ class Peer(Generic[Token]):
         limits: Limits,
         now: float,
         allocate: Allocate = allocate,
-        lane: SharedMemoryLane | None = None,
+        channel: SharedMemoryChannel | None = None,
         absorb: Absorb | None = None,
         carrier: Carrier = _UNKNOWN,
     ) -> None:
@@ -139,10 +139,12 @@ class Peer(Generic[Token]):
         yet, or has little to say, is given less."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
-        self.outbox = Outbox(limits, lane)
+        self.outbox = Outbox(limits, channel)
         """What is to be sent; only `transmit` takes from it."""
-        self._inbox = Inbox(allocate, lane, limits, initiator=initiator, absorb=absorb)
-        self._memory_offers = MemoryOffers(lane, self.outbox)
+        self._inbox = Inbox(
+            allocate, channel, limits, initiator=initiator, absorb=absorb
+        )
+        self._memory_offers = MemoryOffers(channel, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._promised: dict[int, int] = {}
@@ -328,7 +330,7 @@ class Peer(Generic[Token]):
         """The next message to send, or None until something changes."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
-            if outbox.wants_lane and self.hello is not None:
+            if outbox.wants_channel and self.hello is not None:
                 offers.offer(self.hello)
             if offers.unread:
                 offers.release_many()
