@@ -313,10 +313,10 @@ async def test_a_request_that_never_ends_does():
 
 
 def test_settings_that_name_no_address_serve_nothing():
-    from zstrat.transport.health import serve_as_told
+    from zstrat.transport.health import serve_from_settings
 
     before = threading.active_count()
-    serve_as_told(Settings())
+    serve_from_settings(Settings())
     assert threading.active_count() == before
 
 

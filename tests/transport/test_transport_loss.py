@@ -15,7 +15,7 @@ from zstrat.errors import (
     ProtocolError,
     StaleSessionError,
 )
-from zstrat.transport import Event, Happening, ZeroMQSockets, new_incarnation
+from zstrat.transport import Event, EventKind, ZeroMQSockets, new_incarnation
 from zstrat.wire import (
     Beat,
     CancelSteps,
@@ -92,8 +92,8 @@ async def test_a_connection_that_libzmq_made_anew_by_itself_is_a_new_one(net):
     first = await caller.opened.get()
     waiting = link.submit(pull(1))
     # What the monitor says at once when the loop was held up meanwhile.
-    link._happened(Event(Happening.BROKEN, 0))
-    link._happened(Event(Happening.READY, 0))
+    link._happened(Event(EventKind.BROKEN, 0))
+    link._happened(Event(EventKind.READY, 0))
     async with asyncio.timeout(100):
         with pytest.raises(PeerLostError):
             await waiting

@@ -34,7 +34,7 @@ from zstrat.wire import Offer
 from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
-from ._seldom import Seldom
+from ._rate_limit import RateLimit
 from ._traffic import SHARED
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
-_SELDOM: Final = Seldom(time.monotonic)
+_RATE_LIMIT: Final = RateLimit(time.monotonic)
 
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
@@ -297,7 +297,7 @@ class ShmChannel:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            if _SELDOM.may_say():
+            if _RATE_LIMIT.may_log():
                 _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
@@ -319,7 +319,7 @@ class ShmChannel:
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            if _SELDOM.may_say():
+            if _RATE_LIMIT.may_log():
                 _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
             return b""
         return self._mapping.proof

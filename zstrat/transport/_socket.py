@@ -175,7 +175,7 @@ _NUMBERS: Final = itertools.count()
 _HEAD: Final = struct.Struct("=HI")
 
 
-class Happening(enum.Enum):
+class EventKind(enum.Enum):
     """What libzmq says of a connection of a socket."""
 
     LISTENING = zmq.EVENT_LISTENING
@@ -196,14 +196,14 @@ class Event(NamedTuple):
     number that was the last one, so EPIPE or ECONNRESET where the other side has ended
     the connection."""
 
-    happening: Happening
+    kind: EventKind
     value: int
 
 
 def event_of(parts: Sequence[bytes]) -> Event:
     """What a message of libzmq's monitor says."""
     number, value = _HEAD.unpack(parts[0])
-    return Event(Happening(zmq.Event(number)), value)
+    return Event(EventKind(zmq.Event(number)), value)
 
 
 class Monitor:
@@ -212,13 +212,13 @@ class Monitor:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> None:
         self._socket, self._happened = socket, happened
         address = f"inproc://zstrat.monitor.{next(_NUMBERS)}"
         events = 0
-        for each in happenings:
+        for each in kinds:
             events |= int(each.value)
         socket.monitor(address, events)
         listener = socket.context.socket(zmq.PAIR)
@@ -276,7 +276,7 @@ class Sockets(Protocol):
     def monitor(
         self,
         socket: Any,
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> Monitor: ...
 

@@ -185,7 +185,7 @@ async def _agree(
     mapped = [False] * size
     if memory is not None:
         mapped = memory.reach(rank, generation.members)
-    said = await told(generation, FORMING, np.packbits(mapped).tobytes(), timeout)
+    said = await exchange(generation, FORMING, np.packbits(mapped).tobytes(), timeout)
     bits = np.frombuffer(b"".join(said), np.uint8).reshape(size, -1)
     reached = np.unpackbits(bits, axis=1, count=size).astype(bool).tolist()
     if memory is None or not all(reached[each][each] for each in range(size)):
@@ -232,7 +232,7 @@ _MEETING: Final = 2.0
 so much, each time that a generation is formed."""
 
 
-async def told(
+async def exchange(
     generation: Generation, key: int, word: bytes, timeout: float
 ) -> Sequence[bytes]:
     """What every rank says in answer to the question ``key``, all in as many bytes, in
@@ -254,8 +254,8 @@ async def told(
 async def all_agree(
     generation: Generation, key: int, has: bool, timeout: float
 ) -> bool:
-    """Whether all ranks say yes. Raises, cancellation: as `told`."""
-    return b"\0" not in await told(generation, key, bytes([has]), timeout)
+    """Whether all ranks say yes. Raises, cancellation: as `exchange`."""
+    return b"\0" not in await exchange(generation, key, bytes([has]), timeout)
 
 
 async def connect_data(
@@ -270,7 +270,7 @@ async def connect_data(
     ends well: a firewall that lets only the port of the task through is found out here,
     and all goes by the messages of links then.
 
-    Raises, cancellation: as `told`; no connection is left.
+    Raises, cancellation: as `exchange`; no connection is left.
     """
     if not 1 < generation.size <= DataConnections.MOST:
         return None
@@ -279,7 +279,7 @@ async def connect_data(
         place = _PLACE.pack(0, b"")
         if connections is not None:
             place = _PLACE.pack(connections.port, connections.credential)
-        said = await told(generation, _PORTS, place, timeout)
+        said = await exchange(generation, _PORTS, place, timeout)
         places = [_PLACE.unpack(each) for each in said]
         if connections is None or not all(port for port, _ in places):
             return None
@@ -294,7 +294,7 @@ async def connect_data(
         for rank in others:
             connections.admit(rank, places[rank][1])
         # Whoever is not admitted yet is refused for good.
-        await told(generation, _ADMITTED, b"\1", timeout)
+        await exchange(generation, _ADMITTED, b"\1", timeout)
         ports = {rank: places[rank] for rank in others}
         is_ready = await _connected(connections, generation, ports)
         is_ready = is_ready and await _have_met(engine, generation)

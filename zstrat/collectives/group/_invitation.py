@@ -38,6 +38,7 @@ class Invitation:
     seats: tuple[GroupSeat, ...]
     seat: GroupSeat
     timeout: float
+    rendezvous_timeout: float
     transport: str
     bytes_per_pack: int
     bind: str
@@ -57,7 +58,7 @@ class Invitation:
         Raises:
             ValueError: The table of algorithms cannot be read.
         """
-        return self._wanted(self.seats, 0, self.timeout)
+        return self._wanted(self.seats, 0, self.rendezvous_timeout)
 
     def again(
         self,
@@ -87,8 +88,8 @@ class Invitation:
         else:
             seats = seats_of(self.resolver, self.tasks if tasks is None else tasks)
             own_seat(self.resolver, seats)
-        timeout = positive("timeout", timeout, self.timeout)
-        return self._wanted(seats, generation + 1, timeout)
+        seconds = positive("timeout", timeout, self.rendezvous_timeout)
+        return self._wanted(seats, generation + 1, seconds)
 
     def _wanted(
         self, seats: tuple[GroupSeat, ...], generation: int, timeout: float

@@ -29,7 +29,7 @@ from ._watch import VIEWERS, RunWatch
 if TYPE_CHECKING:
     from zstrat.config import Settings
 
-    from ._exposition import Told
+    from ._exposition import TaskStatistics
     from ._register import RegisterEntry
 
 _BINDING: Final = 10.0
@@ -208,7 +208,7 @@ class HealthServer:
         except RuntimeError:  # its loop was closed meanwhile
             return True, "it has ended"
 
-    async def _told(self, registered: RegisterEntry) -> Told | None:
+    async def _statistics(self, registered: RegisterEntry) -> TaskStatistics | None:
         """What hangs, or has ended, tells nothing, and /healthz says so."""
         try:
             return registered.name, await registered.statistics(self._timeout)
@@ -217,10 +217,12 @@ class HealthServer:
 
     async def _metrics(self, accept: str) -> HttpAnswer:
         # Together: a scraper waits no longer for several that hang than for one.
-        found = await asyncio.gather(*map(self._told, REGISTER.present()))
-        told = [each for each in found if each is not None]
+        found = await asyncio.gather(*map(self._statistics, REGISTER.present()))
+        tasks = [each for each in found if each is not None]
         try:
-            return HttpAnswer(200, *exposition(told, accept, names=self._http.is_local))
+            return HttpAnswer(
+                200, *exposition(tasks, accept, names=self._http.is_local)
+            )
         except ImportError as error:
             return HttpAnswer(501, str(error))
 
@@ -353,7 +355,7 @@ def dashboard(
     return _serve(place, Timeouts().liveness, token, has_page=True)
 
 
-def serve_as_told(settings: Settings) -> None:
+def serve_from_settings(settings: Settings) -> None:
     """Serves it where ``settings.http`` says, unless this process does already.
 
     Raises:
