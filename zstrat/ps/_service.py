@@ -171,7 +171,7 @@ class PsService:
             tell=tell,
             connect=connect,
             patience=settings.timeouts.connect,
-            silence=settings.timeouts.patience,
+            silence=settings.timeouts.liveness,
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)

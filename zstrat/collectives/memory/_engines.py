@@ -341,9 +341,9 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     return hosts
 
 
-def host_memory(lane: str) -> SharedMemory | None:
+def host_memory(transport: str) -> SharedMemory | None:
     """What this rank shares with ranks of its host, None where all goes by messages."""
-    if lane not in ("auto", "shm") or not IS_AVAILABLE:
+    if transport not in ("auto", "shm") or not IS_AVAILABLE:
         return None
     try:
         return SharedMemory()

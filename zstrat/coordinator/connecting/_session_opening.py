@@ -18,7 +18,7 @@ from zstrat.coordinator._cluster import Cluster
 from zstrat.coordinator._servers import session_of
 from zstrat.coordinator._session import ClusterSession
 from zstrat.transport import Portal, new_incarnation, program_name
-from zstrat.transport.health import register, serve_as_told
+from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
 from ._arrival import probe
@@ -191,7 +191,7 @@ def _opened(
         BusyError: One of them has something unfinished.
         ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
     """
-    serve_as_told(settings)
+    serve_from_settings(settings)
     claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)

@@ -18,7 +18,7 @@ from zstrat.errors import (
     ZstratError,
     to_wire,
 )
-from zstrat.transport import Seldom
+from zstrat.transport import RateLimit
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class AnsweredReports:
         self._take = take
         self._answering: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(MAX_GREETED)
-        self._seldom = Seldom(time.monotonic)
+        self._rate_limit = RateLimit(time.monotonic)
 
     def accept(self, are_wished: bool) -> None:
         """The program takes such workers from now on, or none any more."""
@@ -93,16 +93,16 @@ class AnsweredReports:
         try:
             answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            if self._seldom.may_say():
+            if self._rate_limit.may_log():
                 words = "no worker at %.80r: %s (%d so far)"
-                log.warning(words, message.address, error, self._seldom.count)
+                log.warning(words, message.address, error, self._rate_limit.count)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_log_error)
 
     async def _taken(self, message: WorkerReported) -> int:
         address, task_number = message.address, message.index
-        timeout = PART_OF_TIMEOUT * max(0.0, message.patience)
+        timeout = PART_OF_TIMEOUT * max(0.0, message.timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout, UNDECIDED_SECONDS)):
                 await self._said.wait()

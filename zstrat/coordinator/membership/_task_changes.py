@@ -10,7 +10,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.transport import check_address, check_told, warn_of_blocking
+from zstrat.transport import check_address, check_reachable, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -47,7 +47,7 @@ def require_reachable(address: str, what: str) -> None:
     """
     try:
         if isinstance(address, str):
-            return check_told(address)
+            return check_reachable(address)
     except ValueError:
         pass
     raise ValueError(

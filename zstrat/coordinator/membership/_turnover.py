@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, ClosedError
-from zstrat.transport import check_address, check_told
+from zstrat.transport import check_address, check_reachable
 
 from ._membership import (
     AdmitWorker,
@@ -182,7 +182,7 @@ class Turnover:
 
         Cancellation: it is not taken in, unless it was there before.
         """
-        check_told(address)
+        check_reachable(address)
         deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
         async with self._lock:
             if task_number < 0:

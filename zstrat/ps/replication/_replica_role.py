@@ -144,7 +144,7 @@ class ReplicaRole:
             return False
         # Within that time a program that lives, and is only not heard here, has one of
         # the two go on alone, and the other one hears it from that.
-        return self.parted_at - lost_at >= timeouts.patience + timeouts.reconnect
+        return self.parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
 
     def owner_changed(self, lost_at: float | None, timeouts: Timeouts) -> None:
         """Another program is here. If it is lost before it gives an order, all is as it
