@@ -31,7 +31,7 @@ from ._fences import Fences
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
-    HailedTask,
+    ProbedTask,
     SessionMaker,
     SessionOptions,
     StoreDirectory,
@@ -333,7 +333,7 @@ class Cluster:
         """Task number to address."""
         return self.membership.addresses
 
-    def backups(self) -> list[HailedTask]:
+    def backups(self) -> list[ProbedTask]:
         """A way to each second copy that has all, to ask it what it does."""
         return [] if self.replication is None else self.replication.backups()
 

@@ -31,7 +31,7 @@ from zstrat.wire import (
     UpdateOp,
 )
 
-from .connecting import HailedTask
+from .connecting import ProbedTask
 from .recovery import entry_of
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    server = HailedTask("ps", 0, address, make_link)
+    server = ProbedTask("ps", 0, address, make_link)
     server.start()
     try:
         await server.wait_ready(deadline)

@@ -92,7 +92,7 @@ class ClusterChanges:
             if away and draw() < 0.6:
                 await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
             elif draw() < 0.2:
-                await moves.level(PS_WAIT)
+                await moves.rebalance(PS_WAIT)
             else:
                 address = present[int(draw() * len(present))]
                 await moves.vacate(address, 0.3 + 5.0 * draw())

@@ -61,7 +61,7 @@ class SessionRequest:
         self._opening = self._reopening = opening
         # A task that was in the session has it still, or has lost it for good.
         if isinstance(opening, JoinSession):
-            self._reopening = replace(opening, patience=0.0)
+            self._reopening = replace(opening, timeout=0.0)
         self._turn, self._notice, self._on_answer = turn, notice, on_answer
         self._close_messages: Sequence[CloseSession] = ()
         """What the task is told before it is asked in."""

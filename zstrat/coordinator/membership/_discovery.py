@@ -27,7 +27,7 @@ from zstrat.errors import (
     ZstratError,
     to_wire,
 )
-from zstrat.transport import Seldom
+from zstrat.transport import RateLimit
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ReportedWorkers:
         self._is_accepting, self._decided = False, asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_GREETED)
-        self._log_limit = Seldom(time.monotonic)
+        self._rate_limit = RateLimit(time.monotonic)
 
     def accept(self, is_accepting: bool) -> None:
         """Takes such workers from now on, or refuses them."""
@@ -209,16 +209,16 @@ class ReportedWorkers:
         try:
             answer = AnswerReport(session, report, await self._join_worker(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            if self._log_limit.may_say():
+            if self._rate_limit.may_log():
                 words = "no worker at %.80r: %s (%d so far)"
-                log.warning(words, message.address, error, self._log_limit.count)
+                log.warning(words, message.address, error, self._rate_limit.count)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_log_error)
 
     async def _join_worker(self, message: WorkerReported) -> int:
         address, task_number = message.address, message.index
-        timeout = PART_OF_TIMEOUT * max(0.0, message.patience)
+        timeout = PART_OF_TIMEOUT * max(0.0, message.timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout, UNDECIDED_SECONDS)):
                 await self._decided.wait()

@@ -10,7 +10,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.transport import check_address, check_told, warn_of_blocking
+from zstrat.transport import check_address, check_reachable, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -47,7 +47,7 @@ def require_reachable(address: str, what: str) -> None:
     """
     try:
         if isinstance(address, str):
-            return check_told(address)
+            return check_reachable(address)
     except ValueError:
         pass
     raise ValueError(
@@ -340,7 +340,7 @@ class StoreServers:
         work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
-    def level(self) -> None:
+    def rebalance(self) -> None:
         """Moves stores while training continues until no ps serves two more than
         another; blocks until they have moved. After a failover a ps may serve several,
         as stores do not move back by themselves.
@@ -350,15 +350,15 @@ class StoreServers:
             UnavailableError: A store could not move; says why.
             PSUnavailableError: A ps is lost.
         """
-        warn_of_blocking("strategy.parameter_servers.level_async()")
-        self._session.run(self._levelling(), "levelling", math.inf)
+        warn_of_blocking("strategy.parameter_servers.rebalance_async()")
+        self._session.run(self._rebalancing(), "rebalancing", math.inf)
 
-    async def level_async(self) -> None:
-        """Awaitable `level`. Cancellation: stores that have moved stay there."""
-        await self._session.run_async(self._levelling(), "levelling")
+    async def rebalance_async(self) -> None:
+        """Awaitable `rebalance`. Cancellation: stores that have moved stay there."""
+        await self._session.run_async(self._rebalancing(), "rebalancing")
 
-    def _levelling(self) -> Coroutine[Any, Any, None]:
-        return self._session.cluster.moves.level(
+    def _rebalancing(self) -> Coroutine[Any, Any, None]:
+        return self._session.cluster.moves.rebalance(
             self._session.settings.timeouts.connect
         )
 

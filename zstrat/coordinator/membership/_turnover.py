@@ -18,7 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, ClosedError
-from zstrat.transport import check_address, check_told
+from zstrat.transport import check_address, check_reachable
 
 from ._discovery import ReportedWorkers, ResolverWatch
 from ._membership import (
@@ -188,7 +188,7 @@ class Turnover:
 
         Cancellation: the worker is not added, unless it had joined before.
         """
-        check_told(address)
+        check_reachable(address)
         deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
         async with self._lock:
             if task_number < 0:

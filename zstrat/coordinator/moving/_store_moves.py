@@ -22,7 +22,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 
-from ._levelling import leaving, levelled
+from ._rebalancing import plan_drain, plan_rebalance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -118,10 +118,10 @@ class StoreMoves:
                 raise
             self._addresses[number], self._numbers[address] = address, number
             log.info("%s at %s: the program has added it", process.name, address)
-            await self._level(replication)
+            await self._rebalance(replication)
         return number
 
-    async def level(self, timeout: float) -> None:
+    async def rebalance(self, timeout: float) -> None:
         """Has those that serve two stores more than another one give some to it.
 
         Raises:
@@ -133,7 +133,7 @@ class StoreMoves:
         """
         async with self._changing:
             deadline = asyncio.get_running_loop().time() + timeout
-            await self._level(await self._watched(deadline))
+            await self._rebalance(await self._watched(deadline))
 
     async def vacate(self, address: str, timeout: float | None) -> None:
         """Has others serve all stores of a process, and lets it go.
@@ -286,11 +286,11 @@ class StoreMoves:
                 f"ps are there, and {least} have to be{copies}; add one first"
             )
 
-    async def _level(self, replication: Replication) -> None:
+    async def _rebalance(self, replication: Replication) -> None:
         placement = replication.placement
         serving = [store.primary.process for store in placement.stores]
         present = [each.place for each in _present(replication)]
-        for store, target in levelled(serving, present):
+        for store, target in plan_rebalance(serving, present):
             await self._move(replication, store, target)
             if placement.stores[store].primary.process != target:
                 there = replication.processes[target]
@@ -330,7 +330,7 @@ class StoreMoves:
             if store.backup is not None and store.is_paired
         }
         serving = [store.primary.process for store in stores]
-        store, target = leaving(serving, backups, me, others or [me])[0]
+        store, target = plan_drain(serving, backups, me, others or [me])[0]
         untried = [each for each in others if (store, each) not in tried]
         if not untried:
             raise UnavailableError(
