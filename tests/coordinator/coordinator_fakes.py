@@ -394,7 +394,7 @@ class World:
             request=20.0,
             reconnect=self.reconnect,
             turn=turn,
-            patience=patience,
+            liveness=patience,
         )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = connect_session(self.spec, settings, make_link=self.make_link)

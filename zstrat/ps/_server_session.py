@@ -155,7 +155,7 @@ class ServerSession:
         """Keeps what was inherited for the coordinator that had it, and for nobody
         else, as long as for one whose connection has broken just now."""
         self._ownership.inherit(owner)
-        grace = self._timeouts.patience + self._timeouts.reconnect
+        grace = self._timeouts.liveness + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
     def _require_alone(self, asked: OpenSession) -> None:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.wire import ArraySpec, Owner, Sink
 
-    from .handover._handover import LeftStore
+    from .handover._handover import HandedOverStore
     from .replication._log_link import Connect
 
 log = logging.getLogger("zstrat.ps")
@@ -129,7 +129,7 @@ class PsService:
         make_thread: MakeThread = ComputeThread,
         keeps_state: bool = False,
         tells: bool = False,
-        inherited: LeftStore | None = None,
+        inherited: HandedOverStore | None = None,
     ) -> None:
         self._settings = settings
         self._task = task

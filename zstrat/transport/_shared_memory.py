@@ -34,7 +34,7 @@ from zstrat.wire import Offer
 from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
-from ._seldom import Seldom
+from ._rate_limit import RateLimit
 from ._traffic import SHARED
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
-_SELDOM: Final = Seldom(time.monotonic)
+_RATE_LIMIT: Final = RateLimit(time.monotonic)
 
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
@@ -272,12 +272,12 @@ def _check(file: int, capacity: int) -> None:
         raise OSError("its size is not sealed")
 
 
-class SharedLane:
+class ShmChannel:
     """The arenas of one connection: ours, made when there is a use for it, and the
     peer's.
 
-    Implements `zstrat.wire.connection._lane.SharedMemoryLane`, where the methods are
-    explained. Arenas that cannot be had are no error: bodies go by socket then.
+    Implements `zstrat.wire.connection._channel.SharedMemoryChannel`, which documents
+    the methods. An arena that cannot be created is not an error: bodies go by socket.
     """
 
     def __init__(self, me: Hello) -> None:
@@ -297,7 +297,7 @@ class SharedLane:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            if _SELDOM.may_say():
+            if _RATE_LIMIT.may_log():
                 _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
@@ -319,7 +319,7 @@ class SharedLane:
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            if _SELDOM.may_say():
+            if _RATE_LIMIT.may_log():
                 _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
             return b""
         return self._mapping.proof
@@ -375,6 +375,6 @@ class SharedLane:
             self._arena = None
 
 
-def lane_of(settings: Settings, me: Hello) -> SharedLane | None:
+def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
     """The shared memory of a connection, unless the user chose sockets."""
-    return SharedLane(me) if settings.lane in ("auto", "shm") else None
+    return ShmChannel(me) if settings.transport in ("auto", "shm") else None

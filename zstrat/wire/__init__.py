@@ -50,12 +50,12 @@ from ._messages import Message as Message
 from ._replication_messages import AskCopies as AskCopies
 from ._replication_messages import AttachBackup as AttachBackup
 from ._replication_messages import BackupLost as BackupLost
-from ._replication_messages import CopiesTold as CopiesTold
+from ._replication_messages import CopiesReport as CopiesReport
 from ._replication_messages import DetachBackup as DetachBackup
 from ._replication_messages import DropStore as DropStore
 from ._replication_messages import HostStore as HostStore
-from ._replication_messages import LeftCopy as LeftCopy
 from ._replication_messages import MoveServer as MoveServer
+from ._replication_messages import OrphanedCopy as OrphanedCopy
 from ._replication_messages import PromoteBackup as PromoteBackup
 from ._replication_messages import StoreHosted as StoreHosted
 from ._schema import Arrays as Arrays

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 19
+PROTOCOL: Final = 20
 """Version of the protocol; HELLO refuses any other."""
 
 

@@ -128,21 +128,21 @@ class JoinSession:
     """A worker that runs a program of its own asks a ps for the session of the program
     that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
     any whose coordinator is there) and all these variables and optimizers are in it;
-    refused if another one is there in place of one of them, or after ``patience``
+    refused if another one is there in place of one of them, or after ``timeout``
     seconds."""
 
     kind: ClassVar = 19
     session: int
     variables: list[Awaited]
     optimizers: list[AwaitedOptimizer]
-    patience: float
+    timeout: float
 
 
 @message
 class ReportWorker:
     """A worker that no program knows reports itself to a parameter server, which passes
     it on to the program whose session it serves. Answered by `AnswerReport` when it is
-    in that session; refused by that program, or after ``patience`` seconds.
+    in that session; refused by that program, or after ``timeout`` seconds.
 
     ``address``: where it is to be reached. ``index`` is its number, and -1 that of a
     worker which asks for one and serves nobody yet.
@@ -151,7 +151,7 @@ class ReportWorker:
     kind: ClassVar = 111
     address: str
     index: int
-    patience: float
+    timeout: float
 
 
 @message
@@ -164,7 +164,7 @@ class WorkerReported:
     report: int
     address: str
     index: int
-    patience: float
+    timeout: float
 
 
 @message

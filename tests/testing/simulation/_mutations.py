@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
-from zstrat.coordinator.unthreaded import cut_of
+from zstrat.coordinator.parts import cut_of
 from zstrat.errors import NotPrimaryError
 from zstrat.ps import StoreRole
 from zstrat.wire import (
@@ -302,7 +302,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         )
     },
     "two copies part when a program goes on": {
-        "zstrat.coordinator.replication._succession._pair": _no_pair
+        "zstrat.coordinator.replication._successors._pair": _no_pair
     },
     "a server that comes later is of another session": {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (

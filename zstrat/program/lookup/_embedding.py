@@ -255,11 +255,11 @@ def _require_alike(
         )
     heights = [shape[0] for shape in shapes]
     rows, count = sum(heights), len(heights)
-    dealt = [-(-(rows - n) // count) for n in range(count)]
-    if layout is TableLayout.MOD and heights != dealt:
+    expected = [-(-(rows - n) // count) for n in range(count)]
+    if layout is TableLayout.MOD and heights != expected:
         raise ValueError(
-            f"partition_strategy='mod' deals {rows} rows out in turn, {dealt} to the "
-            f"parts; these have {heights}"
+            f"partition_strategy='mod' distributes {rows} rows in turn, {expected} to "
+            f"the parts; these have {heights}"
         )
 
 

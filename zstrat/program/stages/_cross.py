@@ -1,4 +1,4 @@
-"""What processes do together in a step: a mark in the traced program, where it is cut.
+"""Collectives between processes in a step: equations at which the program is cut.
 
 A step of several processes is traced as one program, in which each collective between
 them is one equation of a primitive of ours. Nothing compiles that equation: the program
@@ -99,9 +99,9 @@ class CrossKind(enum.Enum):
 class Channel:
     """The processes of a strategy, as traced programs know them.
 
-    The collective behind it may change (a group that is formed anew): ``mark`` is what
-    a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
-    `PROCESS` and that of the replicas, XLA carries out what steps do.
+    The collective behind it may change (a group that is formed anew): ``fingerprint``
+    is what a trace depends on. With a ``mesh`` of the devices of all processes, whose
+    axes are `PROCESS` and that of the replicas, XLA carries out what steps do.
 
     Calls that are to be carried out with options of their own go through a channel of
     their own (`under`), so they are one call with no others.
@@ -138,7 +138,7 @@ class Channel:
         return self.collective.size
 
     @property
-    def mark(self) -> tuple[int, int]:
+    def fingerprint(self) -> tuple[int, int]:
         """A program that was traced under another one is not used."""
         return self.rank, self.size
 

@@ -79,7 +79,7 @@ class StoreRole(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftStore:
+class HandedOverStore:
     """What a process has of one store.
 
     Args:
@@ -104,8 +104,8 @@ class Inherited(NamedTuple):
 
     incarnation: int
     owner: Owner
-    own: LeftStore
-    copies: Sequence[LeftStore] = ()
+    own: HandedOverStore
+    copies: Sequence[HandedOverStore] = ()
 
 
 @final
@@ -230,7 +230,7 @@ class Handover:
                 store = Store(OptimizerEngine(load_code), task=task, largest=largest)
                 restore(store, told["store"], state)
             role = StoreRole(told["role"])
-            stores.append(LeftStore(**{**told, "role": role, "store": store}))
+            stores.append(HandedOverStore(**{**told, "role": role, "store": store}))
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
         left = Inherited(incarnation, owner, stores[0], stores[1:])
         log.info(
@@ -244,7 +244,7 @@ class Handover:
         return left
 
 
-def _told(left: LeftStore, stores: StoreWriting) -> dict[str, Any]:
+def _told(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
     return {
         "number": left.number,
         "role": left.role.value,

@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import NotPrimaryError, StaleSessionError, UnavailableError
-from zstrat.ps.handover._handover import LeftStore, StoreRole
+from zstrat.ps.handover._handover import HandedOverStore, StoreRole
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
     DetachBackup,
     Done,
-    LeftCopy,
     Message,
+    OrphanedCopy,
     Owner,
     PromoteBackup,
 )
@@ -132,7 +132,7 @@ class ReplicaRole:
             turn,
             connect=connect,
             fill_timeout=timeouts.connect,
-            silence=timeouts.patience,
+            silence=timeouts.liveness,
             on_lost=self._backup_lost,
             on_replaced=self._step_aside,
         )
@@ -279,7 +279,7 @@ class ReplicaRole:
         assert self.backup is not None, "only a backup can be the third copy"
         self.backup.is_beside = True
 
-    def inherit(self, left: LeftStore) -> None:
+    def inherit(self, left: HandedOverStore) -> None:
         """Takes over what the process before has left, in its role: it serves only if
         no other process can have the store."""
         if self.backup is not None:
@@ -448,7 +448,7 @@ class ReplicaRole:
         # Within that time a program that is alive, and only not heard here, has one of
         # the two go on alone, and the other one is notified by that one.
         timeouts = self._timeouts
-        return self._parted_at - lost_at >= timeouts.patience + timeouts.reconnect
+        return self._parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
 
     @property
     def _has_any(self) -> bool:
@@ -469,7 +469,7 @@ class ReplicaRole:
             return self.backup.partner
         return 0 if self.is_replaced else self.backups.partner
 
-    def state_for_successor(self, number: int) -> LeftStore:
+    def state_for_successor(self, number: int) -> HandedOverStore:
         """What a silent process leaves of the store ``number``."""
         backup, role = self.backup, StoreRole.NOTHING
         if backup is not None and backup.is_whole and not backup.is_beside:
@@ -478,11 +478,11 @@ class ReplicaRole:
             # A primary that has no whole backup, and was not replaced, is the only one.
             role = StoreRole.PRIMARY if self.is_replaced else StoreRole.ALONE
         store = None if role is StoreRole.NOTHING else self._store
-        return LeftStore(number, role, self.view, store)
+        return HandedOverStore(number, role, self.view, store)
 
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
-    ) -> LeftCopy | None:
+    ) -> OrphanedCopy | None:
         """What a lost program has left here of the store ``number``, if anything.
 
         Args:
@@ -493,7 +493,7 @@ class ReplicaRole:
         if owner is None or not self._has_any:
             return None
         is_third = backup is not None and backup.is_beside
-        return LeftCopy(
+        return OrphanedCopy(
             number,
             0 if is_third else self.view,
             "",

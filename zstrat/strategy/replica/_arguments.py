@@ -78,7 +78,7 @@ def require_known(tree: Any) -> None:
             raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
 
 
-def dealt(tree: Any, replicas: int) -> Any:
+def distribute_rows(tree: Any, replicas: int) -> Any:
     """The pytree with what was drawn as a value per replica: its rows in order.
 
     Raises:

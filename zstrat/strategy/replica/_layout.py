@@ -82,7 +82,7 @@ class MeshLayout:
 
     def place_batch(self, batch: Any, *, is_fresh: bool = False) -> Any:
         """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
-        dealt out in order: replica i gets those from ``i * n`` on.
+        distributed in order: replica i gets those from ``i * n`` on.
 
         Args:
             is_fresh: As in `place`.
@@ -92,9 +92,9 @@ class MeshLayout:
         """
         if self.replicas == 1:
             return jax.tree.map(lambda array: self._put(array, is_fresh), batch)
-        return jax.tree.map(lambda array: self._dealt(array, is_fresh), batch)
+        return jax.tree.map(lambda array: self._distributed(array, is_fresh), batch)
 
-    def _dealt(self, array: Any, is_fresh: bool) -> PerReplica:
+    def _distributed(self, array: Any, is_fresh: bool) -> PerReplica:
         if is_known(array):
             return PerReplica.of_whole(self._put(array, is_fresh), self.replicas)
         return PerReplica(np.split(array, self.replicas))  # text stays here
