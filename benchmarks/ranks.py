@@ -85,9 +85,9 @@ def _gloo() -> System:
     rank, addresses = _place()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    meeting = f"tcp://{addresses[0]}"
+    rendezvous = f"tcp://{addresses[0]}"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=len(addresses)
+        "gloo", init_method=rendezvous, rank=rank, world_size=len(addresses)
     )
 
     def reduce(arrays: list[np.ndarray]) -> None:

@@ -47,7 +47,7 @@ class Timeouts:
     handover: float = 60.0
     """A parameter server with a state folder that is told to stop has so long to write
     what it holds; who uses it then waits as long for the process that goes on."""
-    leash: float = 300.0
+    launcher: float = 300.0
     """A daemon that a program has started on another machine ends if it has heard
     nothing of that program for so long. Longer than a person stops a program for."""
 
@@ -281,7 +281,7 @@ _DURATIONS: Final = {
     "ZSTRAT_CONNECT_TIMEOUT": "connect",
     "ZSTRAT_DRAIN": "drain",
     "ZSTRAT_HANDOVER": "handover",
-    "ZSTRAT_LEASH": "leash",
+    "ZSTRAT_LAUNCHER_TIMEOUT": "launcher",
     "ZSTRAT_LIVENESS": "liveness",
     "ZSTRAT_REQUEST": "request",
     "ZSTRAT_RESOLVE": "resolve",

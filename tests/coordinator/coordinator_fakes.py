@@ -42,7 +42,7 @@ from zstrat.wire import (
     BuildResource,
     CancelSteps,
     Captured,
-    ClockTold,
+    ClockTime,
     CloseSession,
     Completion,
     Completions,
@@ -114,7 +114,7 @@ class FakeTask:
             raise BusyError(f"{self.job}:{self.index} is busy")
         match message:
             case AskClock():
-                return ClockTold(self.now)
+                return ClockTime(self.now)
             case BeginCapture():
                 self.capturing.append(message)
                 return Done()

@@ -342,7 +342,7 @@ def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
     coordinator.join()
 
 
-def test_trouble_that_lasts_is_raised(world, monkeypatch):
+def test_failures_that_last_are_raised(world, monkeypatch):
     monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, -1)

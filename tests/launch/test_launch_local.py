@@ -160,8 +160,9 @@ def test_a_daemon_that_is_no_program(monkeypatch):
 
 
 def test_daemons_that_are_not_ready_in_time():
+    """On a busy machine the first may be ready before this process looks again."""
     hasty = Settings(timeouts=Timeouts(connect=0.001))
-    with pytest.raises(DeadlineExceededError, match=r"ps:0.*worker:0"):
+    with pytest.raises(DeadlineExceededError, match=r"(ps|worker):0"):
         LocalCluster(1, 1, settings=hasty)
 
 

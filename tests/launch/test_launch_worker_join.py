@@ -10,7 +10,7 @@ import pytest
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError
-from zstrat.launch import JoinPlace, Server, WorkerJoin
+from zstrat.launch import JoinAddresses, Server, WorkerJoin
 from zstrat.transport import Link, hello
 
 SETTINGS = Settings(timeouts=Timeouts(connect=0.1))
@@ -54,7 +54,7 @@ def server():
 
 @pytest.fixture
 def join(server):
-    return WorkerJoin(JoinPlace((server,), "127.0.0.1:1"), SETTINGS, 3)
+    return WorkerJoin(JoinAddresses((server,), "127.0.0.1:1"), SETTINGS, 3)
 
 
 async def test_a_worker_that_no_program_takes_ends(join):
@@ -89,7 +89,7 @@ async def test_where_one_server_is_away_the_next_is_asked(server, caplog, monkey
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"127.0.0.1:{nobody.getsockname()[1]}"
-        join = WorkerJoin(JoinPlace((away, server), "127.0.0.1:1"), settings, 3)
+        join = WorkerJoin(JoinAddresses((away, server), "127.0.0.1:1"), settings, 3)
         asking = asyncio.create_task(join.number())
         await waits.said.wait()
         asking.cancel()

@@ -176,7 +176,7 @@ def test_a_server_that_is_added_again_serves_though_it_hears_the_goodbye_late(re
         assert servers.add(address, 0) == 0
         with pytest.raises(StaleSessionError):
             run(asked(address, goodbye))
-        servers.level()
+        servers.rebalance()
         training.train(20)
         training.check()
 

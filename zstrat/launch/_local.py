@@ -173,11 +173,11 @@ class LocalCluster(StartedTasks[Child]):
         """
         child = self._task(task)
         child.signal(signal.SIGTERM)
-        patience = 2 * self._settings.timeouts.drain
-        code = child.wait(time.monotonic() + patience)
+        timeout = 2 * self._settings.timeouts.drain
+        code = child.wait(time.monotonic() + timeout)
         if code is None:
             raise DeadlineExceededError(
-                f"{task} did not end in {patience:g}s; {child.tail()}"
+                f"{task} did not end in {timeout:g}s; {child.tail()}"
             )
         return code
 

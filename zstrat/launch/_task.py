@@ -43,8 +43,8 @@ SERVED = (Job.PS, Job.WORKER)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskPlace:
-    """Which task this is, and the address that it binds."""
+class TaskAddress:
+    """Job and index of a task, and the address that it binds."""
 
     job: str
     index: int
@@ -61,7 +61,7 @@ class Task:
 
     def __init__(
         self,
-        place: TaskPlace,
+        place: TaskAddress,
         settings: Settings,
         incarnation: int | None = None,
         *,
@@ -154,7 +154,7 @@ class Task:
 
         Returns whether everything was finished in time.
         """
-        patience = longest = self._settings.timeouts.drain
+        drain = longest = self._settings.timeouts.drain
         if self._ps is not None and self._settings.state is not None:
             longest += self._settings.timeouts.handover
         drained = False
@@ -177,7 +177,7 @@ class Task:
             else:
                 await self._endpoint.close()
         if not drained:
-            log.warning("not everything was done in %gs", patience)
+            log.warning("not everything was done in %gs", drain)
         return drained
 
     def readiness(self) -> str:
@@ -285,7 +285,7 @@ def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
 
 
 @contextlib.asynccontextmanager
-async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
+async def serve(place: TaskAddress, settings: Settings) -> AsyncIterator[Task]:
     """Serves one task: bound on entry, drained and closed on exit.
 
     Raises:

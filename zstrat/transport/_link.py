@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
-_LAST_WORDS: Final = 0.01
+_LAST_READ_SECONDS: Final = 0.01
 """Seconds in which what arrived before the end of a connection can still be read."""
 
 Reply = asyncio.Future[Message]
@@ -343,7 +343,7 @@ class Link:
             case EventKind.BROKEN:
                 # Said before the last message can be read, which may be the goodbye.
                 if self._outlet is not None:
-                    self._loop.call_later(_LAST_WORDS, self._broke, self._outlet)
+                    self._loop.call_later(_LAST_READ_SECONDS, self._broke, self._outlet)
             case EventKind.UNAUTHORISED:
                 assert self._security is not None
                 self._opening.refuse(self._security.denied(self._target))

@@ -1,7 +1,7 @@
 """Bodies between processes of one host, through memory that both have mapped.
 
 The sender of a body copies it into its *arena*, an anonymous memory file that the
-receiver has mapped read-only, and says where it lies; the receiver uses it in place and
+receiver has mapped read-only, and says where it is; the receiver uses it in place and
 says when its arrays are gone. One copy at memory speed stands for two through the
 kernel, and nothing has a name in a file system: when both processes are dead, however
 they died, the memory is gone.
@@ -58,7 +58,7 @@ _WORD: Final = 16
 _BATCH: Final = 4096
 """Releases in one message: they fit the header by far."""
 _RELEASED: Final = 4
-"""Small bodies that may lie unread in the peer's memory before a message says so: a
+"""Small bodies that may be unread in the peer's memory before a message says so: a
 message for each would cost more than it frees."""
 _LARGE: Final = 2**20
 """Bytes. The peer takes fresh memory for its next body while one so large is not known
@@ -256,7 +256,7 @@ class Mapping:
         the last array in it is gone.
 
         Raises:
-            ValueError: It does not lie within the arena.
+            ValueError: It is not within the arena.
         """
         # The first page has the word and the proof.
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:

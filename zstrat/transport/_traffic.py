@@ -21,7 +21,7 @@ SOCKET: Final = TransportTraffic()
 _DIRECT: Final = TransportTraffic()
 """The same, by threads that drive sockets themselves."""
 SHARED: Final = TransportTraffic()
-"""Bodies that lie in shared memory."""
+"""Bodies in shared memory."""
 
 _lock: Final = threading.Lock()
 

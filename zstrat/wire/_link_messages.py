@@ -106,7 +106,7 @@ class Mapped:
 
 @message
 class Placed:
-    """The body of the message announced before lies in the sender's memory."""
+    """The body of the message announced before is in the sender's memory."""
 
     kind: ClassVar = 12
     stream: int

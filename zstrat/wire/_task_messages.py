@@ -195,14 +195,14 @@ class CloseSession:
 
 @message
 class AskClock:
-    """What does your clock say? Answered by `ClockTold` at once."""
+    """What does your clock say? Answered by `ClockTime` at once."""
 
     kind: ClassVar = 106
     session: int
 
 
 @message
-class ClockTold:
+class ClockTime:
     """Seconds, by the clock that only goes forward of the process that answers."""
 
     kind: ClassVar = 107
@@ -233,7 +233,7 @@ class EndCapture:
 @message
 class Captured:
     """The spans: steps (int64 [n]), places in ``phases`` (uint8 [n]), begins and ends
-    (float64 [2, n], seconds by the clock of `ClockTold`); and times, bytes that the
+    (float64 [2, n], seconds by the clock of `ClockTime`); and times, bytes that the
     process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
     spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
     none. If there is one, there are three more arrays, of its events: numbers of rows
@@ -262,7 +262,7 @@ TaskMessage = (
     | WorkerReported
     | AnswerReport
     | AskClock
-    | ClockTold
+    | ClockTime
     | BeginCapture
     | EndCapture
     | Captured

@@ -272,7 +272,7 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            home=partial(Direct, asking, self._clock),
+            storage=partial(Direct, asking, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             limits=self._settings.limits,

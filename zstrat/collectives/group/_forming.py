@@ -227,7 +227,7 @@ _PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
 _PLACE: Final = struct.Struct("<H40s")
 """Port and credential; a port of 0: there are none."""
 
-_MEETING: Final = 2.0
+_BARRIER_TIMEOUT: Final = 2.0
 """Seconds in which the first messages have to come. A firewall that drops them costs
 so much, each time that a generation is formed."""
 
@@ -300,7 +300,7 @@ async def connect_data(
         is_ready = is_ready and await _have_met(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
         # Others may have waited so long for a word that they will not get.
-        if await all_agree(generation, _MET, is_ready, timeout + _MEETING):
+        if await all_agree(generation, _MET, is_ready, timeout + _BARRIER_TIMEOUT):
             connections = None  # the engine's
             return engine
         log.info("%s: its ranks cannot reach each other's data port", generation.title)
@@ -345,17 +345,17 @@ async def _connected(
 async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
     """Whether something of every rank has come to this one."""
     # An algorithm by which all send to all, so that it takes every connection.
-    call = _gathering(generation, _MET, b"\1", _MEETING, "direct")
-    meeting = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
+    call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")
+    barrier = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
     try:
-        await asyncio.shield(meeting)
+        await asyncio.shield(barrier)
     except (Overdue, ConnectionEnded):
         return False
     except asyncio.CancelledError:
         # Until the thread is through, nobody else may touch the connections.
         engine.abort(ClosedError("the group was not formed"))
         with suppress(ClosedError):
-            await meeting
+            await barrier
         raise
     return True
 

@@ -27,7 +27,7 @@ MAX_CHANNEL_BYTES: Final = 64 * 2**20
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
-    """Whether the body of these arrays may lie in shared memory."""
+    """Whether the body of these arrays may be in shared memory."""
     return sum([spec.nbytes for spec in specs]) > MIN_CHANNEL_BYTES
 
 
@@ -62,7 +62,7 @@ class SharedMemoryChannel(Protocol):
         some."""
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
-        """The body in the peer's memory, read-only; None if it cannot lie there."""
+        """The body in the peer's memory, read-only; None if it cannot be there."""
 
     def released(self, offsets: Sequence[int]) -> None:
         """The peer does not read these bodies of ours any more."""

@@ -1,7 +1,7 @@
 """The ordered half of what arrives: messages in the order of their numbers, and bodies.
 
 A message whose header announces arrays that are not in its frames waits here for them,
-one at a time: they come in chunks, or lie in memory that the peer shares. What arrived
+one at a time: they come in chunks, or are in memory that the peer shares. What arrived
 whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
 for the credits that the peer gets back. What a peer sends that does not read what waits
 for it is kept unread in its `Backlog`.
@@ -145,7 +145,7 @@ class Inbox:
         return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
-        """The body lies in memory that the peer shares with us."""
+        """The body is in memory that the peer shares with us."""
         placed = decode_header(place, self._limits).build(())
         if not isinstance(placed, Placed):
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")

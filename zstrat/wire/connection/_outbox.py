@@ -162,7 +162,7 @@ class Outbox:
         raws: Sequence[np.ndarray],
         total: int,
     ) -> bool:
-        """Queues a message whose body lies in our memory; False if it is full."""
+        """Queues a message whose body is in our memory; False if it is full."""
         nbytes = sum([aligned(raw.nbytes) for raw in raws])
         offset, copying = None, None
         if total <= MAX_CHANNEL_BYTES:
