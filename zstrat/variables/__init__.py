@@ -61,8 +61,6 @@ from ._table import Table as Table
 from ._table import TableLayout as TableLayout
 from ._table import absent as absent
 from ._table import reaching as reaching
-from ._tracing import KeepsCopies as KeepsCopies
-from ._tracing import TraceRecorder as TraceRecorder
 from ._tracing import VariableUse as VariableUse
 from ._tracing import is_staging as is_staging
 from ._tracing import note_use as note_use
@@ -89,7 +87,7 @@ from ._variable import stand_in as stand_in
 from ._variable import unbound as unbound
 from .gradients._gradient_call import Binds as Binds
 from .gradients._gradient_call import GradientCall as GradientCall
-from .gradients._gradient_call import UpdateRecorder as UpdateRecorder
+from .gradients._gradient_call import TraceRecorder as TraceRecorder
 from .gradients._gradient_call import VariableUpdate as VariableUpdate
 from .gradients._gradient_call import encoded as encoded
 from .gradients._gradient_call import require_servers as require_servers

@@ -27,21 +27,18 @@ from ._rows import read_rows, read_rows_async, row_updates
 from ._storage import update_all, update_all_async
 from ._table import Table
 from ._tracing import (
-    RunsWithValues,
-    TraceRecorder,
     VariableUse,
     note_use,
     recorder,
     refuse_read,
     refuse_update,
 )
-from .gradients._gradient_call import VariableUpdate
+from .gradients._gradient_call import TraceRecorder, VariableUpdate
 
 if TYPE_CHECKING:
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from ._storage import StorageUpdate, VariableHandle
     from ._table import IndexedSlices
-    from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 
 
@@ -173,7 +170,7 @@ class AbstractVariable(ArrayOperators):
         """
         current = recorder.get()
         if current is not None:
-            if isinstance(current, RunsWithValues) and current.has_values:
+            if current.has_values:
                 value = self.value()
                 if not isinstance(value, jax.core.Tracer):  # of jax.jit and the like
                     return np.asarray(value)
@@ -446,7 +443,7 @@ class AbstractVariable(ArrayOperators):
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -457,7 +454,7 @@ class AbstractVariable(ArrayOperators):
 
     def _record_rows(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None = None,

@@ -23,7 +23,7 @@ from zstrat.initializers import Initializer, Sliced
 from . import _convert
 from ._operators import ArrayOperators
 from ._spec import VariableAggregation, VariableSynchronization
-from ._tracing import RunsWithValues, recorder
+from ._tracing import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,9 +217,7 @@ def check(request: VariableRequest) -> None:
         ValueError: A step is being traced, or a member of an enum is none.
     """
     current = recorder.get()
-    if current is not None and not (
-        isinstance(current, RunsWithValues) and current.may_create
-    ):
+    if current is not None and not current.may_create:
         raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "
             "variables before it, in strategy.scope(), and use them in its body. (It "

@@ -23,7 +23,7 @@ from ._abstract import AbstractVariable
 from ._spec import ComponentRows, VariableSpec
 from ._storage import read_all, read_all_async, read_parts
 from ._table import Table, select
-from ._tracing import TraceRecorder, recorder, refuse_read
+from ._tracing import recorder, refuse_read
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from ._storage import StorageUpdate
     from ._table import IndexedSlices
+    from .gradients._gradient_call import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
 

@@ -17,43 +17,17 @@ from __future__ import annotations
 
 import enum
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from .gradients._gradient_call import UpdateRecorder
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ._spec import VariableSpec
-    from ._storage import VariableHandle
-    from ._table import Table
-    from .gradients._gradient_call import GradientCall
-
-
-class TraceRecorder(UpdateRecorder, Protocol):
-    """What the trace of a step function does with the variables that it meets."""
-
-    def read(self, variable: VariableHandle) -> jax.Array:
-        """The value as the trace sees it, writes of the same step included."""
-        ...
-
-    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        """The rows of a table, ``ids.shape + row``; ``ids`` are integers."""
-        ...
-
-    def optimize(self, call: GradientCall) -> None:
-        """Notes gradients of the leaves of a tree; what belongs together stays
-        together."""
-        ...
-
-    def drew(self, leaf: object) -> bool:
-        """Whether this very object is (a leaf of) an element that the step drew from an
-        iterator. Such arrays are split over the replicas of a worker."""
-        ...
+    from .gradients._gradient_call import TraceRecorder
 
 
 class VariableUse(enum.Enum):
@@ -79,30 +53,6 @@ def note_use(use: VariableUse, *variables: object) -> None:
     if watcher is not None:
         for variable in variables:
             watcher(variable, use)
-
-
-@runtime_checkable
-class KeepsCopies(Protocol):
-    """A recorder outside of replicas, which knows all copies of a variable of which
-    each replica has its own."""
-
-    def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies, ``[count, ...]``."""
-        ...
-
-    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """The copies from now on."""
-        ...
-
-
-@runtime_checkable
-class RunsWithValues(Protocol):
-    """A recorder of a function that may run with values."""
-
-    has_values: bool
-    """It does, so what it reads can be given to numpy."""
-    may_create: bool
-    """And there is a place for new variables."""
 
 
 recorder: Final[ContextVar[TraceRecorder | None]] = ContextVar(

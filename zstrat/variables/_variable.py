@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._storage import Storage, StorageUpdate, VariableHandle
-    from ._tracing import TraceRecorder
+    from .gradients._gradient_call import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
 # Negative: those of variables on parameter servers are not.

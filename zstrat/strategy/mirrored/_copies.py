@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_on_read
+from zstrat.program.trace import is_on_read
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
@@ -72,7 +72,7 @@ def as_values(node: Any) -> Any:
         recording = recorder.get()
         if recording is None:
             return PerReplica(tuple(storage.copies(node)))
-        return PerReplica(tuple(copies_in_step(recording, node)))
+        return PerReplica(tuple(recording.copies(node)))
     if node.is_brought_together:
         return PerReplica((copies_of(node)[0].value(),))
     count = _sharing(storage.pool)

@@ -28,7 +28,6 @@ from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
 from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
 from zstrat.variables import (
     DeviceStorage,
-    KeepsCopies,
     Variable,
     VariableAggregation,
     VariableUpdate,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
         Storage,
         StorageUpdate,
         TraceRecorder,
-        UpdateRecorder,
         VariableSpec,
     )
 
@@ -284,12 +282,11 @@ class SyncOnReadVariable(ReplicatedVariable):
         """The copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
-        assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -297,7 +294,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
-                assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
         operand = jnp.asarray(value, self.dtype)

@@ -9,6 +9,7 @@ that it is about and what to write instead.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -62,12 +63,61 @@ class VariableUpdate(NamedTuple):
         return target if isinstance(target, Table) else target.spec
 
 
-class UpdateRecorder(Protocol):
-    """The trace of a step function, as far as a variable writes its updates down."""
+class TraceRecorder:
+    """Records what a step function does with variables while its body runs.
 
+    The body runs under jax's tracing (a capture), or with values (an eager step).
+    """
+
+    # No ABC: `isinstance` is asked at each read, and ABCMeta answers it slowly.
+
+    live = False
+    """Whether values are real, so that nothing is being captured."""
+    has_values = False
+    """Whether a value that is read can be given to numpy."""
+    may_create = False
+    """Whether the body may create variables."""
+
+    @abc.abstractmethod
+    def read(self, variable: VariableHandle) -> jax.Array:
+        """Returns the value as the trace sees it, writes of the same step included."""
+
+    @abc.abstractmethod
     def update(self, update: VariableUpdate) -> None:
-        """Notes an update."""
-        ...
+        """Records an update."""
+
+    @abc.abstractmethod
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """Returns rows of a table, ``ids.shape + row``; ``ids`` are integers."""
+
+    @abc.abstractmethod
+    def optimize(self, call: GradientCall) -> None:
+        """Records the gradients of one ``apply_gradients`` as one unit."""
+
+    @abc.abstractmethod
+    def drew(self, leaf: object) -> bool:
+        """Whether this very object is (a leaf of) an element that the step drew from an
+        iterator. Such arrays are split over the replicas of a worker."""
+
+    @abc.abstractmethod
+    def draw(self, iterator: Any) -> Any:
+        """Returns the next element of a `StepIterator` as the trace sees it."""
+
+    @abc.abstractmethod
+    def require_known_end(self, name: str) -> None:
+        """Called before Python branches on whether the data of this name have ended.
+
+        Raises:
+            LoopsOverData: The step is being traced, which cannot tell.
+        """
+
+    def copies(self, variable: VariableHandle) -> jax.Array:
+        """Returns the copies of all replicas, ``[count, ...]``."""
+        raise AssertionError(f"{self}: a replica knows only its own copy")
+
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
+        """Replaces the copies of all replicas."""
+        raise AssertionError(f"{self}: a replica knows only its own copy")
 
 
 class GradientTarget(Protocol):
@@ -104,7 +154,7 @@ class GradientTarget(Protocol):
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None,
@@ -112,7 +162,7 @@ class GradientTarget(Protocol):
 
     def _record_rows(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None,
