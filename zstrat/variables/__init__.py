@@ -9,8 +9,6 @@ from ._convert import require_divisors as require_divisors
 from ._convert import require_unmasked as require_unmasked
 from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
-from ._copy_storage import CopyStorage as CopyStorage
-from ._copy_storage import copy_storage as copy_storage
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
@@ -27,9 +25,11 @@ from ._downcast import is_downcast as is_downcast
 from ._downcast import is_machinery as is_machinery
 from ._downcast import user_line as user_line
 from ._downcast import user_stacklevel as user_stacklevel
+from ._local import CopyStorage as CopyStorage
 from ._local import LocalStorage as LocalStorage
 from ._local import StorageWithSlots as StorageWithSlots
 from ._local import UnboundStorage as UnboundStorage
+from ._local import copy_storage as copy_storage
 from ._rows import Gathering as Gathering
 from ._rows import integers as integers
 from ._rows import present as present

@@ -19,7 +19,6 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._copy_storage import CopyStorage
 from ._creator import (
     Creator,
     StrategyCreator,
@@ -33,7 +32,7 @@ from ._creator import (
 )
 from ._device import DeviceStorage
 from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
-from ._local import LocalStorage, UnboundStorage
+from ._local import CopyStorage, LocalStorage, UnboundStorage
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from zstrat.variables._storage import KnowsSlots
 from zstrat.variables._table import Table
+
+from ._slots import OptimizerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from zstrat.variables._spec import VariableSpec
     from zstrat.variables._storage import StorageUpdate, VariableHandle
     from zstrat.wire import UpdateOp
-
-    from ._slots import OptimizerHandle
 
 
 class VariableUpdate(NamedTuple):
@@ -169,7 +168,7 @@ class GradientTarget(Protocol):
     ) -> None: ...
 
 
-class CalledOptimizer(KnowsSlots, Protocol):
+class CalledOptimizer(OptimizerHandle, Protocol):
     """The optimizer of a call, for who carries the call out or asks for its state: the
     transformation on the call's tree, and a place for what is made of its traces."""
 

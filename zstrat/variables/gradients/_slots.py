@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandle(Protocol):
-    """What storages, recorders and slots need of an optimizer: what it is called, in
-    errors and where variables live, and the transformation."""
+    """An optimizer, as storages, recorders and slots know it."""
 
     @property
     def id(self) -> int: ...
@@ -33,6 +32,14 @@ class OptimizerHandle(Protocol):
 
     @property
     def transformation(self) -> Any: ...
+
+    def slot_rule(self, variable: Any) -> SlotRule:
+        """Returns what the optimizer keeps for a variable of this process.
+
+        Raises:
+            RuntimeError: It has not seen the variable yet.
+        """
+        ...
 
 
 class SlotInfo(NamedTuple):

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables._copy_storage import copy_storage
-from zstrat.variables._local import StorageWithSlots
+from zstrat.variables._local import StorageWithSlots, copy_storage
 from zstrat.variables._rows import rows_of_component, summed
 from zstrat.variables._storage import read_all, update_all, update_all_async
 from zstrat.wire import UpdateOp
