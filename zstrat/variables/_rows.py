@@ -86,14 +86,14 @@ class Gathering:
     def whole(self) -> list[VariableHandle]:
         """The components whose values are brought together, whatever rows are wanted:
         all processes take part in that, and others may want other rows."""
-        return [v for v in self.table.components if v.is_brought_together]
+        return [v for v in self.table.components if v.is_aggregated_on_read]
 
     @property
     def parts(self) -> list[StorageRows]:
         """What the storages of the others are asked for."""
         components = self.table.components
         asked = [(components[piece.component], piece.local) for piece in self.pieces]
-        return [part for part in asked if not part[0].is_brought_together]
+        return [part for part in asked if not part[0].is_aggregated_on_read]
 
     def read(
         self, read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]]

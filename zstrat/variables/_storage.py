@@ -77,7 +77,7 @@ class VariableHandle(Protocol):
     def synchronization(self) -> VariableSynchronization: ...
 
     @property
-    def is_brought_together(self) -> bool:
+    def is_aggregated_on_read(self) -> bool:
         """Whether no storage has single rows of it; see the method of `Variable`."""
         ...
 

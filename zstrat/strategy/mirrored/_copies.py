@@ -44,7 +44,7 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     if storage.pool.copies == 1:
         # Who reads an ON_READ variable reads all processes; who reads its copy here
         # does not, so that copy needs a handle of its own, without that rule.
-        apart = variable.is_brought_together
+        apart = variable.is_aggregated_on_read
         return (handle(variable.spec, storage) if apart else variable,)
     if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
@@ -73,7 +73,7 @@ def as_values(node: Any) -> Any:
         if recording is None:
             return PerReplica(tuple(storage.copies(node)))
         return PerReplica(tuple(recording.copies(node)))
-    if node.is_brought_together:
+    if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
     count = _sharing(storage.pool)
     return node if count == 1 else Mirrored((node.value(),) * count)

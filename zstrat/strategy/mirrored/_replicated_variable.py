@@ -178,7 +178,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return made  # type: ignore[no-any-return]  # of this class
 
     @property
-    def is_brought_together(self) -> bool:
+    def is_aggregated_on_read(self) -> bool:
         return not self._is_mine
 
     @property
