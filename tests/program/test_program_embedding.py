@@ -29,16 +29,16 @@ def everywhere(body, *args):
 
 
 def kinds(storage):
-    dealt = [TABLE[n::3] for n in range(3)]
+    sharded = [TABLE[n::3] for n in range(3)]
     pieces = np.array_split(TABLE, 3)
     return {
         "whole": (storage.variable(TABLE), {}),
         "in parts": (storage.sharded(TABLE, 3), {}),
         "a list": ([storage.variable(x) for x in pieces], {}),
         "a list of one": ([storage.sharded(TABLE, 2)], {}),
-        "mod": ([storage.variable(x) for x in dealt], {"partition_strategy": "mod"}),
+        "mod": ([storage.variable(x) for x in sharded], {"partition_strategy": "mod"}),
         "arrays": ([jnp.asarray(x) for x in pieces], {}),
-        "mod of arrays": (dealt, {"partition_strategy": "mod"}),
+        "mod of arrays": (sharded, {"partition_strategy": "mod"}),
         "local": (Variable(TABLE), {}),
     }
 
@@ -107,8 +107,10 @@ def test_values_in_lists_with_traced_numbers(storage):
 
 
 def test_what_is_not_asked_for_does_not_travel(storage):
-    dealt = [storage.variable(TABLE[n::3], f"d{n}") for n in range(3)]
-    zs.function(lambda i: zs.embedding_lookup(dealt, i, partition_strategy="mod"))(IDS)
+    sharded = [storage.variable(TABLE[n::3], f"d{n}") for n in range(3)]
+    zs.function(lambda i: zs.embedding_lookup(sharded, i, partition_strategy="mod"))(
+        IDS
+    )
     assert storage.requests == [[("d0", [0, 3]), ("d1", [1, 3]), ("d2", [1])]]
     assert storage.reads == 0
 

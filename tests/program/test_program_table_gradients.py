@@ -123,23 +123,23 @@ def test_a_table_that_is_read_whole_too_has_a_dense_gradient(storage, mode):
 
 def test_a_list_of_variables_has_dense_gradients(storage):
     parts = [storage.variable(x) for x in np.array_split(TABLE, 3)]
-    dealt = [storage.variable(TABLE[n::3]) for n in range(3)]
+    sharded = [storage.variable(TABLE[n::3]) for n in range(3)]
 
-    def loss(parts, dealt, ids):
+    def loss(parts, sharded, ids):
         rows = zs.embedding_lookup(parts, ids)
-        more = zs.embedding_lookup(dealt, ids + 1, partition_strategy="mod")
+        more = zs.embedding_lookup(sharded, ids + 1, partition_strategy="mod")
         return jnp.sum(rows * more**2)
 
     @zs.function
     def step(ids):
-        return zs.grad(loss, (0, 1))(parts, dealt, ids)
+        return zs.grad(loss, (0, 1))(parts, sharded, ids)
 
-    of_parts, of_dealt = step(IDS)
+    of_parts, of_sharded = step(IDS)
     expected = jax.grad(lambda a, b: jnp.sum(a[IDS] * b[IDS + 1] ** 2), (0, 1))
     a, b = expected(TABLE, TABLE)
     close(jnp.concatenate(of_parts), a)
     for n in range(3):
-        close(of_dealt[n], b[n::3])
+        close(of_sharded[n], b[n::3])
 
 
 def test_what_is_not_differentiated_gets_no_gradient(storage):

@@ -38,7 +38,7 @@ from zstrat.wire import (
 from zstrat.worker import WorkerService
 
 SETTINGS = Settings(
-    timeouts=Timeouts(beat=0.1, patience=2.0, reconnect=0.2, connect=10.0, drain=5.0)
+    timeouts=Timeouts(beat=0.1, liveness=2.0, reconnect=0.2, connect=10.0, drain=5.0)
 )
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Outdated(Exception):
-    """The variables lie otherwise than where the program was traced for them: another
+    """The variables are elsewhere than where the program was traced for them: another
     thread has begun to keep a copy for each replica, or processes were formed anew.
     Nothing was done; the program is to be found again."""
 

@@ -84,7 +84,7 @@ class ProgramsOfCall:
         return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one, of variables that lie otherwise now."""
+        """Whether there is one, of variables that are elsewhere."""
         found = self.programs.get(self._name(elements))
         return found is not None and not found.is_current
 
@@ -133,7 +133,7 @@ class CompiledPrograms:
         self._fingerprint: Hashable = None
         self._shared: dict[Hashable, list[SharedTrace]] = {}
         """By what calls with other variables have in common (`given_variables`), the
-        newest first: they drew other elements, or came when variables lay otherwise."""
+        newest first: they drew other elements, or came when variables were apart."""
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
 

@@ -50,7 +50,7 @@ def latest_checkpoint(
         checkpoint_name: Only those that are called ``<checkpoint_name>-<N>``.
 
     Raises:
-        NotFoundError: It is a file, or lies below one; says which.
+        NotFoundError: It is a file, or is below one; says which.
         TypeError: The name is no text.
     """
     directory = absolute(checkpoint_dir)

@@ -1,4 +1,4 @@
-"""Where pinned tensors lie, and how their bytes get into files.
+"""Where pinned tensors are stored, and how their bytes get into files.
 
 A *source* is a parameter server, or this process for variables of its own. A server
 that shares the folder writes its own file; the tensors of one that does not are fetched

@@ -146,7 +146,7 @@ class AbstractVariable(ArrayOperators):
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
             RuntimeError: Outside of steps, while jax traces a function. (In a replica
-                function that runs in turns the value is read when that runs.)
+                function that runs sequentially the value is read when that runs.)
             PSUnavailableError: The parameter server that stored it is gone.
         """
         recording = recorder.get()

@@ -207,8 +207,8 @@ class WorkerService:
         return self._opened(session)
 
     async def _opened(self, session: WorkerSession) -> SessionOpened:
-        patience = min(self._settings.timeouts.connect, OPENING)
-        deadline = asyncio.get_running_loop().time() + patience
+        timeout = min(self._settings.timeouts.connect, OPENING)
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             self._platform, self._devices = await self._executor.submit(
                 self._find_devices
@@ -240,7 +240,7 @@ class WorkerService:
             message.session,
             remote,
             servers,
-            patience=timeouts.request,
+            timeout=timeouts.request,
             counts=self._counts,
             clock=self._clock,
             output=output,

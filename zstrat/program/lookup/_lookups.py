@@ -8,8 +8,8 @@ The lookups of one level are one batch: ids become rows that are wanted, and ans
 become rows. All ids of a level are one vector, table after table, and each row of each
 component has a number of its own in it: the rows of the first component, then those of
 the second, and so on. One sort of these numbers finds what is asked for twice in any
-table, in which component it lies, and where each row goes when it is there. Tables
-whose rows are alike lie next to each other: their rows are one array, a *block*, which
+table, in which component it is, and where each row goes when it is there. Tables
+whose rows are alike are next to each other: their rows are one array, a *block*, which
 the program takes as one input and cuts.
 
 Law of the file: what a level looks like is computed once; per step there is no work per
@@ -132,7 +132,7 @@ class Level:
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
         self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
-        self._dealt = [s for s in self._full if s.table.layout is TableLayout.MOD]
+        self._modular = [s for s in self._full if s.table.layout is TableLayout.MOD]
 
     def ask(self, ids: np.ndarray) -> LevelRequest:
         """What is wanted for ids ``[size]``, int64.
@@ -142,7 +142,7 @@ class Level:
         """
         absent_mask = absent(ids) if self._require_inside(ids) else None
         keys = ids + self._base
-        for segment in self._dealt:
+        for segment in self._modular:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]

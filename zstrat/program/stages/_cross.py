@@ -2,8 +2,8 @@
 
 A step of several processes is traced as one program, in which each collective between
 them is one equation of a primitive of ours. Nothing compiles that equation: the program
-is cut there (`_stages`), and what lies before it runs, then the collective, then what
-lies behind. Where nothing is traced, the collective happens at once.
+is cut there (`_stages`), and what is before it runs, then the collective, then what
+is after it. Where nothing is traced, the collective happens at once.
 
 Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
 mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.

@@ -24,8 +24,8 @@ from zstrat.program.stages import CrossKind, first_of, sum_over
 from zstrat.program.trace import device_storage
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
+from zstrat.strategy.replica._fibers import ReplicaBarrier, current_fiber
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
-from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
 from zstrat.variables import (
     DeviceStorage,
     Variable,
@@ -140,7 +140,7 @@ class MirroredVariable(ReplicatedVariable):
             return  # as TF, which asks in one process alone
         if not in_real_replica_context():
             return
-        if (mine := turn.get()) is None:
+        if (mine := current_fiber.get()) is None:
             reduce_values(ReduceOp.SUM, value, None, team.size)
             return
 
@@ -151,7 +151,7 @@ class MirroredVariable(ReplicatedVariable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
+        mine.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
 _SUM = VariableAggregation.SUM

@@ -260,7 +260,7 @@ def as_axis(axis: Any, operation: str) -> int:
 
     Raises:
         TypeError: It is no integer; jax's own error if it is known only when a step
-            runs, so that replicas that may run in turns do.
+            runs, so that replicas that may run sequentially do.
     """
     if not isinstance(axis, bool):  # which Python takes for an index
         try:

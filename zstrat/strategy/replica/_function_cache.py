@@ -135,7 +135,7 @@ class StepPlace:
 
     def add(self, made: CachedStep) -> bool:
         """Keeps another one; says whether it is compiled in the stead of one: not
-        beside those of other functions that live, nor for what runs in turns."""
+        beside those of other functions that live, nor for what runs sequentially."""
         origin = made.origin and made.origin()
         live = [step for step in self.steps if step.is_live]
         own = [step for step in live if (step.origin and step.origin()) is origin]

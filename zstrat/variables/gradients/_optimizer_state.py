@@ -75,7 +75,7 @@ def _leaf_of(
     there yet."""
     leaf, name = tree.place(state)
     mine = call.targets if leaf is None else [call.targets[leaf]]
-    # What several leaves are moved with lies beside the first, under its whole path.
+    # What several leaves are moved with is beside the first, under its whole path.
     whole = keystr(tree.state()[state].path)
     for target, slot in [(x, name) for x in mine] + [(x, whole) for x in call.targets]:
         parts = [found[component.spec.key] for component in target.components]
