@@ -272,11 +272,13 @@ class CopyStorage(ProcessStorage):
 
     def device_name(self) -> str:
         """Returns TF's name of the device that keeps this copy."""
-        return self._whole.device_name(self.number)
+        name: str = self._whole.device_name(self.number)
+        return name
 
     def read(self, variable: VariableHandle) -> np.ndarray:
         del variable  # one storage, one copy
-        return self._whole.copy(self.container, self.number)
+        value: np.ndarray = self._whole.copy(self.container, self.number)
+        return value
 
     def update(
         self,
