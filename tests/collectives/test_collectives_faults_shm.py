@@ -183,19 +183,19 @@ def test_a_sleep_on_no_memory_is_an_error() -> None:
         sleep_while(64, 0, time.monotonic())
 
 
-def test_patience_rests_where_looks_do_not_pay() -> None:
-    patience = SpinPolicy(is_crowded=False)
+def test_spinning_rests_where_looks_do_not_pay() -> None:
+    spin = SpinPolicy(is_crowded=False)
     for _ in range(MISSES):
-        assert patience.looks()
-        patience.ended(False, 0.0)
+        assert spin.looks()
+        spin.ended(False, 0.0)
     for _ in range(2):
-        assert [patience.looks() for _ in range(REST)] == [0] * REST
-        assert patience.looks()  # one try, and it is the same
-        patience.ended(True, SLOW * 2)
-    assert [patience.looks() for _ in range(REST)] == [0] * REST
+        assert [spin.looks() for _ in range(REST)] == [0] * REST
+        assert spin.looks()  # one try, and it is the same
+        spin.ended(True, SLOW * 2)
+    assert [spin.looks() for _ in range(REST)] == [0] * REST
     for _ in range(3):
-        assert patience.looks()
-        patience.ended(True, 0.0)
+        assert spin.looks()
+        spin.ended(True, 0.0)
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ def reported(make_world):
     coordinator = world.coordinator()
     server = world.ps[0]
 
-    def report(address, index=-1, patience=20.0):
+    def report(address, index=-1, timeout=20.0):
         known = len(server.answers)
         session = world.session.cluster.session
-        told = WorkerReported(session, known + 1, address, index, patience)
+        told = WorkerReported(session, known + 1, address, index, timeout)
         world.on_loop(server.link.say, told)
         world.until(lambda: len(server.answers) > known)
         answer = server.answers[-1]
@@ -44,7 +44,7 @@ def reported(make_world):
 
 def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported):
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
-        reported("late:1", patience=0.01)
+        reported("late:1", timeout=0.01)
     reported.workers.accept_joining()
     assert reported("late:1") == 1
     reported.workers.accept_joining(False)
@@ -107,9 +107,9 @@ def test_no_report_keeps_numbers_from_those_that_come(reported):
         reported("late:1", 2**64 - 1)
     for address in ("nowhere:1", "late:1"):
         reported.world.newcomer(address).alive = False
-    for patience in (0.01, float("nan")):
+    for timeout in (0.01, float("nan")):
         with pytest.raises(DeadlineExceededError):
-            reported("nowhere:1", 2**31 - 1, patience)
+            reported("nowhere:1", 2**31 - 1, timeout)
     assert reported("late:1") == 1
     with pytest.raises(DeadlineExceededError):
         reported("late:1", 1, 0.01)

@@ -214,15 +214,15 @@ def test_a_checkpoint_makes_copies_equal_again(two, tmp_path):
 
 def test_each_copy_is_on_its_device(two):
     v = variable(two, np.ones(3, np.float32), A.NONE)
-    assert v.home.value().sharding.is_fully_replicated
+    assert v.storage.value().sharding.is_fully_replicated
     two.run(lambda: v.assign(jnp.ones(3) * number()))
-    shards = v.home.value().addressable_shards
+    shards = v.storage.value().addressable_shards
     assert [s.data.shape for s in shards] == [(1, 3)] * 2
     assert [s.device for s in shards] == jax.devices()[:2]
     step = zs.function(lambda: two.run(lambda: v.assign_add(jnp.ones(3)) + 0))
     for _ in range(3):
         step()
-        assert not v.home.value().sharding.is_fully_replicated
+        assert not v.storage.value().sharding.is_fully_replicated
     assert step.trace_count == 1
     assert v.numpy().tolist() == [4.0] * 3
 

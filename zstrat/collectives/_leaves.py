@@ -1,7 +1,7 @@
 """What users hand over, as flat arrays, and back: numpy, jax, scalars, pytrees.
 
-A jax array on a CPU is read where it lies. What comes back is of the same kind as what
-was given; large results lie at multiples of 64 bytes, where jax takes them as they are.
+A jax array on a CPU is read in place. What comes back is of the same kind as what
+was given; large results are at multiples of 64 bytes, where jax takes them as they are.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ArrayLeaf:
 
     @property
     def row(self) -> int:
-        """Elements of what lies at one place of the first axis."""
+        """Elements of what is at one index of the first axis."""
         return math.prod(self.shape[1:])
 
     def back(self, values: np.ndarray) -> Any:

@@ -63,7 +63,7 @@ class WorkerChannel:
     resources: set[int] = field(default_factory=set)
     failed: dict[int, Exception] = field(default_factory=dict)
     """Resources that could not be built there, by number."""
-    unsaid: deque[Message] = field(default_factory=deque)
+    pending_drops: deque[Message] = field(default_factory=deque)
     """What the worker is to forget, and was too busy to hear."""
 
     def clear(self) -> None:
@@ -71,7 +71,7 @@ class WorkerChannel:
         for held in (self.codes, self.arguments, self.resources):
             held.clear()
         self.failed.clear()
-        self.unsaid.clear()
+        self.pending_drops.clear()
 
     def time_round_trip(
         self,
@@ -170,20 +170,20 @@ class WorkerChannel:
             PeerLostError, ClosedError: It is not there.
             BusyError: It does not read; call again some time, with nothing new.
         """
-        unsaid, session = self.unsaid, self.session
+        pending_drops, session = self.pending_drops, self.session
         if gone := sorted(self.arguments.intersection(arguments)):
             self.arguments.difference_update(gone)
-            unsaid.append(DropArguments(session, gone))
+            pending_drops.append(DropArguments(session, gone))
         if gone := sorted(self.resources.intersection(resources)):
             self.resources.difference_update(gone)
-            unsaid.append(DropResources(session, gone))
+            pending_drops.append(DropResources(session, gone))
         if gone := sorted(results):
-            unsaid.append(DropResults(session, gone))
-        while unsaid:
+            pending_drops.append(DropResults(session, gone))
+        while pending_drops:
             # Taken out when it is sent: what the worker is too busy for stays, in its
             # order.
-            self.task.link.notify(unsaid[0])
-            unsaid.popleft()
+            self.task.link.notify(pending_drops[0])
+            pending_drops.popleft()
 
     def keeps(self, kept: Kept) -> bool:
         """Whether a result is still there: the worker has not connected anew since."""

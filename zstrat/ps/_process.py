@@ -23,12 +23,12 @@ from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableE
 from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import (
     AskCopies,
-    CopiesTold,
+    CopiesReport,
     Done,
     DropStore,
     HostStore,
-    LeftCopy,
     Message,
+    OrphanedCopy,
     PromoteBackup,
     StoreHosted,
 )
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello, Owner, PlainTree
 
     from ._thread import MakeThread
-    from .handover._handover import LeftStore
-    from .replication._forwarding import Connect
+    from .handover._handover import HandedOverStore
+    from .replication._log_shipping import Connect
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
@@ -78,7 +78,7 @@ class _HostedCopy:
         finally:
             await self.endpoint.close(reason, returns)
 
-    def left(self, store: int) -> LeftStore:
+    def left(self, store: int) -> HandedOverStore:
         """What is there of it, behind `close`."""
         found, hosted = self.service.role.state_for_successor(store), self.hosted
         return replace(found, address=hosted.address, incarnation=hosted.incarnation)
@@ -133,7 +133,7 @@ class PsProcess:
         else:
             self._begin(replace(me, incarnation=left.incarnation), left.own)
 
-    def _begin(self, me: Hello, left: LeftStore | None) -> None:
+    def _begin(self, me: Hello, left: HandedOverStore | None) -> None:
         self.me = me
         """With the incarnation of the process before, if it goes on with what that has
         left."""
@@ -257,7 +257,7 @@ class PsProcess:
         async with self._changing:
             if isinstance(message, AskCopies):
                 self._require_session(message.session)
-                return CopiesTold(list(self._left()))
+                return CopiesReport(list(self._left()))
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
@@ -272,7 +272,7 @@ class PsProcess:
             self._copies[store] = replace(copy, session=owner.session)
             copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)
 
-    def _left(self) -> Iterator[LeftCopy]:
+    def _left(self) -> Iterator[OrphanedCopy]:
         lost_at, number = self.service.coordinator_lost_at, self.me.index
         if (own := self.service.copy_of_lost_program(number, lost_at)) is not None:
             yield own
@@ -386,7 +386,7 @@ class PsProcess:
         if before is not None:
             self._end_soon(before.close("another process serves its store"), store)
 
-    async def _inherit(self, owner: Owner, left: LeftStore) -> None:
+    async def _inherit(self, owner: Owner, left: HandedOverStore) -> None:
         number, where = left.number, left.address
         me = replace(self.me, index=number, incarnation=left.incarnation)
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
@@ -403,7 +403,7 @@ class PsProcess:
         self,
         me: Hello,
         backup_of: tuple[Owner, int, int] | None,
-        left: LeftStore | None,
+        left: HandedOverStore | None,
         **of_own: Any,
     ) -> PsService:
         return self._make_service(

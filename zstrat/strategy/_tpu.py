@@ -147,7 +147,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
 
     TensorFlow can put one operation on one logical device. XLA lays out a program over
     all devices of a mesh, so here every logical device computes whatever is not split,
-    and an annotation says how a value lies, not who computes it. Values are the same.
+    and an annotation places a value, and says not who computes it. Values are the same.
 
     Args:
         tpu_cluster_resolver: Of the TPU. Left out: the one of this machine.

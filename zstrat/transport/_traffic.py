@@ -1,4 +1,4 @@
-"""How many bytes this process has sent and got, by the lane that they took."""
+"""How many bytes this process has sent and got, by the transport that they took."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final, final
 
 
 @final
-class LaneTraffic:
-    """The bytes of one lane. Whoever moves bytes adds to them, on the loop."""
+class TransportTraffic:
+    """The bytes of one transport. Whoever moves bytes adds to them, on the loop."""
 
     __slots__ = ("got", "sent")
 
@@ -16,12 +16,12 @@ class LaneTraffic:
         self.sent = self.got = 0
 
 
-SOCKET: Final = LaneTraffic()
+SOCKET: Final = TransportTraffic()
 """Through sockets of ZeroMQ, TCP and ipc alike: headers, and bodies in frames."""
-_DIRECT: Final = LaneTraffic()
+_DIRECT: Final = TransportTraffic()
 """The same, by threads that drive sockets themselves."""
-SHARED: Final = LaneTraffic()
-"""Bodies that lie in shared memory."""
+SHARED: Final = TransportTraffic()
+"""Bodies in shared memory."""
 
 _lock: Final = threading.Lock()
 
@@ -33,8 +33,8 @@ def count_direct(sent: int, got: int) -> None:
         _DIRECT.got += got
 
 
-def lanes() -> dict[str, dict[str, int]]:
-    """``in`` and ``out`` of each lane, in bytes since the process began."""
+def transports() -> dict[str, dict[str, int]]:
+    """``in`` and ``out`` of each transport, in bytes since the process began."""
     return {
         "socket": {"in": SOCKET.got + _DIRECT.got, "out": SOCKET.sent + _DIRECT.sent},
         "shm": {"in": SHARED.got, "out": SHARED.sent},
@@ -42,7 +42,7 @@ def lanes() -> dict[str, dict[str, int]]:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Bytes that came in, and bytes that went out, by all lanes together."""
+    """Bytes that came in, and bytes that went out, by all transports together."""
     return (
         SOCKET.got + _DIRECT.got + SHARED.got,
         SOCKET.sent + _DIRECT.sent + SHARED.sent,

@@ -1,8 +1,8 @@
 """What every variable is to its user, whether it is whole or in parts.
 
 Reads and updates go to the step that is being traced in this thread, if there is one,
-and to the homes of the variables otherwise. The blocking methods may be called from
-anywhere, a running asyncio loop included: the home of a cluster works on a thread of
+and to the storages of the variables otherwise. The blocking methods may be called from
+anywhere, a running asyncio loop included: the storage of a cluster works on a thread of
 its own, so the call delays the caller's loop but cannot deadlock it. The twins named
 ``..._async`` leave the loop free; they are for the coordinator and have no meaning
 inside a step.
@@ -22,9 +22,9 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
 from ._rows import read_rows, read_rows_async, row_updates
+from ._storage import update_all, update_all_async
 from ._table import Table
 from ._tracing import (
     RunsWithValues,
@@ -38,8 +38,8 @@ from ._tracing import (
 from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
-    from ._home import HomeUpdate, VariableHandle
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
+    from ._storage import StorageUpdate, VariableHandle
     from ._table import IndexedSlices
     from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
@@ -72,7 +72,7 @@ class AbstractVariable(ArrayOperators):
 
     @abc.abstractmethod
     def _read_now(self) -> np.ndarray:
-        """The value, from its homes."""
+        """The value, from its storages."""
 
     @abc.abstractmethod
     async def _read_now_async(self) -> np.ndarray: ...
@@ -84,7 +84,7 @@ class AbstractVariable(ArrayOperators):
     @abc.abstractmethod
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         """What an operand of the whole shape, traced or not, does to each component."""
 
     @abc.abstractmethod
@@ -150,7 +150,7 @@ class AbstractVariable(ArrayOperators):
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
             RuntimeError: Outside of steps, in what jax traces before it runs. (In a
-                replica function that runs in turns it is read when that runs.)
+                replica function that runs sequentially it is read when that runs.)
             PSUnavailableError: The parameter server that held it is gone.
         """
         recording = recorder.get()
@@ -431,14 +431,14 @@ class AbstractVariable(ArrayOperators):
             self._record_rows(recording, op, traced)
         return self
 
-    def _planned(self, op: UpdateOp, value: Any) -> list[HomeUpdate]:
+    def _planned(self, op: UpdateOp, value: Any) -> list[StorageUpdate]:
         """A checked update outside of steps, split over the components."""
         refuse_update(self._spec, WORDS[op])
         given = self._operand(value)
         operand = _convert.plain_operand(self._spec, given, WORDS[op])
         return self._updates(op, operand)
 
-    def _planned_rows(self, op: UpdateOp, delta: IndexedSlices) -> list[HomeUpdate]:
+    def _planned_rows(self, op: UpdateOp, delta: IndexedSlices) -> list[StorageUpdate]:
         refuse_update(self._spec, WORDS[op])
         rows = _convert.plain_rows(self._spec, delta.indices, delta.values, WORDS[op])
         _convert.require_divisors(self._spec, op, rows[1])
@@ -471,7 +471,7 @@ class AbstractVariable(ArrayOperators):
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
         optimizer: OptimizerHandle | None = None,
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         """What indices and rows do to the components that have some of them."""
         target = self._target_of_rows(op)
         if isinstance(target, Table):

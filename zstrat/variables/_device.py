@@ -8,11 +8,11 @@ Where several devices have a replica each, the value is one array that all of th
 or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
 which each device has its row. From outside of the replicas the value of such a variable
 is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
-of all of them. A copy has a home of its own (`CopyHome`), for what is done to it alone;
-a step that is captured does not come there, but computes with the row.
+of all of them. A copy has a storage of its own (`CopyStorage`), for what is done to it
+alone; a step that is captured does not come there, but computes with the row.
 
-Law of the file: whoever changes a value has the turn (`Residence`), and holds the lock,
-too, while the present one is given away, or while several fields change.
+Law of the file: whoever changes a value has the turn (`DevicePool`), and holds the
+lock, too, while the present one is given away, or while several fields change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._local import HomeWithSlots
+from ._local import StorageWithSlots
 from ._spec import VariableAggregation
 from ._update_ops import aggregated, apply, shares_of
 from .gradients._slots import SlotValues
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._home import JointPlace, Operands, Residence, VariableHandle
+    from ._storage import DevicePool, JointPlace, Operands, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready
 
 
-class DeviceHome(HomeWithSlots):
+class DeviceStorage(StorageWithSlots):
     """One variable on the devices of this process, with the slots of the optimizers
     that moved it.
 
@@ -56,12 +56,12 @@ class DeviceHome(HomeWithSlots):
     def __init__(
         self,
         value: np.ndarray,
-        residence: Residence,
+        pool: DevicePool,
         on_read: VariableAggregation | None = None,
     ) -> None:
-        self.residence = residence
+        self.pool = pool
         # Not counted as parted: no program was traced before it was there.
-        self.is_apart = on_read is not None and residence.copies > 1
+        self.is_apart = on_read is not None and pool.copies > 1
         self._on_read = on_read
         self._copy_keys: tuple[int, ...] = ()
         # Copies that are not assigned yet, since all were lost.
@@ -70,19 +70,19 @@ class DeviceHome(HomeWithSlots):
         self._own_value: Any = None
         self._own_slots: dict[int, SlotValues] = {}
         if self.is_apart:
-            self._value = residence.place_apart(self._equal(value))
+            self._value = pool.place_apart(self._equal(value))
         else:
-            self._value = residence.place(value)
+            self._value = pool.place(value)
 
     def device_name(self, copy: int = 0) -> str:
         """TF's name of the device that keeps a copy; without a number, the first."""
-        names = self.residence.names
+        names = self.pool.names
         return names[copy if len(names) > 1 else 0]
 
     @property
     def sharding(self) -> Sharding | None:
         """The sharding of the value; None if it lives on one device."""
-        here = self.residence
+        here = self.pool
         return here.sharding_apart if self.is_apart else here.sharding
 
     @property
@@ -148,7 +148,7 @@ class DeviceHome(HomeWithSlots):
     ) -> None:
         assert optimizer is None, "gradients are applied by `put_moved`"
         dtype = variable.spec.numpy_dtype
-        with self.residence.turn:
+        with self.pool.turn:
             self._settle()  # first: slots may come with the value
             is_anew = op is UpdateOp.ASSIGN
             if not is_anew:
@@ -184,12 +184,12 @@ class DeviceHome(HomeWithSlots):
         Raises:
             DataLossError: The copy is lost, and the update depends on it.
         """
-        with self.residence.turn:
+        with self.pool.turn:
             self._settle()
             if op is UpdateOp.ASSIGN and self._is_void:
                 copies = np.array(self._equal(self.like()))
                 missing = frozenset(range(len(copies)))
-                self.residence.has_failed = True  # steps ask for what is missing
+                self.pool.has_failed = True  # steps ask for what is missing
                 self._forget_void_slots()
             else:
                 if op is not UpdateOp.ASSIGN:
@@ -201,10 +201,10 @@ class DeviceHome(HomeWithSlots):
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
-        with self.residence.turn:
+        with self.pool.turn:
             self._put_apart(copies)
 
-    def take_copies_of(self, variable: VariableHandle, other: DeviceHome) -> None:
+    def take_copies_of(self, variable: VariableHandle, other: DeviceStorage) -> None:
         """The values that the replicas of this process have of another variable of the
         same form.
 
@@ -212,7 +212,7 @@ class DeviceHome(HomeWithSlots):
             DataLossError: They are lost.
         """
         copies = other.copies(variable)
-        with self.residence.turn:
+        with self.pool.turn:
             if other.is_apart:
                 self._put_apart(copies)
             else:
@@ -221,14 +221,14 @@ class DeviceHome(HomeWithSlots):
     def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
         """The key of each copy as a variable, the same whenever somebody asks: steps
         that were traced for it are found again."""
-        with self.residence.lock:
+        with self.pool.lock:
             if not self._copy_keys:
-                self._copy_keys = tuple(made() for _ in range(self.residence.copies))
+                self._copy_keys = tuple(made() for _ in range(self.pool.copies))
             return self._copy_keys
 
     def part(self) -> None:
         """Keeps one copy for each replica from now on, all equal so far."""
-        with self.residence.turn:
+        with self.pool.turn:
             self._settle()
             if self.is_apart:
                 return  # another thread was here first
@@ -237,7 +237,7 @@ class DeviceHome(HomeWithSlots):
 
     def value(self) -> Any:
         """The value, where steps run."""
-        value, here = self._value, self.residence
+        value, here = self._value, self.pool
         return here.sent(value, self.sharding) if here.travels else value
 
     def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
@@ -247,7 +247,7 @@ class DeviceHome(HomeWithSlots):
             beside = self._slots[rule.id] = self._kept(made)
         elif beside.names is not rule.names:
             beside = self._slots[rule.id] = rule.fitted(name, beside)
-        here = self.residence
+        here = self.pool
         if not here.travels:
             return beside.leaves
         sent: list[Any] = here.sent(beside.leaves, here.sharding)
@@ -255,12 +255,12 @@ class DeviceHome(HomeWithSlots):
 
     def take_over(self, value: jax.Array) -> None:
         """The value from now on. It is nobody else's."""
-        here = self.residence
+        here = self.pool
         self._value = here.returned(value) if here.travels else value
 
     def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
         """What an optimizer keeps from now on. They are nobody else's."""
-        here = self.residence
+        here = self.pool
         made = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(made)
 
@@ -271,7 +271,7 @@ class DeviceHome(HomeWithSlots):
             self._part_from_joint()  # it may have slots that the new place has not
         there = {rule.id for rule, _, _ in place.slots}
         left = {n: each for n, each in self._own_slots.items() if n not in there}
-        # No call in between: a handler of a signal may read this home.
+        # No call in between: a handler of a signal may read this storage.
         self._joint = place
         self._own_value = None  # who finds none looks there
         self._own_slots = left
@@ -296,14 +296,14 @@ class DeviceHome(HomeWithSlots):
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
-        with self.residence.turn:
+        with self.pool.turn:
             self._settle()
             self.require_kept(name)
             return self.shown(), self.shown_slots()
 
     @property
     def turn(self) -> Any:
-        return self.residence.turn
+        return self.pool.turn
 
     def value_before(self, name: str) -> np.ndarray:
         self._settle()  # first: slots may come with the value
@@ -338,7 +338,7 @@ class DeviceHome(HomeWithSlots):
 
     def _part_from_joint(self) -> None:
         """Takes value and slots out of the state that a step keeps as a whole."""
-        with self.residence.lock:
+        with self.pool.lock:
             place = self._joint
             if place is None:
                 return  # another thread was here first
@@ -361,11 +361,11 @@ class DeviceHome(HomeWithSlots):
             place.leave()
 
     def _settle(self) -> None:
-        self.residence.settle()
+        self.pool.settle()
 
     def _placed(self, array: Any) -> jax.Array:
         """A copy of an array of the value's form, where the value lives."""
-        here = self.residence
+        here = self.pool
         return here.place_apart(array) if self.is_apart else here.place(array)
 
     @property
@@ -388,7 +388,7 @@ class DeviceHome(HomeWithSlots):
         Raises:
             DataLossError: The value, or that copy of it, is lost.
         """
-        here = self.residence
+        here = self.pool
         here.settle()
         with here.lock:
             self.require_kept(name, copy)
@@ -413,18 +413,18 @@ class DeviceHome(HomeWithSlots):
         self, copies: np.ndarray, missing: frozenset[int] = frozenset()
     ) -> None:
         """A copy for each replica, from now on."""
-        placed = self.residence.place_apart(copies)
-        with self.residence.lock:
+        placed = self.pool.place_apart(copies)
+        with self.pool.lock:
             was_apart = self.is_apart
             self._value, self._missing, self.is_apart = placed, missing, True
         if not was_apart:
             # Last: who traces without the lock and finds this number finds the copies.
-            self.residence.parted += 1
+            self.pool.parted += 1
 
     def _begin_anew(self, placed: jax.Array) -> None:
         """A value that depends on nothing: of slots those stay that are whole."""
         self._forget_void_slots()
-        with self.residence.lock:
+        with self.pool.lock:
             self._value, self._missing = placed, frozenset()
 
     def _forget_void_slots(self) -> None:
@@ -439,7 +439,7 @@ class DeviceHome(HomeWithSlots):
 
     def _kept(self, slots: SlotValues) -> SlotValues:
         # Never apart: optimizers move all copies together.
-        place = self.residence.place
+        place = self.pool.place
         leaves = [place(np.asarray(x)) for x in slots.leaves]
         return SlotValues(slots.names, leaves, slots.rows)
 
@@ -453,10 +453,10 @@ class DeviceHome(HomeWithSlots):
         """Copies that make up the value, with those of other processes."""
         copies = self._equal(value)
         if self._on_read is VariableAggregation.SUM:
-            first, total = self.residence.replicas()
+            first, total = self.pool.replicas()
             copies = shares_of(value, total)[first : first + len(copies)]
         return np.asarray(copies if self.is_apart else copies[0])
 
     def _equal(self, value: np.ndarray) -> np.ndarray:
         """Copies of a value, ``[copies, ...]``."""
-        return np.broadcast_to(value, (self.residence.copies, *value.shape))
+        return np.broadcast_to(value, (self.pool.copies, *value.shape))

@@ -1,8 +1,8 @@
-"""Homes in this process: what they have in common, and the plain ones.
+"""Storages in this process: what they have in common, and the plain ones.
 
-`LocalHome` has a variable of this process, as an array of numpy, with the slots of the
-optimizers that moved it; `Detached` stands for one that lives elsewhere. Variables on
-devices have homes of their own (`_device`).
+`LocalStorage` has a variable of this process, as an array of numpy, with the slots of
+the optimizers that moved it; `UnboundStorage` stands for one that lives elsewhere.
+Variables on devices have storages of their own (`_device`).
 
 Law of the file: a value that was handed out is never written to; every update makes a
 new array.
@@ -23,20 +23,26 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._home import HomeRows, HomeUpdate, KnowsSlots, Operands, VariableHandle
+    from ._storage import (
+        KnowsSlots,
+        Operands,
+        StorageRows,
+        StorageUpdate,
+        VariableHandle,
+    )
     from .gradients._slots import OptimizerHandle, SlotRule, SlotValues
 
 
-class HomeHere:
-    """A home that answers at once, without waiting for another task: what is awaited
+class ProcessStorage:
+    """A storage that answers at once, without waiting for another task: what is awaited
     is done in place, and several reads or updates one after the other."""
 
-    # No ABC: steps ask `isinstance(home, DeviceHome)` for each variable, which ABCMeta
-    # answers several times slower where the answer is no. Mypy does without.
+    # No ABC: steps ask `isinstance(storage, DeviceStorage)` for each variable, which
+    # ABCMeta answers several times slower where the answer is no. Mypy does without.
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> np.ndarray:
-        """See `Home.read`."""
+        """See `Storage.read`."""
 
     @abc.abstractmethod
     def update(
@@ -51,10 +57,10 @@ class HomeHere:
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return [self.read(variable) for variable in variables]
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
 
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+    def update_many(self, updates: Sequence[StorageUpdate]) -> None:
         for update in updates:
             self.update(*update)
 
@@ -63,15 +69,15 @@ class HomeHere:
     ) -> list[np.ndarray]:
         return self.read_many(variables)
 
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    async def read_rows_async(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return self.read_rows(parts)
 
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+    async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
         self.update_many(updates)
 
 
-class HomeWithSlots(HomeHere):
-    """A home of one variable, whose value and slots are in this process: it can be
+class StorageWithSlots(ProcessStorage):
+    """A storage of one variable, whose value and slots are in this process: it can be
     saved and restored as it is, and an optimizer may move it here. Whoever does has the
     ``turn`` from the first call to the last one."""
 
@@ -180,7 +186,7 @@ class HomeWithSlots(HomeHere):
                     self._slots[number] = beside
 
 
-class LocalHome(HomeWithSlots):
+class LocalStorage(StorageWithSlots):
     """One variable in this process, with the slots of the optimizers that moved it."""
 
     def __init__(self, value: np.ndarray) -> None:
@@ -190,7 +196,7 @@ class LocalHome(HomeWithSlots):
         self._lock = threading.RLock()
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        del variable  # one home, one variable
+        del variable  # one storage, one variable
         return self._value
 
     def update(
@@ -251,12 +257,12 @@ def _frozen(value: np.ndarray) -> np.ndarray:
     return value
 
 
-class Detached(HomeHere):
-    """The home of handles on another task: names without values. Everything that is
+class UnboundStorage(ProcessStorage):
+    """The storage of handles on another task: names without values. Everything that is
     asked of it raises RuntimeError, and says where the value is."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_detached(variable, "read"))
+        raise RuntimeError(_unbound_message(variable, "read"))
 
     def update(
         self,
@@ -265,13 +271,13 @@ class Detached(HomeHere):
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
+        raise RuntimeError(_unbound_message(variable, f"{op.name.lower()} of"))
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        raise RuntimeError(_detached(parts[0][0], "read rows of"))
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
+        raise RuntimeError(_unbound_message(parts[0][0], "read rows of"))
 
 
-def _detached(variable: VariableHandle, what: str) -> str:
+def _unbound_message(variable: VariableHandle, what: str) -> str:
     where = variable.spec.device
     return (
         f"{what} {variable.spec} outside a step function: this handle came from "

@@ -2,7 +2,7 @@
 
 Outside of steps rows are asked of the components, and put back in order. Law: rows that
 are read travel once, however often they were asked for, and nothing but them does.
-Decides without I/O; the homes carry it out.
+Decides without I/O; the storages carry it out.
 
 Inside of what jax traces shapes are fixed. Law: what is no row of a component has an
 index behind its last row, where jax drops what is written, and a gradient of zeros.
@@ -20,21 +20,22 @@ import numpy as np
 from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
-from ._home import read_parts, read_parts_async
+from ._storage import read_parts, read_parts_async
 from ._table import TableLayout, absent, reaching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._home import HomeRows, HomeUpdate, VariableHandle
+    from ._storage import StorageRows, StorageUpdate, VariableHandle
     from ._table import Table, TablePiece
     from .gradients._slots import OptimizerHandle
 
 
 def read_rows(table: Table, ids: Any) -> np.ndarray:
-    """Rows of a table from their homes, ``ids.shape + row``, in the order of ``ids``.
+    """Rows of a table from their storages, ``ids.shape + row``, in the order of
+    ``ids``.
 
-    Cost: one request to each home that has some, each row once.
+    Cost: one request to each storage that has some, each row once.
 
     Raises:
         ValueError: Ids are no integers.
@@ -63,7 +64,7 @@ class Gathering:
     shape: tuple[int, ...]
     found: Runs
     pieces: Sequence[TablePiece]
-    left_out: np.ndarray | None = None
+    absent_mask: np.ndarray | None = None
     """Which of the ids are `ABSENT`, if any."""
 
     @classmethod
@@ -77,9 +78,9 @@ class Gathering:
         index = integers(ids, f"ids of {table}")
         table.require_inside(index)
         flat = index.reshape(-1)
-        left_out = absent(flat)
-        found = runs(flat if left_out is None else flat[~left_out])
-        return cls(table, index.shape, found, table.pieces(found.unique), left_out)
+        absent_mask = absent(flat)
+        found = runs(flat if absent_mask is None else flat[~absent_mask])
+        return cls(table, index.shape, found, table.pieces(found.unique), absent_mask)
 
     @property
     def whole(self) -> list[VariableHandle]:
@@ -88,14 +89,14 @@ class Gathering:
         return [v for v in self.table.components if v.is_brought_together]
 
     @property
-    def parts(self) -> list[HomeRows]:
-        """What the homes of the others are asked for."""
+    def parts(self) -> list[StorageRows]:
+        """What the storages of the others are asked for."""
         components = self.table.components
         asked = [(components[piece.component], piece.local) for piece in self.pieces]
         return [part for part in asked if not part[0].is_brought_together]
 
     def read(
-        self, read: Callable[[Sequence[HomeRows]], Sequence[np.ndarray]]
+        self, read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]]
     ) -> np.ndarray:
         """The rows that were wanted. ``read`` gives those of `parts`."""
         values = [variable._read_now() for variable in self.whole]
@@ -117,9 +118,9 @@ class Gathering:
                 next(rest) if value is None else value[piece.local]
             )
         rows: np.ndarray = unique[self.found.inverse()]
-        if self.left_out is not None:
-            full = np.zeros((len(self.left_out), *row), self.table.dtype)
-            full[~self.left_out] = rows
+        if self.absent_mask is not None:
+            full = np.zeros((len(self.absent_mask), *row), self.table.dtype)
+            full[~self.absent_mask] = rows
             rows = full
         rows = rows.reshape(*self.shape, *row)
         rows.flags.writeable = False
@@ -131,7 +132,7 @@ def row_updates(
     op: UpdateOp,
     operands: tuple[np.ndarray, np.ndarray],
     optimizer: OptimizerHandle | None,
-) -> list[HomeUpdate]:
+) -> list[StorageUpdate]:
     """What each component has of an update of rows of the table.
 
     Gradients of one row are summed, as an optimizer takes one step a row; and it takes
@@ -160,9 +161,11 @@ def row_updates(
 
 def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ids without those that are `ABSENT`."""
-    left_out = absent(indices)
+    absent_mask = absent(indices)
     return (
-        (indices, rows) if left_out is None else (indices[~left_out], rows[~left_out])
+        (indices, rows)
+        if absent_mask is None
+        else (indices[~absent_mask], rows[~absent_mask])
     )
 
 

@@ -1,4 +1,4 @@
-"""A variable in parts: its rows lie in several variables, each on a ps of its own.
+"""A variable in parts: its rows are in several variables, each on a ps of its own.
 
 To its user it is one array. Whatever is done with it goes to the components that are
 concerned: a dense update is cut, rows go where they live, and what is read in part is
@@ -20,8 +20,8 @@ import numpy as np
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._home import read_all, read_all_async, read_parts
 from ._spec import ComponentRows, VariableSpec
+from ._storage import read_all, read_all_async, read_parts
 from ._table import Table, select
 from ._tracing import TraceRecorder, recorder, refuse_read
 from ._variable import Variable, create, like
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._home import HomeUpdate
+    from ._storage import StorageUpdate
     from ._table import IndexedSlices
     from .gradients._slots import OptimizerHandle
 
@@ -89,7 +89,7 @@ class ShardedVariable(AbstractVariable):
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         bounds = itertools.pairwise(self._table.offsets.tolist())
         return [
             (component, op, (value[start:stop],), optimizer)
@@ -133,7 +133,7 @@ class ShardedVariable(AbstractVariable):
         return jnp.concatenate(parts)[selection.index]
 
     def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
-        """Fetches rows and puts them together. Cost: one request to each home."""
+        """Fetches rows and puts them together. Cost: one request to each storage."""
         wanted = [_count(rows, component) for component, rows in pieces]
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
@@ -288,7 +288,7 @@ def _indices(rows: Any, component: Variable) -> np.ndarray:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all parts; read-only, as what homes give is."""
+    """The rows of all parts; read-only, as what storages give is."""
     whole = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
     whole.flags.writeable = False
     return whole

@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._narrowing import NarrowingWarning, outside, what_is_lost
+from ._downcast import DowncastWarning, downcast_loss, user_stacklevel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._home import VariableHandle
+    from ._storage import VariableHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class IndexedSlices:
             ValueError: ``dense_shape`` is not known.
 
         Warns:
-            NarrowingWarning: The values lose bits where jax computes with 32.
+            DowncastWarning: The values lose bits where jax computes with 32.
         """
         if self.dense_shape is None:
             raise ValueError("these IndexedSlices do not say their dense_shape")
-        if (lost := what_is_lost(self.values)) is not None:
+        if (lost := downcast_loss(self.values)) is not None:
             warnings.warn(
                 f"IndexedSlices.to_dense() gives an array of jax, which computes with "
                 f"32 bits, and the values have dtype {self.dtype}: {lost}. Convert "
                 "them before, or switch on jax_enable_x64 (JAX_ENABLE_X64=1)",
-                NarrowingWarning,
-                stacklevel=outside(),
+                DowncastWarning,
+                stacklevel=user_stacklevel(),
             )
         values = jnp.asarray(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)

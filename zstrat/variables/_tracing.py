@@ -28,8 +28,8 @@ from .gradients._gradient_call import UpdateRecorder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._home import VariableHandle
     from ._spec import VariableSpec
+    from ._storage import VariableHandle
     from ._table import Table
     from .gradients._gradient_call import GradientCall
 

@@ -1,4 +1,5 @@
-"""A variable: a handle of what it is (its spec) and where its value lives (its home).
+"""A variable: a handle of what it is (its spec) and where its value lives (its
+storage).
 
 What can be done with it is said in `AbstractVariable`.
 
@@ -18,7 +19,7 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._copy_home import CopyHome
+from ._copy_storage import CopyStorage
 from ._creator import (
     Creator,
     StrategyCreator,
@@ -30,9 +31,9 @@ from ._creator import (
     is_trainable,
     require_owner,
 )
-from ._device import DeviceHome
-from ._local import Detached, LocalHome
-from ._narrowing import NarrowingWarning, narrow, outside
+from ._device import DeviceStorage
+from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
+from ._local import LocalStorage, UnboundStorage
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Sequence
 
-    from ._home import Home, HomeUpdate, VariableHandle
+    from ._storage import Storage, StorageUpdate, VariableHandle
     from ._tracing import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
 # Negative: those of variables on parameter servers are not.
 _local_keys = itertools.count(-1, -1)
-_DETACHED: Final = Detached()
+_UNBOUND: Final = UnboundStorage()
 
 
 class Variable(AbstractVariable):
@@ -77,12 +78,12 @@ class Variable(AbstractVariable):
         TypeError: The value is no array of numbers or booleans, or the name no text.
 
     Warns:
-        NarrowingWarning: No dtype was given, and the value is an array of float64, as
+        DowncastWarning: No dtype was given, and the value is an array of float64, as
             numpy makes them: steps would refuse the variable.
     """
 
-    __slots__ = ("__weakref__", "_container", "_home")
-    _home: Home
+    __slots__ = ("__weakref__", "_container", "_storage")
+    _storage: Storage
     _container: weakref.ref[AbstractVariable] | None
 
     def __new__(
@@ -123,18 +124,18 @@ class Variable(AbstractVariable):
         return self._spec
 
     @property
-    def home(self) -> Home:
+    def storage(self) -> Storage:
         """Where the value lives when no step is being traced."""
-        return self._home
+        return self._storage
 
     @property
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
         variable that several devices have, the first one's."""
         note_use(VariableUse.NAME, self)
-        home = self._home
-        if isinstance(home, DeviceHome | CopyHome):
-            return home.device_name()
+        storage = self._storage
+        if isinstance(storage, DeviceStorage | CopyStorage):
+            return storage.device_name()
         return self._spec.device
 
     @property
@@ -146,7 +147,7 @@ class Variable(AbstractVariable):
             RuntimeError: This handle came from another task, where the strategy is.
         """
         note_use(VariableUse.NAME, self)
-        if isinstance(self._home, Detached):
+        if isinstance(self._storage, UnboundStorage):
             raise RuntimeError(
                 f"{self._spec} came from another task, and its strategy stayed there: "
                 "in a step ask zs.get_strategy()"
@@ -173,21 +174,21 @@ class Variable(AbstractVariable):
     @property
     def is_brought_together(self) -> bool:
         """Whether the value that is meant here and now is made of several ones when it
-        is read, so that no home has rows of it."""
+        is read, so that no storage has rows of it."""
         return False
 
     def _read_now(self) -> np.ndarray:
-        return self._home.read(self)
+        return self._storage.read(self)
 
     async def _read_now_async(self) -> np.ndarray:
-        return (await self._home.read_many_async([self]))[0]
+        return (await self._storage.read_many_async([self]))[0]
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self)
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
@@ -199,7 +200,7 @@ class Variable(AbstractVariable):
     def owner(self) -> Creator | None:
         """The strategy's creator that it belongs to, which makes copies of it; None:
         it is a plain variable of this process."""
-        return self._home if isinstance(self._home, Creator) else None
+        return self._storage if isinstance(self._storage, Creator) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable with the present value. That of a strategy belongs to the
@@ -218,7 +219,7 @@ class Variable(AbstractVariable):
         return create([like(self, value, is_whole=is_whole)], self.owner)[0]
 
     def __reduce__(self) -> Any:
-        return detached, (self._spec,)
+        return unbound, (self._spec,)
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -228,10 +229,10 @@ class Variable(AbstractVariable):
         )
 
 
-def handle(spec: VariableSpec, home: Home) -> Variable:
+def handle(spec: VariableSpec, storage: Storage) -> Variable:
     """A handle of a variable that exists already."""
     variable = object.__new__(Variable)
-    variable._spec, variable._home, variable._container = spec, home, None
+    variable._spec, variable._storage, variable._container = spec, storage, None
     return variable
 
 
@@ -248,9 +249,9 @@ def _slots(kind: type) -> Sequence[str]:
     return [name for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
 
 
-def detached(spec: VariableSpec) -> Variable:
+def unbound(spec: VariableSpec) -> Variable:
     """A handle without a value: usable inside a step function alone."""
-    return handle(spec, _DETACHED)
+    return handle(spec, _UNBOUND)
 
 
 def create(
@@ -265,7 +266,7 @@ def create(
         RuntimeError: The scope is not that of the owner.
 
     Warns:
-        NarrowingWarning: One has 64 bits, which nobody asked for.
+        DowncastWarning: One has 64 bits, which nobody asked for.
     """
     for request in requests:
         check(request)
@@ -298,7 +299,7 @@ def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRe
 
 def _local(request: VariableRequest) -> Variable:
     array = initialize(request)
-    return owned(request, array, LocalHome(array))
+    return owned(request, array, LocalStorage(array))
 
 
 def next_key() -> int:
@@ -306,8 +307,8 @@ def next_key() -> int:
     return next(_local_keys)
 
 
-def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
-    """A new variable of this process, as asked for, with this value in its home."""
+def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Variable:
+    """A new variable of this process, as asked for, with this value in its storage."""
     spec = VariableSpec(
         next_key(),
         request.name,
@@ -318,7 +319,7 @@ def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
         request.aggregation,
         request.synchronization,
     )
-    return handle(spec, home)
+    return handle(spec, storage)
 
 
 _NAMED: Final = 3
@@ -333,19 +334,19 @@ def _warn_of_wide(
     they count what is outside of steps.)
 
     Warns:
-        NarrowingWarning: Once for all of them.
+        DowncastWarning: Once for all of them.
     """
     wide = [
         variable
         for request, variable in zip(requests, made, strict=True)
         if request.dtype is None
         and variable.dtype.kind in "fc"
-        and narrow(variable.dtype).itemsize < variable.dtype.itemsize
+        and downcast_dtype(variable.dtype).itemsize < variable.dtype.itemsize
         and not isinstance(request.initial_value, ArrayOperators)
     ]
     if not wide:
         return
-    own, kind = wide[0].dtype, narrow(wide[0].dtype)
+    own, kind = wide[0].dtype, downcast_dtype(wide[0].dtype)
     names = ", ".join(repr(variable.name) for variable in wide[:_NAMED])
     more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
     warnings.warn(
@@ -354,6 +355,6 @@ def _warn_of_wide(
         f'dtype="{kind}", or value.astype("{kind}"); or, if {own} is meant, '
         f'dtype="{own}", and switch on jax_enable_x64 (JAX_ENABLE_X64=1) to use it in '
         "steps",
-        NarrowingWarning,
-        stacklevel=outside(),
+        DowncastWarning,
+        stacklevel=user_stacklevel(),
     )

@@ -7,7 +7,7 @@ from ._arrays import array_from as array_from
 from ._arrays import dtype_named as dtype_named
 from ._arrays import name_of as name_of
 from ._arrays import raw as raw
-from ._backup_messages import BeginAnew as BeginAnew
+from ._backup_messages import ChangeProgram as ChangeProgram
 from ._backup_messages import CopiedPart as CopiedPart
 from ._backup_messages import CopiedSlot as CopiedSlot
 from ._backup_messages import CopiedVariable as CopiedVariable
@@ -50,12 +50,12 @@ from ._messages import Message as Message
 from ._replication_messages import AskCopies as AskCopies
 from ._replication_messages import AttachBackup as AttachBackup
 from ._replication_messages import BackupLost as BackupLost
-from ._replication_messages import CopiesTold as CopiesTold
+from ._replication_messages import CopiesReport as CopiesReport
 from ._replication_messages import DetachBackup as DetachBackup
 from ._replication_messages import DropStore as DropStore
 from ._replication_messages import HostStore as HostStore
-from ._replication_messages import LeftCopy as LeftCopy
 from ._replication_messages import MoveServer as MoveServer
+from ._replication_messages import OrphanedCopy as OrphanedCopy
 from ._replication_messages import PromoteBackup as PromoteBackup
 from ._replication_messages import StoreHosted as StoreHosted
 from ._schema import Arrays as Arrays
@@ -102,7 +102,7 @@ from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
 from ._task_messages import BeginCapture as BeginCapture
 from ._task_messages import Captured as Captured
-from ._task_messages import ClockTold as ClockTold
+from ._task_messages import ClockTime as ClockTime
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
 from ._task_messages import EndCapture as EndCapture

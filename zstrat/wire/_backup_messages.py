@@ -142,7 +142,7 @@ class CopyTree:
 
 
 @message
-class BeginAnew:
+class ChangeProgram:
     """Another program goes on with what is here, in the session of this number: its
     steps, and the code of its optimizers, are new ones."""
 
@@ -170,7 +170,7 @@ BackupMessage = (
     OpenLog
     | LogMade
     | LogTaken
-    | BeginAnew
+    | ChangeProgram
     | CopyVariables
     | CopySlots
     | CopyParts

@@ -58,13 +58,13 @@ class DropStore:
 @message
 class AskCopies:
     """A coordinator that goes on with what another one has left asks the process of a
-    parameter server which copies of stores it has. Answered by `CopiesTold`."""
+    parameter server which copies of stores it has. Answered by `CopiesReport`."""
 
     kind: ClassVar = 98
     session: int
 
 
-class LeftCopy(NamedTuple):
+class OrphanedCopy(NamedTuple):
     """A copy of a store that a lost program has left.
 
     Args:
@@ -94,11 +94,11 @@ class LeftCopy(NamedTuple):
 
 
 @message
-class CopiesTold:
+class CopiesReport:
     """The copies that one process has, in answer to `AskCopies`."""
 
     kind: ClassVar = 99
-    copies: list[LeftCopy]
+    copies: list[OrphanedCopy]
 
 
 @message
@@ -171,7 +171,7 @@ ReplicationMessage = (
     AskCopies
     | AttachBackup
     | BackupLost
-    | CopiesTold
+    | CopiesReport
     | DetachBackup
     | DropStore
     | HostStore

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ._mesh import MakeLink
     from ._traffic import Running
 
-_LAST_WORDS: Final = 5.0
+_GOODBYE_SECONDS: Final = 5.0
 """Seconds in which what a rank sent before its goodbye can still come and be taken: 32
 hops of 1 MiB on a slow line, to a machine that has other things to do."""
 
@@ -283,7 +283,7 @@ class Generation:
         """A member cannot be reached any more. One that said goodbye has sent what
         others need of it, and `LeaveGroup` last: on another connection, and later."""
         if left:
-            self._loop.call_later(_LAST_WORDS, self.gone, rank, reason)
+            self._loop.call_later(_GOODBYE_SECONDS, self.gone, rank, reason)
             return
         if rank in self.leavers:
             return

@@ -15,7 +15,8 @@ PARTS: Final = 2**20
 """Calls of one operation, at most: arrays of one pytree."""
 
 FORMING: Final = 0
-"""The call with which a new generation agrees on its lane; operations begin at 1."""
+"""Key of the call in which a new generation agrees on its transport; operations
+begin at 1."""
 
 _NAMED: Final = 1 << 62
 """Set in keys that are digests, and in no other."""

@@ -7,7 +7,7 @@ refused here. The words are what ranks compare, so they hold all that has to be 
 A step is a list of calls that go out together; the next step begins when all of them
 are over. The last thing is a function that makes the user's result; it runs in the
 thread that asks for it. Nothing here sends anything, so that the same steps serve
-blocking and asynchronous callers and any lane.
+blocking and asynchronous callers and any transport.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ import numpy as np
 _MACHINE: Final = platform.machine().lower()
 _NUMBERS: Final = {"x86_64": 202, "amd64": 202, "aarch64": 98, "riscv64": 98}
 """futex in the kernel's tables of system calls, for machines of 64 bits that are
-little-endian, so that the low half of a counter lies at its address."""
+little-endian, so that the low half of a counter is at its address."""
 
 IS_AVAILABLE: Final = sys.platform == "linux" and _MACHINE in _NUMBERS
 

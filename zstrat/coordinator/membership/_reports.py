@@ -18,7 +18,7 @@ from zstrat.errors import (
     ZstratError,
     to_wire,
 )
-from zstrat.transport import Seldom
+from zstrat.transport import RateLimit
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ UNDECIDED_SECONDS: Final = 10.0
 """Seconds that a program has to say that it takes such workers: some may have waited
 for it, and its strategy has to be made before it can say so."""
 
-PART_OF_PATIENCE: Final = 0.9
-"""The part of a worker's patience behind which it hears from us what is in the way:
+PART_OF_TIMEOUT: Final = 0.9
+"""The part of a worker's timeout after which it hears from us what is in the way:
 before its server says that nobody has answered."""
 
 NOT_WISHED: Final = (
@@ -56,7 +56,7 @@ class AnsweredReports:
     """Answers the reports of one session.
 
     Args:
-        take: Takes a worker in, by address, number and patience (`Turnover.report`).
+        take: Takes a worker in, by address, number and timeout (`Turnover.report`).
     """
 
     def __init__(self, take: Callable[[str, int, float], Awaitable[int]]) -> None:
@@ -64,7 +64,7 @@ class AnsweredReports:
         self._take = take
         self._answering: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(MAX_GREETED)
-        self._seldom = Seldom(time.monotonic)
+        self._rate_limit = RateLimit(time.monotonic)
 
     def accept(self, are_wished: bool) -> None:
         """The program takes such workers from now on, or none any more."""
@@ -93,25 +93,25 @@ class AnsweredReports:
         try:
             answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            if self._seldom.may_say():
+            if self._rate_limit.may_log():
                 words = "no worker at %.80r: %s (%d so far)"
-                log.warning(words, message.address, error, self._seldom.count)
+                log.warning(words, message.address, error, self._rate_limit.count)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_log_error)
 
     async def _taken(self, message: WorkerReported) -> int:
         address, task_number = message.address, message.index
-        patience = PART_OF_PATIENCE * max(0.0, message.patience)
+        timeout = PART_OF_TIMEOUT * max(0.0, message.timeout)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(patience, UNDECIDED_SECONDS)):
+            async with asyncio.timeout(min(timeout, UNDECIDED_SECONDS)):
                 await self._said.wait()
         if not self._are_wished:
             raise PermissionDeniedError(NOT_WISHED)
         if task_number < 0:
-            return await self._take(address, task_number, patience)
+            return await self._take(address, task_number, timeout)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
+        deadline = loop.time() + timeout
         async with self._turns:
             left = deadline - loop.time()
             if left < 0:

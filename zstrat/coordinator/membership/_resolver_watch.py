@@ -21,7 +21,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 FIRST_PAUSE: Final = 1.0
 """Seconds between the first two questions after a loss; doubled up to ``every``."""
-PATIENCE: Final = 60.0
+ANSWER_TIMEOUT: Final = 60.0
 """Seconds after which it is said that the resolver does not answer: twice what ours
 give the service that they ask."""
 
@@ -83,7 +83,7 @@ class ResolverWatch:
         self._timer, self._is_open = None, True
         self._asked_at = self._loop.time()
         self.questions += 1
-        self._alarm = self._loop.call_later(PATIENCE, self._late)
+        self._alarm = self._loop.call_later(ANSWER_TIMEOUT, self._late)
         threading.Thread(target=self._wait, name="zstrat resolver", daemon=True).start()
 
     def _wait(self) -> None:
@@ -114,7 +114,7 @@ class ResolverWatch:
         self._pause = min(2 * self._pause, self._every)
 
     def _late(self) -> None:
-        self._complain(f"no answer for {PATIENCE:.0f} s")
+        self._complain(f"no answer for {ANSWER_TIMEOUT:.0f} s")
 
     def _complain(self, words: str) -> None:
         self.errors += 1

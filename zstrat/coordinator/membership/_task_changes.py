@@ -10,7 +10,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.transport import check_address, check_told, warn_of_blocking
+from zstrat.transport import check_address, check_reachable, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -47,7 +47,7 @@ def require_reachable(address: str, what: str) -> None:
     """
     try:
         if isinstance(address, str):
-            return check_told(address)
+            return check_reachable(address)
     except ValueError:
         pass
     raise ValueError(
@@ -132,21 +132,21 @@ class Workers:
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
                 could join.
         """
-        patience, number = self._patience(address, timeout), task_number(index)
+        seconds, number = self._timeout(address, timeout), task_number(index)
         warn_of_blocking("strategy.workers.add_async(address)")
-        work = self._session.cluster.turnover.add(address, number, patience)
-        return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
+        work = self._session.cluster.turnover.add(address, number, seconds)
+        return self._session.run(work, f"adding {address}", seconds + SLACK_SECONDS)
 
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
         """As `add`, awaited. Cancellation: it is not taken in."""
-        patience, number = self._patience(address, timeout), task_number(index)
+        seconds, number = self._timeout(address, timeout), task_number(index)
         turnover, added = self._session.cluster.turnover, False
 
         async def add() -> int:
             nonlocal added
-            given = await turnover.add(address, number, patience)
+            given = await turnover.add(address, number, seconds)
             added = True
             return given
 
@@ -229,20 +229,20 @@ class Workers:
 
         return self._session.run(bound(), "counting workers")
 
-    def _patience(self, address: str, timeout: float | None) -> float:
+    def _timeout(self, address: str, timeout: float | None) -> float:
         """For how long to wait for a worker that is added there."""
         require_reachable(address, "worker")
-        patience = self._session.settings.timeouts.connect
-        return patience if timeout is None else finite_seconds(timeout)
+        seconds = self._session.settings.timeouts.connect
+        return seconds if timeout is None else finite_seconds(timeout)
 
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
         """The work, and for how long to wait for it."""
-        patience = self._session.settings.timeouts.drain
-        patience = patience if timeout is None else finite_seconds(timeout)
-        work = self._session.cluster.turnover.remove(address, patience)
-        return work, patience + SLACK_SECONDS
+        seconds = self._session.settings.timeouts.drain
+        seconds = seconds if timeout is None else finite_seconds(timeout)
+        work = self._session.cluster.turnover.remove(address, seconds)
+        return work, seconds + SLACK_SECONDS
 
 
 @final
@@ -250,7 +250,7 @@ class StoreServers:
     """``strategy.parameter_servers``: which processes hold the variables, and how that
     changes while steps run.
 
-    Variables lie in *stores*, as many as there are ps at first, times
+    Variables are in *stores*, as many as there are ps at first, times
     ``stores_per_ps``. A store moves as a whole, with what optimizers keep beside its
     variables; handles stay as they are. Meanwhile training goes on: no step fails, and
     each store is away for a moment, when it is served elsewhere.
@@ -346,7 +346,7 @@ class StoreServers:
         work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
-    def level(self) -> None:
+    def rebalance(self) -> None:
         """Moves stores while training goes on, until no ps serves two more than another
         one, and blocks until they are there. Behind a failover one may serve several,
         as nothing moves back by itself.
@@ -356,15 +356,15 @@ class StoreServers:
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: A ps is lost.
         """
-        warn_of_blocking("strategy.parameter_servers.level_async()")
-        self._session.run(self._levelling(), "levelling", math.inf)
+        warn_of_blocking("strategy.parameter_servers.rebalance_async()")
+        self._session.run(self._rebalancing(), "rebalancing", math.inf)
 
-    async def level_async(self) -> None:
-        """As `level`, awaited. Cancellation: stores that have moved stay there."""
-        await self._session.run_async(self._levelling(), "levelling")
+    async def rebalance_async(self) -> None:
+        """As `rebalance`, awaited. Cancellation: stores that have moved stay there."""
+        await self._session.run_async(self._rebalancing(), "rebalancing")
 
-    def _levelling(self) -> Coroutine[Any, Any, None]:
-        return self._session.cluster.moves.level(
+    def _rebalancing(self) -> Coroutine[Any, Any, None]:
+        return self._session.cluster.moves.rebalance(
             self._session.settings.timeouts.connect
         )
 
@@ -372,14 +372,14 @@ class StoreServers:
         self, address: str, index: int | None, timeout: float | None
     ) -> Coroutine[Any, Any, int]:
         require_reachable(address, "ps")
-        patience = self._session.settings.timeouts.connect
+        seconds = self._session.settings.timeouts.connect
         if timeout is not None:
-            patience = finite_seconds(timeout)
-        return self._session.cluster.moves.add(address, task_number(index), patience)
+            seconds = finite_seconds(timeout)
+        return self._session.cluster.moves.add(address, task_number(index), seconds)
 
     def _vacating(
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
-        patience = None if timeout is None else finite_seconds(timeout)
+        seconds = None if timeout is None else finite_seconds(timeout)
         address = named_address(address, "ps", self.addresses)
-        return self._session.cluster.moves.vacate(address, patience)
+        return self._session.cluster.moves.vacate(address, seconds)

@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, ClosedError
-from zstrat.transport import check_address, check_told
+from zstrat.transport import check_address, check_reachable
 
 from ._membership import (
     AdmitWorker,
@@ -85,10 +85,10 @@ class WorkerSessions:
         return task
 
     async def release(
-        self, task: TaskSession, reason: str, patience: float | None
+        self, task: TaskSession, reason: str, timeout: float | None
     ) -> None:
         """Lets a worker go: what it has runs to its end there, or on another worker
-        after ``patience`` seconds. None: what it has runs on another worker at once,
+        after ``timeout`` seconds. None: what it has runs on another worker at once,
         and its place is kept.
 
         Cancellation: nothing is given to it any more.
@@ -96,12 +96,12 @@ class WorkerSessions:
         if task.is_closed:
             return
         if self.dispatcher is not None:
-            if patience is not None:
-                await self.dispatcher.retire_worker(task, reason, patience)
+            if timeout is not None:
+                await self.dispatcher.retire_worker(task, reason, timeout)
             # It is not lost: nothing that it ran is suspected of having killed it.
             task.lives_on = task.is_moved = True
-            self.dispatcher.remove_worker(task, reason, for_good=patience is not None)
-        if task.is_ready and patience is not None:
+            self.dispatcher.remove_worker(task, reason, for_good=timeout is not None)
+        if task.is_ready and timeout is not None:
             answer = task.say_goodbye(GOODBYE_SECONDS)
             task.leave()  # before it ends: that is no loss
             await asyncio.wait([answer])
@@ -141,22 +141,22 @@ class Turnover:
         self._leaving: dict[int, asyncio.Event] = {}
         """By place; set when whoever leaves it has gone."""
 
-    async def add(self, address: str, task_number: int | None, patience: float) -> int:
+    async def add(self, address: str, task_number: int | None, timeout: float) -> int:
         """Takes a worker in, and waits until it is in the session; returns its number.
 
         Raises:
             ValueError: The address is none.
             AlreadyExistsError, InvalidArgumentError: As `Membership.add`.
-            DeadlineExceededError: It did not answer within ``patience`` seconds.
+            DeadlineExceededError: It did not answer within ``timeout`` seconds.
             BusyError: It belongs to another coordinator, or its place is that of one
-                that has not left within ``patience`` seconds.
+                that has not left within ``timeout`` seconds.
             VersionMismatchError, PermissionDeniedError: It will never take us.
 
         Cancellation: it is not taken in.
         """
         check_address(address)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
+        deadline = loop.time() + timeout
         while True:
             async with self._lock:
                 wanted = self.membership.add(address, task_number)
@@ -171,7 +171,7 @@ class Turnover:
         await self._take_in(wanted, task, deadline, "the program has added it")
         return wanted.task_number
 
-    async def report(self, address: str, task_number: int, patience: float) -> int:
+    async def report(self, address: str, task_number: int, timeout: float) -> int:
         """A worker has reported itself: takes it in, and waits until it is in the
         session; returns its number. One that asks for a number, by -1, is told it.
 
@@ -182,8 +182,8 @@ class Turnover:
 
         Cancellation: it is not taken in, unless it was there before.
         """
-        check_told(address)
-        deadline = asyncio.get_running_loop().time() + min(patience, self._arrival)
+        check_reachable(address)
+        deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
         async with self._lock:
             if task_number < 0:
                 return self.membership.promise(address)
@@ -203,7 +203,7 @@ class Turnover:
             ) from None
         return task_number
 
-    async def remove(self, address: str, patience: float) -> None:
+    async def remove(self, address: str, timeout: float) -> None:
         """Lets a worker go, and waits until it has.
 
         Raises:
@@ -217,7 +217,7 @@ class Turnover:
         self.counts["removed"] += 1
         log.info("%s at %s leaves: %s", task.name, address, REMOVED)
         try:
-            await self._release(task, REMOVED, patience)
+            await self._release(task, REMOVED, timeout)
         except asyncio.CancelledError:
             # The membership has it no more: others run what it has.
             await self._release(task, REMOVED, 0.0)
@@ -346,10 +346,10 @@ class Turnover:
             raise
         self._came(wanted, why)
 
-    async def _release(self, task: TaskSession, reason: str, patience: float) -> None:
+    async def _release(self, task: TaskSession, reason: str, timeout: float) -> None:
         gone = self._leaving[task.place] = asyncio.Event()
         try:
-            await self._sessions.release(task, reason, patience)
+            await self._sessions.release(task, reason, timeout)
         finally:
             self._leaving.pop(task.place, None)
             gone.set()

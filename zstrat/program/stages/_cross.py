@@ -1,9 +1,9 @@
-"""What processes do together in a step: a mark in the traced program, where it is cut.
+"""Collectives between processes in a step: equations at which the program is cut.
 
 A step of several processes is traced as one program, in which each collective between
 them is one equation of a primitive of ours. Nothing compiles that equation: the program
-is cut there (`_stages`), and what lies before it runs, then the collective, then what
-lies behind. Where nothing is traced, the collective happens at once.
+is cut there (`_stages`), and what is before it runs, then the collective, then what
+is after it. Where nothing is traced, the collective happens at once.
 
 Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
 mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
@@ -99,9 +99,9 @@ class CrossKind(enum.Enum):
 class Channel:
     """The processes of a strategy, as traced programs know them.
 
-    The collective behind it may change (a group that is formed anew): ``mark`` is what
-    a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
-    `PROCESS` and that of the replicas, XLA carries out what steps do.
+    The collective behind it may change (a group that is formed anew): ``fingerprint``
+    is what a trace depends on. With a ``mesh`` of the devices of all processes, whose
+    axes are `PROCESS` and that of the replicas, XLA carries out what steps do.
 
     Calls that are to be carried out with options of their own go through a channel of
     their own (`under`), so they are one call with no others.
@@ -138,7 +138,7 @@ class Channel:
         return self.collective.size
 
     @property
-    def mark(self) -> tuple[int, int]:
+    def fingerprint(self) -> tuple[int, int]:
         """A program that was traced under another one is not used."""
         return self.rank, self.size
 

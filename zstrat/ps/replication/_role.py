@@ -1,7 +1,7 @@
 """Which role a process has for one store, and who serves the store instead of it.
 
-The role follows from what is known: a backup follows its primary (`Following`), and a
-process whose place another one has taken stands aside (`Standing.is_replaced`). Only
+The role follows from what is known: a backup follows its primary (`Backup`), and a
+process whose place another one has taken stands aside (`ReplicaRole.is_replaced`). Only
 two things are decided here: that a process which ends gives way to its backup, and that
 one which leaves what it holds to its successor falls silent before.
 """
@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
-from zstrat.ps.handover._handover import LeftStore, StoreRole
-from zstrat.wire import LeftCopy, Owner
+from zstrat.ps.handover._handover import HandedOverStore, StoreRole
+from zstrat.wire import OrphanedCopy, Owner
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
     from zstrat.wire import Message, Ownership, PromoteBackup
 
-    from ._following import Following
-    from ._standing import Standing
+    from ._backup import Backup
+    from ._replica_role import ReplicaRole
 
 
 class ServingState(enum.Enum):
@@ -50,10 +50,14 @@ class StoreServingRole:
     """
 
     def __init__(
-        self, store: Store, ownership: Ownership, standing: Standing, timeouts: Timeouts
+        self,
+        store: Store,
+        ownership: Ownership,
+        replica_role: ReplicaRole,
+        timeouts: Timeouts,
     ) -> None:
         self._store, self._ownership = store, ownership
-        self._standing, self._timeouts = standing, timeouts
+        self._replica_role, self._timeouts = replica_role, timeouts
         self._host: Owner | None = None
         """Whose process keeps this copy, if it began as a backup."""
         self._gives_way = False
@@ -68,61 +72,65 @@ class StoreServingRole:
             return ServingState.SILENT
         if self.is_backup:
             return ServingState.BACKUP
-        if self._standing.is_replaced or self._gives_way:
+        if self._replica_role.is_replaced or self._gives_way:
             return ServingState.ASIDE
         return ServingState.SERVING
 
     @property
-    def following(self) -> Following | None:
+    def backup(self) -> Backup | None:
         """The part of a backup; None if this process is not one."""
-        return self._standing.following
+        return self._replica_role.backup
 
     @property
     def is_backup(self) -> bool:
-        return self.following is not None
+        return self.backup is not None
 
     @property
     def is_replicated(self) -> bool:
         """Whether another process has a copy of the store, or is to have one."""
-        standing = self._standing
-        aside = self.is_backup or standing.is_replaced or self._gives_way
-        return aside or standing.is_to_have_backup
+        replica_role = self._replica_role
+        aside = self.is_backup or replica_role.is_replaced or self._gives_way
+        return aside or replica_role.is_to_have_backup
 
     @property
     def view(self) -> int:
         """The newest one of the store that the process knows of."""
-        following = self.following
-        return self._standing.view if following is None else following.view
+        backup = self.backup
+        return self._replica_role.view if backup is None else backup.view
 
-    def be_backup(self, host: Owner, following: Following) -> None:
+    def be_backup(self, host: Owner, backup: Backup) -> None:
         """The process of ``host`` keeps this copy for another one."""
-        self._host, self._standing.following = host, following
+        self._host, self._replica_role.backup = host, backup
 
-    def inherit(self, left: LeftStore) -> None:
+    def inherit(self, left: HandedOverStore) -> None:
         """Goes on with what a process before had: as it was, if nobody else can have
         it."""
-        if self.following is not None:
-            self.following.inherit(is_whole=left.role is StoreRole.BACKUP)
+        if self.backup is not None:
+            self.backup.inherit(is_whole=left.role is StoreRole.BACKUP)
             return
-        self._standing.view = left.view
+        self._replica_role.view = left.view
         if left.role is not StoreRole.ALONE:
-            self._standing.step_aside(is_dropped=left.role is StoreRole.NOTHING)
+            self._replica_role.step_aside(is_dropped=left.role is StoreRole.NOTHING)
 
     def stand_beside(self) -> None:
         """The copy is a third one, up to a newer view."""
-        assert self.following is not None, "it was made as a backup"
-        self.following.is_beside = True
+        assert self.backup is not None, "it was made as a backup"
+        self.backup.is_beside = True
 
     def be_whole(self) -> None:
         """The backup has been given all that its primary has."""
-        assert self.following is not None, "it was made as a backup"
-        self.following.be_whole()
+        assert self.backup is not None, "it was made as a backup"
+        self.backup.be_whole()
 
     def promoted(self, remote: Caller, message: PromoteBackup) -> None:
         """Is the primary from now on, for the coordinator that has asked for it."""
-        standing, host, session = self._standing, self._host, self._ownership.session
-        if standing.following is not None:
-            session = standing.following.session
+        replica_role, host, session = (
+            self._replica_role,
+            self._host,
+            self._ownership.session,
+        )
+        if replica_role.backup is not None:
+            session = replica_role.backup.session
         assert session is not None
         owner = Owner(session, remote, remote.hello, time.time())
         if host is not None:
@@ -130,9 +138,9 @@ class StoreServingRole:
                 owner, name=host.name, origin=host.origin, program=host.program
             )
         self._ownership.open(owner)
-        if standing.following is not None:
-            standing.promoted(message)
-        standing.view, self._gives_way = message.view, False
+        if replica_role.backup is not None:
+            replica_role.promoted(message)
+        replica_role.view, self._gives_way = message.view, False
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
         """Another program has the process that keeps this copy, and goes on with it.
@@ -140,14 +148,14 @@ class StoreServingRole:
         Args:
             lost_at: When the process had lost the program before.
         """
-        self._standing.owner_changed(lost_at, self._timeouts)
-        if self.following is not None:
+        self._replica_role.owner_changed(lost_at, self._timeouts)
+        if self.backup is not None:
             self._host = owner
-            self.following.follow_new_owner(owner.session)
+            self.backup.follow_new_owner(owner.session)
 
     def give_way(self) -> None:
         """The process ends: its backup answers whatever comes from now on."""
-        self._gives_way |= self._standing.has_backup
+        self._gives_way |= self._replica_role.has_backup
 
     def fall_silent(self) -> None:
         """The process ends, and leaves what it holds to the one after it."""
@@ -157,40 +165,40 @@ class StoreServingRole:
         """Whatever the session had here is gone."""
         self._gives_way = False
 
-    def state_for_successor(self, number: int) -> LeftStore:
+    def state_for_successor(self, number: int) -> HandedOverStore:
         """What a process that has fallen silent leaves of the store ``number``."""
-        standing, following = self._standing, self.following
+        replica_role, backup = self._replica_role, self.backup
         role = StoreRole.NOTHING
-        if following is not None and following.is_whole and not following.is_beside:
+        if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP
-        elif following is None and not standing.is_dropped:
+        elif backup is None and not replica_role.is_dropped:
             # Who has no backup that has all, and was not replaced, is the only one.
-            role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
+            role = StoreRole.PRIMARY if replica_role.is_replaced else StoreRole.ALONE
         store = None if role is StoreRole.NOTHING else self._store
-        return LeftStore(number, role, self.view, store)
+        return HandedOverStore(number, role, self.view, store)
 
     def copy_of_lost_program(
         self, number: int, incarnation: int, lost_at: float | None
-    ) -> LeftCopy | None:
+    ) -> OrphanedCopy | None:
         """What a lost program has left here of the store ``number``, if anything.
 
         Args:
             lost_at: When the process had lost that program.
         """
-        standing, following = self._standing, self.following
-        owner = self._ownership.owner if following is None else self._host
-        if owner is None or not standing.has_any:
+        replica_role, backup = self._replica_role, self.backup
+        owner = self._ownership.owner if backup is None else self._host
+        if owner is None or not replica_role.has_any:
             return None
-        is_third = following is not None and following.is_beside
-        return LeftCopy(
+        is_third = backup is not None and backup.is_beside
+        return OrphanedCopy(
             number,
             0 if is_third else self.view,
             "",
             incarnation,
             owner.origin,
-            is_primary=following is None,
-            is_whole=following is None or (following.is_whole and not is_third),
-            is_sure=standing.is_sure(lost_at, self._timeouts),
+            is_primary=backup is None,
+            is_whole=backup is None or (backup.is_whole and not is_third),
+            is_sure=replica_role.is_sure(lost_at, self._timeouts),
             variables=len(self._store),
-            partner=standing.partner,
+            partner=replica_role.partner,
         )

@@ -1,7 +1,7 @@
 """What replicas do together: those of this process, and those of other processes.
 
 The replicas of one process either are one program over a named axis (`_one_program`),
-or they run in turns (`_meetings`). Either way what they have is brought together in
+or they run sequentially (`_barriers`). Either way what they have is brought together in
 this process first, and then once with the other processes, which may run theirs the
 other way (`zstrat.program.stages._cross`).
 

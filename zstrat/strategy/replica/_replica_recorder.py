@@ -6,7 +6,7 @@ What each replica has of its own it updates at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
 program (`_one_program`) and the only one of its process (below) bring things together
-by their `Team`. One that takes turns with the others (`_in_turns`) waits for them.
+by their `Team`. One that takes turns with the others (`_sequential`) waits for them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,6 @@ from ._register import register as register
 from ._register import unregister as unregister
 from ._served import HealthServer as HealthServer
 from ._served import dashboard as dashboard
-from ._served import serve_as_told as serve_as_told
+from ._served import serve_from_settings as serve_from_settings
 from ._served import serve_http as serve_http
 from ._watch import VIEWERS as VIEWERS

@@ -53,11 +53,11 @@ class RunWatch:
     """The looks of one process, and the pages that are open. Lives on one loop.
 
     Args:
-        patience: Seconds after which a loop that does not turn hangs.
+        timeout: Seconds after which a loop that does not turn hangs.
     """
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._picture = RunPicture(secrets.token_hex(8))
         self._frames: dict[bool, bytes] = {}
         """Those of the picture's number: the change to it, and the whole."""
@@ -156,9 +156,9 @@ class RunWatch:
 
     async def _asked(self, entry: RegisterEntry, run: int) -> RunLook:
         try:
-            return self._seen_in(entry, run, await entry.statistics(self._patience))
+            return self._seen_in(entry, run, await entry.statistics(self._timeout))
         except TimeoutError:
-            words = f"its event loop has not turned for {self._patience:g} s"
+            words = f"its event loop has not turned for {self._timeout:g} s"
             return RunLook(run, entry.name, state="hangs", words=words)
         except Exception:  # a defect of ours: to the log, and the page says that
             if entry.is_over:  # its loop was closed meanwhile

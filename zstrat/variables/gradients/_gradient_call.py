@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from zstrat.variables._home import KnowsSlots
+from zstrat.variables._storage import KnowsSlots
 from zstrat.variables._table import Table
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         TreeRule,
         TreeStructure,
     )
-    from zstrat.variables._home import HomeUpdate, VariableHandle
     from zstrat.variables._spec import VariableSpec
+    from zstrat.variables._storage import StorageUpdate, VariableHandle
     from zstrat.wire import UpdateOp
 
     from ._slots import OptimizerHandle
@@ -89,18 +89,18 @@ class GradientTarget(Protocol):
     @property
     def table(self) -> Table: ...
 
-    def _planned(self, op: UpdateOp, value: Any) -> list[HomeUpdate]: ...
+    def _planned(self, op: UpdateOp, value: Any) -> list[StorageUpdate]: ...
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
-    ) -> list[HomeUpdate]: ...
+    ) -> list[StorageUpdate]: ...
 
     def _row_updates(
         self,
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
         optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]: ...
+    ) -> list[StorageUpdate]: ...
 
     def _record(
         self,
@@ -230,7 +230,7 @@ class GradientCall:
 
 @runtime_checkable
 class Binds(Protocol):
-    """A home that has to be told of the tree of an optimizer before it is used."""
+    """A storage that has to be told of the tree of an optimizer before it is used."""
 
     def bind(self, call: GradientCall) -> None:
         """Tells of the tree of a call, once.

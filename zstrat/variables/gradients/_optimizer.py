@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule, RandomNumbers, TreeRule, TreeStructure
     from zstrat.variables._abstract import AbstractVariable
-    from zstrat.variables._home import VariableHandle
+    from zstrat.variables._storage import VariableHandle
 
     from ._gradient_call import GradientTarget
     from ._slots import SlotRule
@@ -325,8 +325,8 @@ class Optimizer:
         if found is None:
             return
         for each in found[0].variables:
-            if isinstance(each.home, BindsAsync):
-                await each.home.bind_async(found[0])
+            if isinstance(each.storage, BindsAsync):
+                await each.storage.bind_async(found[0])
 
     def known_call(self) -> GradientCall | None:
         """A call on its tree without arrays, None if it has none yet.

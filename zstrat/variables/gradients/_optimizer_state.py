@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from zstrat.variables._convert import same_kind
-from zstrat.variables._home import KeepsSlots, read_all
+from zstrat.variables._storage import KeepsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
 from ._gradient_call import Binds
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zstrat.optimizers import TreeRule
-    from zstrat.variables._home import VariableHandle
+    from zstrat.variables._storage import VariableHandle
 
     from ._gradient_call import CalledOptimizer, GradientCall
 
@@ -75,7 +75,7 @@ def _leaf_of(
     there yet."""
     leaf, name = tree.place(state)
     mine = call.targets if leaf is None else [call.targets[leaf]]
-    # What several leaves are moved with lies beside the first, under its whole path.
+    # What several leaves are moved with is beside the first, under its whole path.
     whole = keystr(tree.state()[state].path)
     for target, slot in [(x, name) for x in mine] + [(x, whole) for x in call.targets]:
         parts = [found[component.spec.key] for component in target.components]
@@ -179,24 +179,24 @@ def _known(optimizer: CalledOptimizer) -> GradientCall:
     return call
 
 
-def _home(variable: VariableHandle) -> KeepsSlots:
-    home = variable.home
-    if not isinstance(home, KeepsSlots):
+def _storage(variable: VariableHandle) -> KeepsSlots:
+    storage = variable.storage
+    if not isinstance(storage, KeepsSlots):
         raise RuntimeError(
             f"{variable.spec}: the state of its optimizer cannot be read from here: "
             "this handle came from another task; do it on the coordinator"
         )
-    return home
+    return storage
 
 
 def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
-    """The slots of each variable, by its key; each home is asked once."""
-    homes: dict[int, list[VariableHandle]] = {}
+    """The slots of each variable, by its key; each storage is asked once."""
+    storages: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
-        homes.setdefault(id(variable.home), []).append(variable)
+        storages.setdefault(id(variable.storage), []).append(variable)
     found: dict[int, Mapping[str, np.ndarray]] = {}
-    for variables in homes.values():
-        slots = _home(variables[0]).read_slots(call.optimizer, variables)
+    for variables in storages.values():
+        slots = _storage(variables[0]).read_slots(call.optimizer, variables)
         keys = [variable.spec.key for variable in variables]
         found.update(zip(keys, slots, strict=True))
     return found
@@ -214,10 +214,10 @@ def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
             if slot.rows and len(parts) > 1:
                 parts = np.split(parts[0], target.table.offsets[1:-1])
             for variable, part in zip(target.components, parts, strict=True):
-                home = _home(variable)
-                if isinstance(home, Binds):
-                    home.bind(call)
-                home.write_slot(call.optimizer, variable, slot.name, part)
+                storage = _storage(variable)
+                if isinstance(storage, Binds):
+                    storage.bind(call)
+                storage.write_slot(call.optimizer, variable, slot.name, part)
 
 
 def _initial(call: GradientCall) -> Sequence[Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandle(Protocol):
-    """What homes, recorders and slots need of an optimizer: what it is called, in
+    """What storages, recorders and slots need of an optimizer: what it is called, in
     errors and where variables live, and the transformation."""
 
     @property

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables._copy_home import copy_home
-from zstrat.variables._home import read_all, update_all, update_all_async
-from zstrat.variables._local import HomeWithSlots
+from zstrat.variables._copy_storage import copy_storage
+from zstrat.variables._local import StorageWithSlots
 from zstrat.variables._rows import rows_of_component, summed
+from zstrat.variables._storage import read_all, update_all, update_all_async
 from zstrat.wire import UpdateOp
 
 from ._gradient_call import (
@@ -42,33 +42,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.optimizers import LeafRule, TreeCut, TreeRule
-    from zstrat.variables._home import Home, HomeUpdate, VariableHandle
+    from zstrat.variables._storage import Storage, StorageUpdate, VariableHandle
 
     from ._gradient_call import GradientCall
 
 
 def apply_now(
-    call: GradientCall, home: Home | None = None, *, counts: bool = False
+    call: GradientCall, storage: Storage | None = None, *, counts: bool = False
 ) -> None:
     """Carries a call out.
 
     Args:
-        home: Of all variables; None for each variable's own.
+        storage: Of all variables; None for each variable's own.
         counts: TF's ``iterations`` grows, too.
     """
     counted = _counted(call) if counts else []
-    if home is None and lives_here(call):
+    if storage is None and lives_here(call):
         _move_here(call)
         update_all(counted)
         return
     updates = server_updates(call)
-    for each in _homes(call, home):
+    for each in _storages(call, storage):
         assert isinstance(each, Binds), each
         each.bind(call)
-    if home is None:
+    if storage is None:
         update_all([*updates, *counted])
     else:
-        home.update_many([*updates, *counted])
+        storage.update_many([*updates, *counted])
 
 
 async def apply_now_async(call: GradientCall) -> None:
@@ -81,7 +81,7 @@ async def apply_now_async(call: GradientCall) -> None:
         update_all(_counted(call))
         return
     updates = server_updates(call)
-    for each in _homes(call, None):
+    for each in _storages(call, None):
         assert isinstance(each, BindsAsync), each
         await each.bind_async(call)
     await update_all_async([*updates, *_counted(call)])
@@ -96,9 +96,9 @@ def lives_here(call: GradientCall) -> bool:
     """
     here = []
     for variable in call.variables:
-        if (copy := copy_home(variable)) is not None:
+        if (copy := copy_storage(variable)) is not None:
             raise copy.not_optimized(variable)
-        here.append(isinstance(variable.home, HomeWithSlots))
+        here.append(isinstance(variable.storage, StorageWithSlots))
     if any(here) and not all(here):
         first, second = (call.variables[here.index(x)] for x in (True, False))
         raise ValueError(
@@ -109,7 +109,7 @@ def lives_here(call: GradientCall) -> bool:
     return all(here)
 
 
-def server_updates(call: GradientCall) -> list[HomeUpdate]:
+def server_updates(call: GradientCall) -> list[StorageUpdate]:
     """What the variables of a call on parameter servers are sent.
 
     Raises:
@@ -118,7 +118,7 @@ def server_updates(call: GradientCall) -> list[HomeUpdate]:
     rule = call.rule(is_here=False)
     require_servers(call, rule)
     optimizer = call.optimizer
-    updates: list[HomeUpdate] = []
+    updates: list[StorageUpdate] = []
     for _, target, sparse, arrays in call.leaves():
         mine = tuple([np.asarray(x) for x in arrays])
         if sparse:
@@ -152,23 +152,25 @@ def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
 
 def _move_here(call: GradientCall) -> None:
     step, run = _step_of(call)
-    homes = [each.variable.home for each in step.components]
-    mine: list[Any] = [home for home in homes if isinstance(home, HomeWithSlots)]
-    turns = {id(home.turn): home.turn for home in mine}
+    storages = [each.variable.storage for each in step.components]
+    mine: list[Any] = [
+        storage for storage in storages if isinstance(storage, StorageWithSlots)
+    ]
+    turns = {id(storage.turn): storage.turn for storage in mine}
     with ExitStack() as stack:
         # Always in one order, so that two threads that move the same variables cannot
         # wait for each other.
         for _, turn in sorted(turns.items()):
             stack.enter_context(turn)
         pairs = list(zip(mine, step.components, strict=True))
-        values = [home.value_before(each.variable.name) for home, each in pairs]
+        values = [storage.value_before(each.variable.name) for storage, each in pairs]
         slots = [
-            [np.asarray(x) for x in home.slots_before(each.rule, each.variable.name)]
-            for home, each in pairs
+            [np.asarray(x) for x in storage.slots_before(each.rule, each.variable.name)]
+            for storage, each in pairs
         ]
         moved, kept = run(values, slots, _padded(call))
-        for (home, each), value, leaves in zip(pairs, moved, kept, strict=True):
-            home.put_moved(each.variable, value, each.rule, leaves)
+        for (storage, each), value, leaves in zip(pairs, moved, kept, strict=True):
+            storage.put_moved(each.variable, value, each.rule, leaves)
 
 
 def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
@@ -209,14 +211,14 @@ def _padded(call: GradientCall) -> list[Any]:
     return [*found, *call.further]
 
 
-def _homes(call: GradientCall, home: Home | None) -> list[Home]:
-    if home is not None:
-        return [home]
-    found = {id(variable.home): variable.home for variable in call.variables}
+def _storages(call: GradientCall, storage: Storage | None) -> list[Storage]:
+    if storage is not None:
+        return [storage]
+    found = {id(variable.storage): variable.storage for variable in call.variables}
     return list(found.values())
 
 
-def _counted(call: GradientCall) -> list[HomeUpdate]:
+def _counted(call: GradientCall) -> list[StorageUpdate]:
     """The update of TF's ``iterations``."""
     iterations = call.optimizer.iterations
     return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1)

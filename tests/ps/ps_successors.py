@@ -18,7 +18,7 @@ CODES = {
 }
 
 
-class Heirs:
+class Successors:
     """``service`` is the process of the moment; `hand_over` begins the next one.
 
     Args:
@@ -66,9 +66,9 @@ class Heirs:
 
 
 @asynccontextmanager
-async def heirs(folder):
+async def successors(folder):
     """In the session of ``ps_callers``."""
-    made = Heirs(folder)
+    made = Successors(folder)
     await made.answer(OpenSession(SESSION, 0, 1, []))
     yield made
     if not made.is_over:

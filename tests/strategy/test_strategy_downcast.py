@@ -28,7 +28,7 @@ def test_a_variable_of_64_bits_is_told_of_where_it_is_made(make_cluster, value):
         make_cluster().strategy,
         zs.OneDeviceStrategy("CPU:0"),
     ):
-        with strategy.scope(), pytest.warns(zs.NarrowingWarning) as said:
+        with strategy.scope(), pytest.warns(zs.DowncastWarning) as said:
             variable = zs.Variable(value, name="w")
         assert variable.dtype == dtype
         (one,) = said
@@ -53,7 +53,7 @@ def test_one_that_was_asked_for_is_not():
 
 def test_a_whole_tree_is_told_of_once():
     tree = dict.fromkeys("abcde", ROUNDED)
-    with pytest.warns(zs.NarrowingWarning, match=r"'a'.*'b'.*'c'") as said:
+    with pytest.warns(zs.DowncastWarning, match=r"'a'.*'b'.*'c'") as said:
         zs.create_variables(tree)
     assert len(said) == 1
 
@@ -76,10 +76,10 @@ def test_a_whole_tree_is_told_of_once():
 def test_an_argument_is_told_of_once(given, words):
     step = zs.function(lambda batch: batch["x"] * 2)
     place = r"^args\[0\]\['x'\] of the step function '.*' has dtype "
-    with pytest.warns(zs.NarrowingWarning, match=place + words) as said:
+    with pytest.warns(zs.DowncastWarning, match=place + words) as said:
         step({"x": given})
     # numpy tells of what is too large besides.
-    (one,) = [each for each in said if each.category is zs.NarrowingWarning]
+    (one,) = [each for each in said if each.category is zs.DowncastWarning]
     assert one.filename == __file__
     step({"x": given})
     step({"x": np.stack([given, given])})  # another program
@@ -116,7 +116,7 @@ def test_integers_that_grow_are_told_of_when_they_are_cut():
     step = zs.function(lambda x: x * 2)
     with silent():
         step(np.int64(2**31 - 1))
-    with pytest.warns(zs.NarrowingWarning, match=r"\b2147483648\b.*\b2147483648\b"):
+    with pytest.warns(zs.DowncastWarning, match=r"\b2147483648\b.*\b2147483648\b"):
         step(np.int64(2**31))
 
 
@@ -124,7 +124,7 @@ def test_an_element_is_told_of_with_its_iterator():
     iterator = zs.StepIterator([{"x": ROUNDED}] * 2, name="the photographs")
     step = zs.function(lambda it: next(it)["x"] * 2)
     words = r"\b0\b.*\['x'\]"
-    with pytest.warns(zs.NarrowingWarning, match=words) as said:
+    with pytest.warns(zs.DowncastWarning, match=words) as said:
         step(iterator)
     assert len(said) == 1
     with silent():
@@ -133,7 +133,7 @@ def test_an_element_is_told_of_with_its_iterator():
 
 def test_an_eager_step_tells_of_its_arguments():
     step = zs.function(lambda x: x * 2, eager=True)
-    with pytest.warns(zs.NarrowingWarning, match=r"^args\[0\] of.*becomes 1") as said:
+    with pytest.warns(zs.DowncastWarning, match=r"^args\[0\] of.*becomes 1") as said:
         step(np.int64(WIDE))
     assert len(said) == 1
     with silent():
@@ -142,7 +142,7 @@ def test_an_eager_step_tells_of_its_arguments():
 
 def test_an_argument_of_run_is_told_of():
     strategy = zs.MirroredStrategy(["CPU:0"])
-    with pytest.warns(zs.NarrowingWarning, match=r"\[0\].*'sum'") as said:
+    with pytest.warns(zs.DowncastWarning, match=r"\[0\].*'sum'") as said:
         strategy.run(jnp.sum, args=(ROUNDED,))
     assert len(said) == 1
     assert said[0].filename == __file__
@@ -153,7 +153,7 @@ def test_a_step_of_parameter_servers_tells_of_its_arguments(make_cluster):
     with fake.strategy.scope():
         w = zs.Variable([1.0, 2.0])
     step = fake.ship(zs.function(lambda x: w.value() * x.sum()))
-    with pytest.warns(zs.NarrowingWarning, match=r"^args\[0\] of the step function"):
+    with pytest.warns(zs.DowncastWarning, match=r"^args\[0\] of the step function"):
         fake.run(step, ROUNDED)
 
 
@@ -163,7 +163,7 @@ def test_a_distributed_dataset_is_told_of_where_it_was_distributed():
     dataset = zs.data.Dataset.from_tensor_slices({"x": ROUNDED, "y": EXACT}).batch(2)
     distributed = strategy.experimental_distribute_dataset(dataset)
     line = test_a_distributed_dataset_is_told_of_where_it_was_distributed
-    with pytest.warns(zs.NarrowingWarning) as said:
+    with pytest.warns(zs.DowncastWarning) as said:
         found = [batch["x"] for batch in distributed]
     with silent():
         list(distributed)
@@ -181,5 +181,5 @@ def test_integers_of_a_distributed_dataset_are_told_of_by_the_step():
     dataset = zs.data.Dataset.from_tensor_slices(np.array([1, WIDE])).batch(2)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     step = zs.function(lambda it: strategy.run(lambda x: x % 7, args=(next(it),)))
-    with pytest.warns(zs.NarrowingWarning, match=r"\b0\b.*\b4294967297\b"):
+    with pytest.warns(zs.DowncastWarning, match=r"\b0\b.*\b4294967297\b"):
         step(iterator)

@@ -1,7 +1,7 @@
-"""What replicas that run in turns meet for, and what comes of it.
+"""Barriers of sequential replicas: what each one computes from all replicas' values.
 
 What comes of it is what comes of it in one program: the algorithms are those of
-`_collective`, on columns whose parts all lie in this process.
+`_collective`, on columns whose parts all are in this process.
 
 Law of the file: every replica is given the same, or its part of the same.
 """
@@ -20,9 +20,9 @@ from zstrat.variables import is_staging, recorder
 
 from ._collective import TeamReduction
 from ._columns import columns_of, require_alike, require_joinable, strong
+from ._fibers import ReplicaBarrier
 from ._per_replica import PerReplica, is_concrete, loose, on_one_device, select_replica
 from ._regroup import regroup
-from ._turns import ReplicaRendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ def merging(
     merge_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> ReplicaRendezvous:
+) -> ReplicaBarrier:
     """``merge_fn`` is called once, with the values of all replicas. Each computes with
     what it is given, so that comes to its device."""
 
@@ -54,9 +54,7 @@ def merging(
         there = strategy._devices()
         return [*map(brought, given, there), *given[len(there) :]]
 
-    return ReplicaRendezvous(
-        "merge_call", "merge_call", (tuple(args), dict(kwargs)), join
-    )
+    return ReplicaBarrier("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
 
 
 def brought(tree: Any, device: jax.Device) -> Any:
@@ -73,7 +71,7 @@ def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
     return loose(array)
 
 
-def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaRendezvous:
+def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
     """All get the sum or mean of a pytree; see `Team.all_reduce`.
 
     ``join`` raises ValueError if they bring different structures or shapes.
@@ -87,10 +85,10 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaRendezvous:
         return [treedef.unflatten(found)] * len(values)
 
     words = f"all_reduce {op.name}{_options_of(team)}"
-    return ReplicaRendezvous(("all_reduce", op, team.channel), words, tree, join)
+    return ReplicaBarrier(("all_reduce", op, team.channel), words, tree, join)
 
 
-def gathering(team: Team, tree: Any, axis: int) -> ReplicaRendezvous:
+def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
     """All get what the replicas give, one after the other along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -99,7 +97,7 @@ def gathering(team: Team, tree: Any, axis: int) -> ReplicaRendezvous:
         return [treedef.unflatten(found)] * len(values)
 
     words = f"all_gather along {axis}{_options_of(team)}"
-    return ReplicaRendezvous(("all_gather", axis, team.channel), words, tree, join)
+    return ReplicaBarrier(("all_gather", axis, team.channel), words, tree, join)
 
 
 def updating(
@@ -109,7 +107,7 @@ def updating(
     operands: tuple[jax.Array, ...],
     optimizer: OptimizerHandle | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
-) -> ReplicaRendezvous:
+) -> ReplicaBarrier:
     """What the replicas do to a variable is brought together and done once."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -118,12 +116,12 @@ def updating(
 
     rule = None if optimizer is None else optimizer.id
     words = f"an update ({op.name.lower()}) of {variable.spec}"
-    return ReplicaRendezvous((variable.spec.key, op, rule), words, operands, join)
+    return ReplicaBarrier((variable.spec.key, op, rule), words, operands, join)
 
 
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
-) -> ReplicaRendezvous:
+) -> ReplicaBarrier:
     """The gradients of all replicas are brought together and applied once; see
     `Team.aggregate_call`."""
 
@@ -136,7 +134,7 @@ def optimizing(
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
     stacked = tuple([call.has_examples(leaf) for leaf in call.given])
     what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
-    return ReplicaRendezvous(what, words, call.arrays, join)
+    return ReplicaBarrier(what, words, call.arrays, join)
 
 
 def own(tree: Any) -> Any:
@@ -161,7 +159,7 @@ def _options_of(team: Team) -> str:
 
 @final
 class SequentialReduction(TeamReduction):
-    """Replicas that run in turns: a column has the parts of all that are in this
+    """Replicas that run sequentially: a column has the parts of all that are in this
     process, and these come to the device of the first."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:

@@ -1,7 +1,7 @@
 """Which store goes to which process, when one comes or goes. Decides only.
 
-Stores count alike: variables are dealt out to them evenly (`placement=`), so a process
-that serves as many as another one has about as much to do.
+Stores count alike: variables are distributed to them evenly (`placement=`), so a
+process that serves as many as another one has about as much to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class StoreMove(NamedTuple):
     target: int
 
 
-def levelled(serving: Sequence[int], processes: Collection[int]) -> list[StoreMove]:
+def plan_rebalance(
+    serving: Sequence[int], processes: Collection[int]
+) -> list[StoreMove]:
     """As few moves as can be, after which none of the processes serves two stores more
     than another one.
 
@@ -41,7 +43,7 @@ def levelled(serving: Sequence[int], processes: Collection[int]) -> list[StoreMo
     return moves
 
 
-def leaving(
+def plan_drain(
     serving: Sequence[int],
     backups: Mapping[int, int],
     process: int,

@@ -24,7 +24,7 @@ _MACHINERY: Final = tuple(
 )
 
 
-class NarrowingWarning(UserWarning):
+class DowncastWarning(UserWarning):
     """jax takes numbers of 64 bits for ones of 32, or would."""
 
 
@@ -33,7 +33,7 @@ def is_machinery(filename: str) -> bool:
     return filename.startswith((*_MACHINERY, "<frozen"))
 
 
-def outside() -> int:
+def user_stacklevel() -> int:
     """How far the user's line is from the caller of this, as warnings count."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and is_machinery(frame.f_code.co_filename):
@@ -41,7 +41,7 @@ def outside() -> int:
     return level
 
 
-def line_outside() -> tuple[str, int]:
+def user_line() -> tuple[str, int]:
     """The user's line: its file and number."""
     frame = inspect.currentframe()
     while frame is not None and is_machinery(frame.f_code.co_filename):
@@ -49,20 +49,20 @@ def line_outside() -> tuple[str, int]:
     return ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def is_cut(leaf: Any) -> bool:
+def is_downcast(leaf: Any) -> bool:
     """Whether it has numbers of numpy that jax takes for ones of fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iufc":
         return False
-    return narrow(leaf.dtype).itemsize < leaf.dtype.itemsize
+    return downcast_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
 
 
-def what_is_lost(leaf: Any) -> str | None:
+def downcast_loss(leaf: Any) -> str | None:
     """What jax makes of a number, in words; None if it loses nothing. Of a single float
     only that it is too large: Python's own floats are rounded everywhere. Cost: a
-    pass over what `is_cut`."""
-    if not is_cut(leaf) or not leaf.size:
+    pass over what `is_downcast`."""
+    if not is_downcast(leaf) or not leaf.size:
         return None
-    kind = narrow(leaf.dtype)
+    kind = downcast_dtype(leaf.dtype)
     array = np.asarray(leaf)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         cut = array.astype(kind)
@@ -78,7 +78,7 @@ def what_is_lost(leaf: Any) -> str | None:
     )
 
 
-def narrow(dtype: np.dtype) -> np.dtype:
+def downcast_dtype(dtype: np.dtype) -> np.dtype:
     """What jax takes it for."""
     found: np.dtype = jax.dtypes.canonicalize_dtype(dtype)
     return found

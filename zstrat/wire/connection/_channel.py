@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from zstrat.wire._arrays import ArraySpec
     from zstrat.wire._link_messages import Hello, Offer
 
-MIN_LANE_BYTES: Final = 64 * 1024
+MIN_CHANNEL_BYTES: Final = 64 * 1024
 """A smaller body costs less to copy twice than to place and release."""
 
 PLACE: Final = 64
-"""A frame as short as this stands for a body above `MIN_LANE_BYTES`: it says where that
-lies."""
+"""A frame as short as this stands for a body above `MIN_CHANNEL_BYTES`, and says where
+that is stored."""
 
-MAX_LANE_BYTES: Final = 64 * 2**20
+MAX_CHANNEL_BYTES: Final = 64 * 2**20
 """A larger body is copied bit by bit: in one go that would hold up the loop."""
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
-    """Whether the body of these arrays may lie in shared memory."""
-    return sum([spec.nbytes for spec in specs]) > MIN_LANE_BYTES
+    """Whether the body of these arrays may be in shared memory."""
+    return sum([spec.nbytes for spec in specs]) > MIN_CHANNEL_BYTES
 
 
-class SharedMemoryLane(Protocol):
+class SharedMemoryChannel(Protocol):
     """The memory of both sides of one connection. Nothing here raises."""
 
     @property
@@ -62,7 +62,7 @@ class SharedMemoryLane(Protocol):
         some."""
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
-        """The body in the peer's memory, read-only; None if it cannot lie there."""
+        """The body in the peer's memory, read-only; None if it cannot be there."""
 
     def released(self, offsets: Sequence[int]) -> None:
         """The peer does not read these bodies of ours any more."""

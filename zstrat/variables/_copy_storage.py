@@ -1,29 +1,30 @@
-"""One copy of a variable that several devices have: the home of what is done to it."""
+"""One copy of a variable that several devices have: the storage of what is done to
+it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._device import DeviceHome
-from ._local import HomeHere
+from ._device import DeviceStorage
+from ._local import ProcessStorage
 
 if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.wire import UpdateOp
 
-    from ._home import Operands, VariableHandle
+    from ._storage import Operands, VariableHandle
     from .gradients._slots import OptimizerHandle
 
 
-def copy_home(variable: VariableHandle) -> CopyHome | None:
+def copy_storage(variable: VariableHandle) -> CopyStorage | None:
     """Which copy of which variable this is; None: it is none."""
-    home = variable.home
-    return home if isinstance(home, CopyHome) else None
+    storage = variable.storage
+    return storage if isinstance(storage, CopyStorage) else None
 
 
-class CopyHome(HomeHere):
-    """The home of one copy: a row of the home of the whole variable."""
+class CopyStorage(ProcessStorage):
+    """The storage of one copy: a row of the storage of the whole variable."""
 
     def __init__(self, container: VariableHandle, number: int) -> None:
         self.container = container
@@ -31,11 +32,11 @@ class CopyHome(HomeHere):
 
     def device_name(self) -> str:
         """TF's name of the device that keeps this copy."""
-        return self._home.device_name(self.number)
+        return self._storage.device_name(self.number)
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        del variable  # one home, one copy
-        return self._home.copy(self.container, self.number)
+        del variable  # one storage, one copy
+        return self._storage.copy(self.container, self.number)
 
     def update(
         self,
@@ -46,7 +47,7 @@ class CopyHome(HomeHere):
     ) -> None:
         if optimizer is not None:
             raise self.not_optimized(variable)
-        self._home.update_copy(self.container, self.number, op, [operands])
+        self._storage.update_copy(self.container, self.number, op, [operands])
 
     def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
         """The error of an optimizer that is given this copy."""
@@ -56,7 +57,7 @@ class CopyHome(HomeHere):
         )
 
     @property
-    def _home(self) -> DeviceHome:
-        home = self.container.home
-        assert isinstance(home, DeviceHome)
-        return home
+    def _storage(self) -> DeviceStorage:
+        storage = self.container.storage
+        assert isinstance(storage, DeviceStorage)
+        return storage

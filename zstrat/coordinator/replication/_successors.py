@@ -22,7 +22,7 @@ from zstrat.errors import InvalidArgumentError, PSUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from zstrat.wire import LeftCopy
+    from zstrat.wire import OrphanedCopy
 
 _AGAIN = (
     "What is left stays until a program takes the cluster without resume=, or with "
@@ -35,7 +35,7 @@ class FoundCopy(NamedTuple):
     """A copy in the process of that index."""
 
     process: int
-    copy: LeftCopy
+    copy: OrphanedCopy
 
 
 class Successor(NamedTuple):
@@ -57,7 +57,7 @@ class Successor(NamedTuple):
 
 
 def successors(
-    name: str, session: int, told: Mapping[int, Sequence[LeftCopy]], stores: int
+    name: str, session: int, told: Mapping[int, Sequence[OrphanedCopy]], stores: int
 ) -> dict[int, Successor]:
     """The copies to go on with, by store; none if nothing is there under the name.
 

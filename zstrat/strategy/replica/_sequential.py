@@ -1,4 +1,4 @@
-"""A replica function that runs once for each replica, in turns (`_turns`).
+"""A replica function that runs once for each replica, sequentially (`_fibers`).
 
 In a step each replica is traced by itself, into the same program. Elsewhere Python runs
 with values: what a replica computes is on its device, and Python may look at it.
@@ -24,7 +24,7 @@ from zstrat.program.trace import (
     apart_from_now,
     as_replica,
     copies_in_step,
-    device_home,
+    device_storage,
     has_copies,
     keep_copies,
     lookup_inside,
@@ -47,11 +47,11 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._arguments import dealt, unwrapped
-from ._meetings import brought, optimizing, updating
+from ._arguments import distribute_rows, unwrapped
+from ._barriers import brought, optimizing, updating
+from ._fibers import run_fibers
 from ._per_replica import select_replica
 from ._replica_recorder import ReplicaRecorder
-from ._turns import take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         GradientCall,
-        HomeRows,
         OptimizerHandle,
+        StorageRows,
         TraceRecorder,
         VariableHandle,
         VariableRequest,
@@ -71,10 +71,10 @@ if TYPE_CHECKING:
 
     from ._arguments import ReplicaCall
     from ._collective import Team
-    from ._turns import ReplicaFiber
+    from ._fibers import ReplicaFiber
 
 
-def in_turns(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
+def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
     """What each replica of this process returns.
 
     Args:
@@ -91,12 +91,12 @@ def in_turns(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
     is_unnoticed = outer is None and is_staging()
     made = _FirstCreations(creator.get())
     team = call.team
-    tree = dealt(unwrapped(call.tree), team.local)
+    tree = distribute_rows(unwrapped(call.tree), team.local)
 
     def body(fiber: ReplicaFiber) -> Any:
         number = fiber.number
         # Nothing is reset: the context is this replica's own, and ends with it.
-        recorder.set(ReplicaInTurns(fiber, team, outer, unnoticed=is_unnoticed))
+        recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
             creator.set(_SameCreations(made, number))
         selected = select_replica(number, tree)
@@ -113,11 +113,11 @@ def in_turns(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
         with as_replica(team.first + number, team.size), where:
             yield
 
-    return take_turns([body] * team.local, during)
+    return run_fibers([body] * team.local, during)
 
 
 def _near(leaf: Any, device: jax.Device) -> Any:
-    """What is bound to one device, for the replica on this one. What lies on several
+    """What is bound to one device, for the replica on this one. What is on several
     stays: no other replica has use for it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
@@ -125,7 +125,7 @@ def _near(leaf: Any, device: jax.Device) -> Any:
 
 
 @final
-class ReplicaInTurns(ReplicaRecorder):
+class SequentialReplica(ReplicaRecorder):
     """The recorder of one replica: to update what all share it waits for the others."""
 
     def __init__(
@@ -182,18 +182,18 @@ class ReplicaInTurns(ReplicaRecorder):
             refuse_update(call.variables[0].spec, "apply a gradient to")
         # Without a look at whether it is its own: gradients are always summed over
         # replicas.
-        self._fiber.meet(optimizing(self._team, call, self.outer.optimize))
+        self._fiber.wait_at(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
         def apply(combined: tuple[jax.Array, ...]) -> None:
             self.outer.update(update._replace(operands=combined))
 
         _, op, operands, optimizer = update
-        self._fiber.meet(
+        self._fiber.wait_at(
             updating(self._team, update.variable, op, operands, optimizer, apply)
         )
 
-    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def _rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
     def _update_own(self, update: VariableUpdate) -> None:
@@ -213,7 +213,7 @@ class ReplicaInTurns(ReplicaRecorder):
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            device_home(variable).update_copy(variable, number, op, updates)
+            device_storage(variable).update_copy(variable, number, op, updates)
 
 
 def _own_updates(

@@ -25,7 +25,7 @@ from zstrat.wire import (
     PromoteBackup,
 )
 
-from ._forwarding import Forwarding
+from ._log_shipping import LogShipping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
     from zstrat.wire import PlainTree
 
-    from ._following import Following
-    from ._forwarding import Connect, Turn
+    from ._backup import Backup
+    from ._log_shipping import Connect, Turn
 
 ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 
 
 @final
-class Standing:
+class ReplicaRole:
     """What one process is to the store ``task``. Lives on the loop.
 
     Args:
@@ -65,7 +65,7 @@ class Standing:
         silence: float,
         clock: Callable[[], float],
     ) -> None:
-        self.following: Following | None = None
+        self.backup: Backup | None = None
         """If it is a backup."""
         self.is_replaced = self.is_dropped = False
         """Another process serves the store; and what was here of it is gone."""
@@ -82,9 +82,9 @@ class Standing:
         """The view in which it is known of the time before that nothing is missing."""
         self._was_without = False
         """The program before had no second copies."""
-        self._forwarding: Forwarding | None = None
+        self._shipping: LogShipping | None = None
         self._copying: asyncio.Task[None] | None = None
-        self._third: Forwarding | None = None
+        self._third: LogShipping | None = None
         """To a copy that is made beside the backup, and may take its place."""
         self._filling: asyncio.Task[None] | None = None
         self._is_replacing = False
@@ -106,7 +106,7 @@ class Standing:
         return self.refusal if self.is_replaced else None
 
     @property
-    def parting(self) -> UnavailableError:
+    def shutdown_error(self) -> UnavailableError:
         """The words for whoever asks a process that shuts down."""
         words = f"{self._task} is shutting down"
         if self.is_replaced or self.has_backup:
@@ -116,13 +116,13 @@ class Standing:
     @property
     def has_backup(self) -> bool:
         """Whether a backup has everything that was acknowledged."""
-        return self._forwarding is not None and self._forwarding.is_strict
+        return self._shipping is not None and self._shipping.is_strict
 
     @property
     def has_any(self) -> bool:
         """Whether anything of the store may be here. A primary that is to have a backup
         and never had one has acknowledged nothing."""
-        if self.following is not None:
+        if self.backup is not None:
             return True
         was_to_have = self.is_to_have_backup and not self._was_without
         return not self.is_dropped and bool(self.view or not was_to_have)
@@ -138,13 +138,13 @@ class Standing:
             return False
         if self._sure_in == self._newest_view:
             return True
-        if self.following is None and not self.has_backup:
+        if self.backup is None and not self.has_backup:
             return True
         if lost_at is None or self.parted_at is None:
             return False
         # Within that time a program that lives, and is only not heard here, has one of
         # the two go on alone, and the other one hears it from that.
-        return self.parted_at - lost_at >= timeouts.patience + timeouts.reconnect
+        return self.parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
 
     def owner_changed(self, lost_at: float | None, timeouts: Timeouts) -> None:
         """Another program is here. If it is lost before it gives an order, all is as it
@@ -155,33 +155,33 @@ class Standing:
 
     @property
     def _newest_view(self) -> int:
-        return self.view if self.following is None else self.following.view
+        return self.view if self.backup is None else self.backup.view
 
     @property
     def partner(self) -> int:
         """The incarnation of the other one of two copies, if both are known to go on
         together; else 0."""
-        if self.following is not None:
-            return self.following.partner
-        forwarding = self._forwarding
-        if forwarding is None or not forwarding.is_strict or self.is_replaced:
+        if self.backup is not None:
+            return self.backup.partner
+        shipping = self._shipping
+        if shipping is None or not shipping.is_strict or self.is_replaced:
             return 0
-        return forwarding.attached.incarnation
+        return shipping.attached.incarnation
 
     def statistics(self) -> dict[str, PlainTree]:
         """Its role for the store, the view, and how far its backup is."""
-        following, forwarding = self.following, self._forwarding
-        if following is not None:
+        backup, shipping = self.backup, self._shipping
+        if backup is not None:
             return {
                 "role": "backup",
-                "view": following.view,
-                "session": following.session,
-                **following.statistics(),
+                "view": backup.view,
+                "session": backup.session,
+                **backup.statistics(),
             }
         role = "replaced" if self.is_replaced else "primary"
         values: dict[str, PlainTree] = {"role": role, "view": self.view, "backup": ""}
-        if forwarding is not None:
-            values.update(forwarding.statistics())
+        if shipping is not None:
+            values.update(shipping.statistics())
         return values
 
     def require(self, view: int) -> None:
@@ -219,16 +219,16 @@ class Standing:
     def promoted(self, message: PromoteBackup) -> None:
         """The backup that was here is the primary, and may have a backup from the
         beginning."""
-        self.following, self.view = None, message.view
+        self.backup, self.view = None, message.view
         if not message.incarnation:
             return
         session, address = message.session, message.address
         attach = AttachBackup(session, message.view, address, message.incarnation)
-        self._forwarding = self._forward(attach, is_whole=True)
+        self._shipping = self._ship_to(attach, is_whole=True)
         loop = asyncio.get_running_loop()
         self._copying = loop.create_task(
-            self._forwarding.follow(loop.time() + self._silence),
-            name=f"following {self._task}",
+            self._shipping.follow(loop.time() + self._silence),
+            name=f"backup of {self._task}",
         )
 
     async def give_way(self) -> None:
@@ -241,19 +241,19 @@ class Standing:
 
         Cancellation: as an error.
         """
-        forwarding = self._forwarding
-        if forwarding is None or not forwarding.is_strict or self.is_replaced:
+        shipping = self._shipping
+        if shipping is None or not shipping.is_strict or self.is_replaced:
             raise UnavailableError(f"{self._task} has no backup that has all")
         self._end_third()
         try:
-            await forwarding.give_way(self._stand_aside)
+            await shipping.give_way(self._stand_aside)
         except BaseException:  # to the coordinator
             # Else the backup has the place, or another order has ended it.
-            if self._forwarding is forwarding:
+            if self._shipping is shipping:
                 self.is_replaced = False
             raise
         self._part()
-        self._keep(forwarding)
+        self._keep(shipping)
         self.is_dropped = True
 
     def _stand_aside(self) -> None:
@@ -282,16 +282,16 @@ class Standing:
 
     def remind(self) -> None:
         """The coordinator is back: it may have missed that the backup is lost."""
-        for forwarding in (self._forwarding, self._third):
-            if forwarding is not None and forwarding.is_strict and forwarding.trouble:
-                self._lost(forwarding.trouble)
+        for shipping in (self._shipping, self._third):
+            if shipping is not None and shipping.is_strict and shipping.failure:
+                self._lost(shipping.failure)
 
     def end(self, error: ZstratError) -> None:
         """The session is over, and with it what its backup was for."""
-        forwarding = self._part()
-        if forwarding is not None:
-            forwarding.refuse(error)
-            self._keep(forwarding)
+        shipping = self._part()
+        if shipping is not None:
+            shipping.refuse(error)
+            self._keep(shipping)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
         self.is_to_have_backup = self._was_without = False
         self._sure_in = None
@@ -312,24 +312,24 @@ class Standing:
 
         Cancellation: what waits is neither answered nor refused.
         """
-        forwarding = self._forwarding
-        if self.following is not None and quietly:
-            await self.following.finish(deadline)
-        elif self.following is not None:
-            self.following.close()
-        if forwarding is not None:
+        shipping = self._shipping
+        if self.backup is not None and quietly:
+            await self.backup.finish(deadline)
+        elif self.backup is not None:
+            self.backup.close()
+        if shipping is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
-                    await forwarding.settled()
+                    await shipping.settled()
             if quietly:
-                self.is_replaced |= forwarding.is_strict  # as it may be
+                self.is_replaced |= shipping.is_strict  # as it may be
                 self._part()
-                forwarding.abandon()
-                self._keep(forwarding)
-            elif forwarding.is_strict:  # which serves from now on, if anybody
+                shipping.abandon()
+                self._keep(shipping)
+            elif shipping.is_strict:  # which serves from now on, if anybody
                 self._step_aside()
             else:
-                self.end(self.parting)
+                self.end(self.shutdown_error)
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -344,27 +344,27 @@ class Standing:
             await self._replace_backup(third, message)
             return
         if self.partner == message.incarnation:
-            forwarding = self._forwarding
-            assert forwarding is not None, "it has this backup already"
+            shipping = self._shipping
+            assert shipping is not None, "it has this backup already"
             self._end_third()
             self.view = message.view
-            await forwarding.keep(message)
+            await shipping.keep(message)
             return
-        forwarding = self._forwarding
-        if forwarding is None or forwarding.attached != message:
+        shipping = self._shipping
+        if shipping is None or shipping.attached != message:
             self._detach()
             self.view = message.view
-            self._forwarding = forwarding = self._forward(message)
-            self._copying = self._copy(forwarding)
+            self._shipping = shipping = self._ship_to(message)
+            self._copying = self._copy(shipping)
         assert self._copying is not None
         try:
             await asyncio.shield(self._copying)
         except asyncio.CancelledError:
-            if self._forwarding is forwarding:
+            if self._shipping is shipping:
                 raise  # this coroutine was
             raise self._unwanted from None
         except BaseException:  # to the coordinator, who has to say what is next
-            if self._forwarding is forwarding and not forwarding.is_strict:
+            if self._shipping is shipping and not shipping.is_strict:
                 self._detach()
             raise
 
@@ -376,7 +376,7 @@ class Standing:
         third, self.view = self._third, message.view
         if third is None or third.attached != message:
             self._end_third()
-            self._third = third = self._forward(message)
+            self._third = third = self._ship_to(message)
             self._filling = self._copy(third)
         assert self._filling is not None
         try:
@@ -386,15 +386,15 @@ class Standing:
                 self._end_third()
             if self._third is third:
                 raise  # this coroutine was cancelled
-            trouble = third.trouble
-            why = f"is lost: {trouble}" if trouble else "is no longer wanted"
+            failure = third.failure
+            why = f"is lost: {failure}" if failure else "is no longer wanted"
             raise UnavailableError(f"{self._task}: the third copy {why}") from error
 
     @property
     def _unwanted(self) -> UnavailableError:
         return UnavailableError(f"{self._task}: the backup is no longer wanted")
 
-    async def _replace_backup(self, third: Forwarding, message: AttachBackup) -> None:
+    async def _replace_backup(self, third: LogShipping, message: AttachBackup) -> None:
         """Has the third copy be the backup. Law: until it has heard that it counts,
         which it says when it is asked to be the primary, all is in the other one, too;
         and from the moment at which it may have heard that, only a coordinator may end
@@ -408,17 +408,17 @@ class Standing:
             raise self._unwanted
         filling, self._third, self._filling = self._filling, None, None
         self._detach()  # which ends what `_is_replacing` was for, too
-        self._forwarding, self._copying = third, filling
+        self._shipping, self._copying = third, filling
 
-    def _forward(self, message: AttachBackup, *, is_whole: bool = False) -> Forwarding:
+    def _ship_to(self, message: AttachBackup, *, is_whole: bool = False) -> LogShipping:
         def lost(why: str) -> None:
-            if self._third is forwarding and not self._is_replacing:
+            if self._third is shipping and not self._is_replacing:
                 self._end_third()
             else:
                 self._lost(why)
 
         assert self._connect is not None
-        forwarding = Forwarding(
+        shipping = LogShipping(
             self._store,
             self._turn,
             message,
@@ -427,18 +427,18 @@ class Standing:
             on_replaced=self._step_aside,
             is_whole=is_whole,
         )
-        return forwarding
+        return shipping
 
-    def _copy(self, forwarding: Forwarding) -> asyncio.Task[None]:
+    def _copy(self, shipping: LogShipping) -> asyncio.Task[None]:
         loop = asyncio.get_running_loop()
-        copying = forwarding.copy(loop.time() + self._patience)
+        copying = shipping.copy(loop.time() + self._patience)
         return loop.create_task(copying, name=f"copying {self._task}")
 
     def _detach(self) -> None:
-        forwarding = self._part()
-        if forwarding is not None:
-            forwarding.release()
-            self._keep(forwarding)
+        shipping = self._part()
+        if shipping is not None:
+            shipping.release()
+            self._keep(shipping)
 
     def _end_third(self) -> None:
         self._is_replacing = False
@@ -449,32 +449,32 @@ class Standing:
             third.release()
             self._keep(third)
 
-    def _part(self) -> Forwarding | None:
-        """Takes the forwarding out, as there is no backup any more, for the caller to
+    def _part(self) -> LogShipping | None:
+        """Takes the log shipping out, as there is no backup any more, for the caller to
         end it as the case wants."""
         self._end_third()
         if self._copying is not None:
             self._copying.cancel()
-        forwarding, self._forwarding, self._copying = self._forwarding, None, None
-        return forwarding
+        shipping, self._shipping, self._copying = self._shipping, None, None
+        return shipping
 
-    def _keep(self, forwarding: Forwarding) -> None:
-        """Keeps a forwarding that has ended until its link is closed."""
-        if forwarding.ending is not None:
-            self._ending.add(forwarding.ending)
-            forwarding.ending.add_done_callback(self._ending.discard)
+    def _keep(self, shipping: LogShipping) -> None:
+        """Keeps a log shipping that has ended until its link is closed."""
+        if shipping.ending is not None:
+            self._ending.add(shipping.ending)
+            shipping.ending.add_done_callback(self._ending.discard)
 
     def _lost(self, why: str) -> None:
-        forwarding = self._forwarding
-        if forwarding is not None and forwarding.is_strict:
+        shipping = self._shipping
+        if shipping is not None and shipping.is_strict:
             self.parted_at = self._clock()
-            session = forwarding.attached.session
+            session = shipping.attached.session
             self._tell(BackupLost(session, self.view, why))
 
     def _step_aside(self) -> None:
         """Nothing that waits for the backup was acknowledged, or ever will be."""
         self.is_replaced = True
-        forwarding = self._part()
-        if forwarding is not None:
-            forwarding.refuse(self.refusal)
-            self._keep(forwarding)
+        shipping = self._part()
+        if shipping is not None:
+            shipping.refuse(self.refusal)
+            self._keep(shipping)

@@ -13,39 +13,40 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableError
 from zstrat.transport import reached_as
-from zstrat.wire import AskCopies, CloseSession, CopiesTold
+from zstrat.wire import AskCopies, CloseSession, CopiesReport
 
 from ._orders import CopyPhase
-from ._succession import session_lost, successors
+from ._successors import session_lost, successors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.wire import LeftCopy
+    from zstrat.wire import OrphanedCopy
 
     from ._store_processes import SessionStores
     from ._store_status import CopiesStatus
-    from ._succession import Successor
+    from ._successors import Successor
 
 _ASKED_AGAIN: Final = 0.1
 """Seconds until all are asked once more what they have, as long as one may hear yet
 that another is lost: nobody tells that to a program that has not taken them over."""
 
 
-class _ToldCopies(NamedTuple):
+class _ProcessReport(NamedTuple):
     """What a process has said in one of its lives."""
 
     life: int
-    copies: list[LeftCopy]
+    copies: list[OrphanedCopy]
 
 
 @final
-class LeftStores:
+class OrphanedStores:
     """The stores that a program of the same name has left. On the loop.
 
     Args:
-        succeed: Orders what becomes of these copies, when processes had these lives.
+        take_over_stores: Orders what becomes of these copies, when processes had these
+            lives.
         wait_until: Waits for what orders bring about.
     """
 
@@ -55,13 +56,13 @@ class LeftStores:
         status: CopiesStatus,
         name: str,
         timeouts: Timeouts,
-        succeed: Callable[[Mapping[int, Successor], Sequence[int]], None],
+        take_over_stores: Callable[[Mapping[int, Successor], Sequence[int]], None],
         wait_until: Callable[[Callable[[], bool]], Coroutine[None, None, None]],
     ) -> None:
         self._stores, self._status = stores, status
         self._name, self._timeouts = name, timeouts
-        self._succeed, self._wait_until = succeed, wait_until
-        self._told: dict[int, _ToldCopies] = {}
+        self._take_over_stores, self._wait_until = take_over_stores, wait_until
+        self._told: dict[int, _ProcessReport] = {}
         """By process."""
         self.origin = 0
         """What keys are counted from."""
@@ -82,7 +83,7 @@ class LeftStores:
         Cancellation: nothing has changed.
         """
         told, loop = self._told, asyncio.get_running_loop()
-        noticed_within = self._timeouts.patience + self._timeouts.reconnect
+        noticed_within = self._timeouts.liveness + self._timeouts.reconnect
         until: float | None = None
         while True:
             lives = list(self._stores.known.lives)
@@ -121,7 +122,9 @@ class LeftStores:
         self.origin = left[0].chosen.copy.origin
         await self.keep_origin(self.origin, session, deadline)
         processes = self._stores.processes
-        self._succeed(left, [self._told[each.place].life for each in processes])
+        self._take_over_stores(
+            left, [self._told[each.place].life for each in processes]
+        )
         await self._wait_served(deadline)
 
     async def keep_origin(self, origin: int, session: int, deadline: float) -> None:
@@ -163,7 +166,7 @@ class LeftStores:
 
     async def _copies_of(
         self, number: int, session: int, deadline: float
-    ) -> _ToldCopies:
+    ) -> _ProcessReport:
         """What it says that it has; it is asked again if it was lost before it said
         so."""
         process, known = self._stores.processes[number], self._stores.addresses[number]
@@ -175,12 +178,12 @@ class LeftStores:
                 answer = await process.link.submit(ask, deadline=deadline)
             except PeerLostError:
                 continue  # `wait_ready` waits until the link is open again
-            assert isinstance(answer, CopiesTold), answer
+            assert isinstance(answer, CopiesReport), answer
             copies = [
                 copy._replace(address=reached_as(copy.address or known, known))
                 for copy in answer.copies
             ]
-            return _ToldCopies(life, copies)
+            return _ProcessReport(life, copies)
 
     async def _wait_served(self, deadline: float) -> None:
         stores, status = self._stores.placement.stores, self._status

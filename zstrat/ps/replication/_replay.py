@@ -22,8 +22,8 @@ from zstrat.ps.store._plans import BindPlan
 from zstrat.rows import lasting
 from zstrat.wire import (
     AskParts,
-    BeginAnew,
     BindOptimizer,
+    ChangeProgram,
     CopyKept,
     CopyLedger,
     CopyParts,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
 
 
-def repeat(store: Store, change: Message) -> Running[None]:
+def replay(store: Store, change: Message) -> Running[None]:
     """Makes a change again (`advance`).
 
     Raises:
@@ -192,7 +192,7 @@ CHANGES: Final[
     RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
         mark.writer, mark.low_water
     ),
-    BeginAnew: lambda store, _: store.begin_anew(),
+    ChangeProgram: lambda store, _: store.change_program(),
     # What was there before the first change that is told.
     CopyLedger: _copy_ledger,
     CopyKept: _copy_kept,

@@ -1,16 +1,16 @@
 """Where the value of a variable lives between steps, and who may change it.
 
-A home answers reads and takes updates, each in a blocking and an awaitable form. The
-parameter servers are a home (the session's), this process is one for each of its
+A storage answers reads and takes updates, each in a blocking and an awaitable form. The
+parameter servers are a storage (the session's), this process is one for each of its
 variables (`_local`, `_device`), and a handle that was unpickled on another task has
-none (`_local.Detached`). The functions here go through several variables, and ask each
-home once.
+none (`_local.UnboundStorage`). The functions here go through several variables, and ask
+each storage once.
 
-Homes on devices share the `Residence` of their strategy. Law of residences: whoever
+Storages on devices share the `DevicePool` of their strategy. Law of pools: whoever
 makes a next value has the turn, and holds the lock, too, while the present one is given
-away, or while several fields change. Law of `JointState`: what a home has taken out is
-not in the list any more, and who finds the list whole finds the state of every home in
-it.
+away, or while several fields change. Law of `JointState`: what a storage has taken out
+is not in the list any more, and who finds the list whole finds the state of every
+storage in it.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 
 Operands = tuple[np.ndarray, ...]
-HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
+StorageRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 """A variable and indices ``[n]`` of its first axis."""
-HomeUpdate: TypeAlias = (
+StorageUpdate: TypeAlias = (
     "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
 )
-"""What is to be done to a variable, for its home."""
+"""What is to be done to a variable, for its storage."""
 
 
 class VariableHandle(Protocol):
-    """A variable in one piece, as homes, tables and recorders know it: what it is, and
-    where its value lives."""
+    """A variable in one piece, as storages, tables and recorders know it: what it is,
+    and where its value lives."""
 
     @property
     def spec(self) -> VariableSpec: ...
 
     @property
-    def home(self) -> Home: ...
+    def storage(self) -> Storage: ...
 
     @property
     def name(self) -> str: ...
@@ -81,7 +81,7 @@ class VariableHandle(Protocol):
 
     @property
     def is_brought_together(self) -> bool:
-        """Whether no home has rows of it, see `Variable.is_brought_together`."""
+        """Whether no storage has rows of it, see `Variable.is_brought_together`."""
         ...
 
     @property
@@ -96,13 +96,13 @@ class VariableHandle(Protocol):
     def numpy(self) -> np.ndarray: ...
 
     def _read_now(self) -> np.ndarray:
-        """The value, from its home."""
+        """The value, from its storage."""
         ...
 
     async def _read_now_async(self) -> np.ndarray: ...
 
 
-class Home(Protocol):
+class Storage(Protocol):
     """Keeps values. The caller has checked shapes and dtypes of the operands."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
@@ -117,18 +117,20 @@ class Home(Protocol):
         self, variables: Sequence[VariableHandle]
     ) -> list[np.ndarray]: ...
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
         ...
 
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]: ...
+    async def read_rows_async(
+        self, parts: Sequence[StorageRows]
+    ) -> list[np.ndarray]: ...
 
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+    def update_many(self, updates: Sequence[StorageUpdate]) -> None:
         """Applies updates of different variables; returns when they are visible to
         every reader. One request to each ps."""
         ...
 
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
+    async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None: ...
 
 
 class KnowsSlots(OptimizerHandle, Protocol):
@@ -145,7 +147,7 @@ class KnowsSlots(OptimizerHandle, Protocol):
 
 @runtime_checkable
 class KeepsSlots(Protocol):
-    """A home whose slots can be looked at, and assigned, while training goes on."""
+    """A storage whose slots can be looked at, and assigned, while training goes on."""
 
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
@@ -167,14 +169,14 @@ class KeepsSlots(Protocol):
 
 
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
-    """The values of variables, in order; see `Home.read`.
+    """The values of variables, in order; see `Storage.read`.
 
-    Cost: one request to each home.
+    Cost: one request to each storage.
     """
     wanted = list(variables)
     found: dict[int, np.ndarray] = {}
-    for home, places in _homes(wanted):
-        values = home.read_many([wanted[place] for place in places])
+    for storage, places in _storages(wanted):
+        values = storage.read_many([wanted[place] for place in places])
         found.update(zip(places, values, strict=True))
     return [found[place] for place in range(len(wanted))]
 
@@ -183,54 +185,54 @@ async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray
     """`read_all`, without blocking the running loop."""
     wanted = list(variables)
     found: dict[int, np.ndarray] = {}
-    for home, places in _homes(wanted):
-        values = await home.read_many_async([wanted[place] for place in places])
+    for storage, places in _storages(wanted):
+        values = await storage.read_many_async([wanted[place] for place in places])
         found.update(zip(places, values, strict=True))
     return [found[place] for place in range(len(wanted))]
 
 
-def read_parts(parts: Sequence[HomeRows]) -> list[np.ndarray]:
-    """Rows ``[n, ...]`` of variables, in order. Cost: one request to each home."""
+def read_parts(parts: Sequence[StorageRows]) -> list[np.ndarray]:
+    """Rows ``[n, ...]`` of variables, in order. Cost: one request to each storage."""
     found: dict[int, np.ndarray] = {}
-    for home, places in _homes([variable for variable, _ in parts]):
-        rows = home.read_rows([parts[place] for place in places])
+    for storage, places in _storages([variable for variable, _ in parts]):
+        rows = storage.read_rows([parts[place] for place in places])
         found.update(zip(places, rows, strict=True))
     return [found[place] for place in range(len(parts))]
 
 
-async def read_parts_async(parts: Sequence[HomeRows]) -> list[np.ndarray]:
+async def read_parts_async(parts: Sequence[StorageRows]) -> list[np.ndarray]:
     """`read_parts`, without blocking the running loop."""
     found: dict[int, np.ndarray] = {}
-    for home, places in _homes([variable for variable, _ in parts]):
-        rows = await home.read_rows_async([parts[place] for place in places])
+    for storage, places in _storages([variable for variable, _ in parts]):
+        rows = await storage.read_rows_async([parts[place] for place in places])
         found.update(zip(places, rows, strict=True))
     return [found[place] for place in range(len(parts))]
 
 
-def update_all(updates: Sequence[HomeUpdate]) -> None:
-    """Applies updates. Cost: one request to each home."""
-    for home, places in _homes([update[0] for update in updates]):
-        home.update_many([updates[place] for place in places])
+def update_all(updates: Sequence[StorageUpdate]) -> None:
+    """Applies updates. Cost: one request to each storage."""
+    for storage, places in _storages([update[0] for update in updates]):
+        storage.update_many([updates[place] for place in places])
 
 
-async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
+async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
     """`update_all`, without blocking the running loop.
 
     Cancellation: some of the updates may have been applied.
     """
-    for home, places in _homes([update[0] for update in updates]):
-        await home.update_many_async([updates[place] for place in places])
+    for storage, places in _storages([update[0] for update in updates]):
+        await storage.update_many_async([updates[place] for place in places])
 
 
-def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:
-    """Each home with the places of its variables, in order of the first ones."""
+def _storages(variables: Sequence[VariableHandle]) -> list[tuple[Storage, list[int]]]:
+    """Each storage with the places of its variables, in order of the first ones."""
     places: dict[int, list[int]] = {}
     for place, variable in enumerate(variables):
-        places.setdefault(id(variable.home), []).append(place)
-    return [(variables[found[0]].home, found) for found in places.values()]
+        places.setdefault(id(variable.storage), []).append(place)
+    return [(variables[found[0]].storage, found) for found in places.values()]
 
 
-class Residence(abc.ABC):
+class DevicePool(abc.ABC):
     """Where the variables of one strategy live.
 
     Args:
@@ -285,7 +287,7 @@ class Residence(abc.ABC):
         """The sharding of copies; None if they live on one device."""
 
     @abc.abstractmethod
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         """What a program of a step depends on, but for which variables have copies; it
         is not used under another one."""
 
@@ -315,11 +317,11 @@ class JointState:
 
     A step computes the next state of all that it moves, and the next call of the same
     program takes all of it again. To hand each variable its own in between would cost
-    more than many a step. So the list is kept as it is, each home knows its place in
-    it, and takes its own out when somebody asks the home for it.
+    more than many a step. So the list is kept as it is, each storage knows its place in
+    it, and takes its own out when somebody asks the storage for it.
 
     ``arrays`` are replaced by those of the next step, by whoever has the turn and the
-    lock of the residence. ``is_whole``: no home has taken its own out.
+    lock of the pool. ``is_whole``: no storage has taken its own out.
     """
 
     __slots__ = ("arrays", "is_whole")
@@ -331,20 +333,20 @@ class JointState:
     def taken(self) -> list[Any] | None:
         """All arrays, in a list of the caller's; None: some are elsewhere."""
         found = self.arrays[:]
-        # Asked afterwards: a home says so before it takes anything out.
+        # Asked afterwards: a storage says so before it takes anything out.
         return found if self.is_whole else None
 
 
 class JointPlace(NamedTuple):
-    """Where in the list the arrays of one home are: the value, and from where to where
-    the slots of each optimizer."""
+    """Where in the list the arrays of one storage are: the value, and from where to
+    where the slots of each optimizer."""
 
     state: JointState
     value: int
     slots: tuple[tuple[SlotRule, int, int], ...]
 
     def leave(self) -> None:
-        """The home has its arrays elsewhere, and they are not kept here as well."""
+        """The storage has its arrays elsewhere, and they are not kept here as well."""
         state = self.state
         state.is_whole = False
         state.arrays[self.value] = None

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import ABSENT, IndexedSlices, NarrowingWarning, apply
+from zstrat.variables import ABSENT, DowncastWarning, IndexedSlices, apply
 from zstrat.wire import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
-    table = home.sharded(TABLE, 2)
+def test_wide_integers_that_ids_are_computed_of_have_to_fit(storage, dtype):
+    table = storage.sharded(TABLE, 2)
     wide = np.array([2, 2**32 + 1], dtype)
 
     def step(batch, other):
@@ -35,7 +35,7 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         drawn(zs.StepIterator([{"ids": wide}]))
     # What no id depends on may be cut, and what fits is looked up.
     fits = np.array([2, 9], dtype)
-    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b1099511627776\b.*\b0\b"):
+    with pytest.warns(DowncastWarning, match=r"\[1\].*\b1099511627776\b.*\b0\b"):
         rows, _ = run({"ids": fits}, np.int64(2**40))
     np.testing.assert_array_equal(rows, TABLE[[2, 9]])
 
@@ -59,10 +59,10 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
 
 
 @pytest.fixture(params=["elsewhere", "on devices"])
-def table(home, request):
+def table(storage, request):
     if request.param == "elsewhere":
-        return home.variable(TABLE)
-    return home.on_devices(TABLE)
+        return storage.variable(TABLE)
+    return storage.on_devices(TABLE)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
@@ -88,8 +88,8 @@ def test_indices_of_a_step_that_only_updates_have_to_fit(table, dtype):
     np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
 
 
-def test_ids_of_rows_on_devices_have_to_fit(home):
-    table = home.on_devices(TABLE)
+def test_ids_of_rows_on_devices_have_to_fit(storage):
+    table = storage.on_devices(TABLE)
 
     @zs.function
     def step(ids, hashes):
@@ -98,15 +98,15 @@ def test_ids_of_rows_on_devices_have_to_fit(home):
         return jax.jit(lambda x: x + 1)(grad.values).sum(), hashes % 7
 
     fits, wide = np.array([1, 2]), np.array([1, 2**32 + 1])
-    with pytest.warns(NarrowingWarning, match=r"\[1\].*\b4294967297\b.*\b1\b"):
+    with pytest.warns(DowncastWarning, match=r"\[1\].*\b4294967297\b.*\b1\b"):
         step(fits, wide)  # no row is found by these
     with pytest.raises(ValueError, match=r"\[0\].*\b4294967297\b"):
         step(wide, wide)
     assert step.trace_count == 1
 
 
-def test_no_argument_is_kept_for_its_width(home):
-    variable = home.variable(TABLE)
+def test_no_argument_is_kept_for_its_width(storage):
+    variable = storage.variable(TABLE)
     index = np.array([1, 2])
     kept = weakref.ref(index)
 
@@ -124,12 +124,12 @@ SCATTERS = [op for op in UpdateOp if op.name.startswith("SCATTER")]
 
 
 @pytest.mark.parametrize("op", SCATTERS, ids=lambda op: op.name.lower())
-def test_small_indices_reach_all_rows_of_a_large_variable(home, op):
+def test_small_indices_reach_all_rows_of_a_large_variable(storage, op):
     """Whether it is read in the same step or not: 300 is no number of int8."""
     whole = np.linspace(1, 2, 300, dtype=np.float32)
     index, rows = np.array([7, 0, 7, 120], np.int8), np.float32([2, 3, 4, 5])
     expected = apply(op, whole, (index.astype(int), rows))
-    for variable in (home.variable(whole), home.on_devices(whole)):
+    for variable in (storage.variable(whole), storage.on_devices(whole)):
 
         @zs.function
         def step(index, rows, variable=variable):
@@ -142,9 +142,9 @@ def test_small_indices_reach_all_rows_of_a_large_variable(home, op):
 
 @pytest.mark.parametrize("op", SCATTERS, ids=lambda op: op.name.lower())
 @pytest.mark.parametrize("bad", [-1, 10])
-def test_an_index_that_is_not_there_is_named_by_every_scatter(home, op, bad):
+def test_an_index_that_is_not_there_is_named_by_every_scatter(storage, op, bad):
     """A negative one does not count from the end, and what does not count is left."""
-    variable = home.variable(TABLE + 1)
+    variable = storage.variable(TABLE + 1)
 
     @zs.function
     def step(index):
@@ -193,11 +193,13 @@ def wrong_ids(name):
 
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("where", ["elsewhere", "in parts", "on devices", "an array"])
-def test_a_wrong_id_that_is_known_is_an_error_and_never_another_row(home, where, name):
+def test_a_wrong_id_that_is_known_is_an_error_and_never_another_row(
+    storage, where, name
+):
     table = {
-        "elsewhere": lambda: home.variable(TABLE),
-        "in parts": lambda: home.sharded(TABLE, 3),
-        "on devices": lambda: home.on_devices(TABLE),
+        "elsewhere": lambda: storage.variable(TABLE),
+        "in parts": lambda: storage.sharded(TABLE, 3),
+        "on devices": lambda: storage.on_devices(TABLE),
         "an array": lambda: jnp.array(TABLE),
     }[where]()
     for ids in wrong_ids(name):
@@ -213,8 +215,8 @@ def test_a_wrong_id_that_is_known_is_an_error_and_never_another_row(home, where,
 
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("where", ["on devices", "an array"])
-def test_a_wrong_id_that_only_the_program_knows_is_a_row_of_nan(home, where, name):
-    table = home.on_devices(TABLE) if where == "on devices" else jnp.array(TABLE)
+def test_a_wrong_id_that_only_the_program_knows_is_a_row_of_nan(storage, where, name):
+    table = storage.on_devices(TABLE) if where == "on devices" else jnp.array(TABLE)
     step = zs.function(lambda ids: LOOKUPS[name](table, ids))
     for ids in wrong_ids(name):
         if abs(ids[1]) < 2**31:
@@ -226,10 +228,10 @@ def test_a_wrong_id_that_only_the_program_knows_is_a_row_of_nan(home, where, nam
 
 
 @pytest.mark.parametrize("wrong", [-1, 10])
-def test_a_wrong_id_of_a_sparse_read_and_of_an_index(home, wrong):
+def test_a_wrong_id_of_a_sparse_read_and_of_an_index(storage, wrong):
     """What is indexed is the value, by jax's own rules, as the docs say."""
-    ids, held = np.array([2, wrong]), home.on_devices(TABLE)
-    for table in (home.variable(TABLE), home.sharded(TABLE, 3)):
+    ids, held = np.array([2, wrong]), storage.on_devices(TABLE)
+    for table in (storage.variable(TABLE), storage.sharded(TABLE, 3)):
         with pytest.raises(IndexError, match="has no row"):
             table.sparse_read(ids)
         with pytest.raises(IndexError, match="has no row"):
@@ -243,20 +245,20 @@ def test_a_wrong_id_of_a_sparse_read_and_of_an_index(home, wrong):
 
 
 @pytest.mark.parametrize("name", ["safe", "default"])
-def test_a_safe_lookup_leaves_out_ids_below_0_of_any_width(home, name):
+def test_a_safe_lookup_leaves_out_ids_below_0_of_any_width(storage, name):
     ids = np.array([-1, 3 - 2**32])
     expected = TABLE[4] if name == "default" else np.zeros(4)
-    for table in (home.variable(TABLE), home.on_devices(TABLE), jnp.array(TABLE)):
+    for table in (storage.variable(TABLE), storage.on_devices(TABLE), jnp.array(TABLE)):
         np.testing.assert_array_equal(LOOKUPS[name](table, ids), expected)
         rows = zs.function(lambda table=table: LOOKUPS[name](table, ids))()
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_padding_may_be_anything_and_belong_anywhere(home):
+def test_padding_may_be_anything_and_belong_anywhere(storage):
     """What does not count is no error, and counts in no row."""
     ids, mask = np.array([[2, 2**40], [-(2**40), 3]]), np.eye(2, dtype=bool)
     pairs = np.array([2, 3, 2**40]), np.array([0, 2**32 + 1, -(2**32)]), 2
-    for table in (home.variable(TABLE), home.on_devices(TABLE), jnp.array(TABLE)):
+    for table in (storage.variable(TABLE), storage.on_devices(TABLE), jnp.array(TABLE)):
         rows = zs.embedding_lookup_sparse(table, (ids, mask))
         np.testing.assert_array_equal(rows, TABLE[[2, 3]])
         rows = zs.embedding_lookup_sparse(table, pairs)
@@ -269,15 +271,15 @@ def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
     def step(x):
         return x
 
-    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
+    with pytest.warns(DowncastWarning, match=r"args\[0\] .*float64"):
         step(np.array([1 + 1e-12]))
-    with pytest.warns(NarrowingWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
+    with pytest.warns(DowncastWarning, match=r"\[0\].*\b1099511627776\b.*\b0\b"):
         step(np.array([2**40]))
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["int", "uint"])
-def test_ids_of_any_width_are_those_rows(home, kind, width):
+def test_ids_of_any_width_are_those_rows(storage, kind, width):
     """What means no row is cut to the number of one in 8 or 16 bits."""
     ids = np.array([3, 1, 0, 1, 9]).astype(f"{kind}{width}")
 
@@ -285,7 +287,11 @@ def test_ids_of_any_width_are_those_rows(home, kind, width):
         return (table[ids.astype(int)] ** 2).sum() / 2
 
     expected = TABLE - jax.grad(loss)(jnp.array(TABLE))
-    for table in (home.variable(TABLE), home.on_devices(TABLE), home.sharded(TABLE, 3)):
+    for table in (
+        storage.variable(TABLE),
+        storage.on_devices(TABLE),
+        storage.sharded(TABLE, 3),
+    ):
 
         @zs.function
         def step(ids, table=table):

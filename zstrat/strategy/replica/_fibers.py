@@ -1,4 +1,4 @@
-"""Replicas in turns: one after the other, until all have come to the same place.
+"""Sequential replicas: one after the other, until all have come to the same place.
 
 Each replica is a greenlet with a context of its own (what is current in it: replica,
 recorder). It runs until it ends or *meets* the others, in replica order; when all have
@@ -12,7 +12,7 @@ middle of one.
 Law of the file: who waits is woken, with a value or by being ended; nothing is left
 when a replica fails.
 
-jax keeps its settings per thread, and replicas in turns share one: what one has set
+jax keeps its settings per thread, and sequential replicas share one: what one has set
 when it lets the others run would be theirs, and left in an order that is not the
 reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
 put back for the others and for itself; of everything else jax offers no way to do so
@@ -88,10 +88,10 @@ class JaxSettings:
         ]
         context = changed[0] if changed else "jax.set_mesh"
         raise RuntimeError(
-            f"{what} inside `with {context}(...)`, in a replica function that runs in "
-            "turns with the others: jax keeps this setting per thread, so it would be "
-            "theirs too, and stay. Leave the context before and enter it again after, "
-            "or enter it around strategy.run"
+            f"{what} inside `with {context}(...)`, in a replica function that runs "
+            "sequentially with the others: jax keeps this setting per thread, so it "
+            "would apply to them, too, and remain. Leave the context before and enter "
+            "it again after, or enter it around strategy.run"
         )
 
     def names(self) -> AbstractContextManager[Any]:
@@ -101,14 +101,14 @@ class JaxSettings:
         return context
 
 
-class NeedsTurns(BaseException):
+class NeedsSequential(BaseException):
     """The function is none that one program could do for all replicas. No `Exception`:
     the function itself must not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRendezvous:
-    """What one replica comes to a meeting for.
+class ReplicaBarrier:
+    """What one replica waits at a barrier for.
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
     of all replicas and returns what each is given; that of replica 0 is called.
@@ -123,12 +123,12 @@ class ReplicaRendezvous:
 
 
 class ReplicaFiber:
-    """The turn of one replica, as its function knows it."""
+    """One replica of a sequential run, which its function waits in."""
 
     def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
         self.number = number
         self.result: Any = None
-        self.meeting: ReplicaRendezvous | None = None
+        self.barrier: ReplicaBarrier | None = None
         """What it waits for, None if it has ended."""
         self._body = body
         self._is_over = False
@@ -143,7 +143,7 @@ class ReplicaFiber:
         """Whether jax transforms what its function does now."""
         return current_trace() != self._trace
 
-    def meet(self, meeting: ReplicaRendezvous) -> Any:
+    def wait_at(self, barrier: ReplicaBarrier) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
         Raises:
@@ -155,45 +155,47 @@ class ReplicaFiber:
             raise GreenletExit
         if self.is_inside:
             raise RuntimeError(
-                f"{meeting.words} inside a function that jax transforms (jax.grad, "
-                "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
-                "with the others: such a function cannot wait for them. Do it before "
-                "or after that function"
+                f"{barrier.words} inside a function that jax transforms (jax.grad, "
+                "jax.jit, jax.lax.scan, ...), in a replica function that runs "
+                "sequentially with the others: such a function cannot wait for them. "
+                "Do it before or after that function"
             )
         parent, settings = getcurrent().parent, self._settings
         assert parent is not None
         assert settings is not None
-        settings.require_unchanged(meeting.words)
+        settings.require_unchanged(barrier.words)
         with settings.names():
-            return parent.switch(meeting)
+            return parent.switch(barrier)
 
     def go_on(self, given: Any) -> None:
-        """Lets it run to its end or the next meeting.
+        """Lets it run to its end or the next barrier.
 
         Raises:
             BaseException: Whatever the replica function raises.
         """
         came = self._greenlet.switch(given)
-        self.meeting = came if isinstance(came, ReplicaRendezvous) else None
+        self.barrier = came if isinstance(came, ReplicaBarrier) else None
 
     def end(self) -> None:
         """Ends one that waits, or has not begun."""
         self._is_over = True
-        self.meeting = None
+        self.barrier = None
         if not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
     def _run(self, _: Any) -> None:
         self._trace, self._settings = current_trace(), JaxSettings()
-        turn.set(self)
+        current_fiber.set(self)
         self.result = self._body(self)
 
 
-turn: Final[ContextVar[ReplicaFiber | None]] = ContextVar("zstrat_turn", default=None)
-"""The turn that this code is in, if any. Set in the context of the turn alone."""
+current_fiber: Final[ContextVar[ReplicaFiber | None]] = ContextVar(
+    "zstrat_fiber", default=None
+)
+"""The fiber that this code runs in, if any. Set in the context of the fiber alone."""
 
 
-def take_turns(
+def run_fibers(
     bodies: Sequence[Callable[[ReplicaFiber], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
@@ -204,28 +206,28 @@ def take_turns(
         during: Entered while the replica of this number runs.
 
     Raises:
-        RuntimeError: Not all replicas come to the same meetings.
-        BaseException: Whatever one of them raises, or a meeting; all others are ended.
+        RuntimeError: Not all replicas come to the same barriers.
+        BaseException: Whatever one of them raises, or a barrier; all others are ended.
     """
-    turns = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
-    given: Sequence[Any] = [None] * len(turns)
+    fibers = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
+    given: Sequence[Any] = [None] * len(fibers)
     try:
         while True:
-            for each, value in zip(turns, given, strict=True):
+            for each, value in zip(fibers, given, strict=True):
                 with during(each.number):
                     each.go_on(value)
-            meetings = [each.meeting for each in turns]
-            if not any(meetings):
-                return [each.result for each in turns]
-            came = _all_of(meetings)
-            given = came[0].join([meeting.value for meeting in came])
+            barriers = [each.barrier for each in fibers]
+            if not any(barriers):
+                return [each.result for each in fibers]
+            came = _all_of(barriers)
+            given = came[0].join([barrier.value for barrier in came])
     except BaseException as error:  # to the caller, when all have ended
-        _end_all(turns, during, error)
+        _end_all(fibers, during, error)
         raise
 
 
 def _end_all(
-    turns: Sequence[ReplicaFiber],
+    fibers: Sequence[ReplicaFiber],
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
@@ -236,7 +238,7 @@ def _end_all(
             ended.
     """
     interrupt: BaseException | None = None
-    for each in turns:
+    for each in fibers:
         try:
             with during(each.number):
                 each.end()
@@ -251,41 +253,41 @@ def _end_all(
         raise interrupt from error
 
 
-def _all_of(meetings: Sequence[ReplicaRendezvous | None]) -> list[ReplicaRendezvous]:
-    """The meetings, if all replicas came to the same one.
+def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
+    """The barriers, if all replicas came to the same one.
 
     Raises:
         RuntimeError: Says who did not. Its cause is the error that a replica cleans up
             after: one that fails does other things than those that do not.
     """
-    came = [meeting for meeting in meetings if meeting is not None]
-    difference = _difference(meetings, came)
+    came = [barrier for barrier in barriers if barrier is not None]
+    difference = _difference(barriers, came)
     if difference is None:
         return came
-    for meeting in came:
-        if meeting.handled is not None:
-            raise RuntimeError(difference) from meeting.handled
+    for barrier in came:
+        if barrier.handled is not None:
+            raise RuntimeError(difference) from barrier.handled
     raise RuntimeError(difference)
 
 
 def _difference(
-    meetings: Sequence[ReplicaRendezvous | None], came: Sequence[ReplicaRendezvous]
+    barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
 ) -> str | None:
-    """Says which replica came to another meeting than replica 0, or to none; None: all
+    """Says which replica came to another barrier than replica 0, or to none; None: all
     came to the same."""
-    if len(came) < len(meetings):
-        waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
-        ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
+    if len(came) < len(barriers):
+        waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
+        ended = next(n for n, barrier in enumerate(barriers) if barrier is None)
         return (
             "Some replicas made a different number of merge_call() calls. Replica "
             f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
             "all replicas do the same things together (merge_call, all_reduce, "
             "all_gather, updates of variables that are aggregated)"
         )
-    for number, meeting in enumerate(came):
-        if meeting.key != came[0].key:
+    for number, barrier in enumerate(came):
+        if barrier.key != came[0].key:
             return (
                 f"replica 0 waits in {came[0].words}, and replica {number} in "
-                f"{meeting.words}: all replicas do the same things in the same order"
+                f"{barrier.words}: all replicas do the same things in the same order"
             )
     return None

@@ -25,7 +25,7 @@ from zstrat.errors import (
 from zstrat.ps._requests import advance
 from zstrat.wire import (
     BackupLost,
-    BeginAnew,
+    ChangeProgram,
     CopyWhole,
     Done,
     Job,
@@ -37,7 +37,7 @@ from zstrat.wire import (
 )
 
 from ._log import WINDOW, nbytes_of
-from ._repeating import CHANGES, repeat
+from ._replay import CHANGES, replay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -59,7 +59,7 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 
 
 @final
-class Following:
+class Backup:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
@@ -84,7 +84,7 @@ class Following:
         self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
-        self.trouble = ""
+        self.failure = ""
         """How it differs from its primary."""
         self.is_beside = False
         """It is a third copy, of which its primary has not said yet that it counts."""
@@ -117,7 +117,7 @@ class Following:
             "primary": "" if self._primary is None else self._primary.name,
             "changes": self._received,
             "behind": len(self._queue),
-            "trouble": self.trouble,
+            "error": self.failure,
         }
 
     def handle(
@@ -183,17 +183,17 @@ class Following:
         """Answers a primary that asks while this copy takes its place, when it is known
         whether it does. Always raises."""
         await asyncio.shield(promotion)
-        if self.trouble:
-            raise UnavailableError(f"{self._task}: {self.trouble}")
+        if self.failure:
+            raise UnavailableError(f"{self._task}: {self.failure}")
         raise StaleSessionError(f"{self._task} has another primary by now")
 
     def _take(self, change: Message) -> None:
         self._received += 1
-        if self.trouble:
+        if self.failure:
             return
         if isinstance(change, CopyWhole):
             self.is_whole, self._whole_at = True, self._received
-        elif isinstance(change, BeginAnew):
+        elif isinstance(change, ChangeProgram):
             self._begun = change.session
         self._queue.append(change)
         self._made_all.clear()
@@ -234,7 +234,7 @@ class Following:
             left -= nbytes_of(change)
             self._since = self._clock()
             try:
-                pending = advance(repeat(self._store, change))
+                pending = advance(replay(self._store, change))
                 if pending is None:
                     self._made()
                 else:
@@ -280,7 +280,7 @@ class Following:
         """Notes that a change cannot be made here: the copy differs from the primary's
         store from here on, and is worth nothing."""
         what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
-        self.trouble, self.is_whole = what, False
+        self.failure, self.is_whole = what, False
         _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
         self._stop()
         self._tell(BackupLost(self.session, self.view, what))
@@ -325,7 +325,7 @@ class Following:
 
     def close(self) -> None:
         """Makes nothing more here, as the copy was dropped."""
-        self.trouble, self.is_whole = self.trouble or "it was dropped", False
+        self.failure, self.is_whole = self.failure or "it was dropped", False
         self._primary = None
         self._stop()
 
@@ -344,7 +344,7 @@ class Following:
                 "its primary has not said that it counts"
             )
         if not self.is_whole:
-            why = self.trouble or "it has not everything yet"
+            why = self.failure or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
         self.view = message.view
         if self._promotion is None:
@@ -353,9 +353,9 @@ class Following:
                 self._look_at_promotion()
         # Who asks may go, and ask again by a new line: it goes on meanwhile.
         await asyncio.shield(self._promotion)
-        if self.trouble:
+        if self.failure:
             raise UnavailableError(
-                f"{self._task} cannot become the primary: {self.trouble}"
+                f"{self._task} cannot become the primary: {self.failure}"
             )
         self._on_promoted(remote, message)
         return Done()
@@ -368,11 +368,11 @@ class Following:
         promotion = self._promotion
         if promotion is None or promotion.done():
             return
-        if not self.trouble:
+        if not self.failure:
             self._store.variables.jump(JUMP)
             # The old primary was to tell of that, and did not any more.
             if self._begun != self.session:
-                self._store.begin_anew()
+                self._store.change_program()
             self._tell(PromoteBackup(self.session, self.view))
             self._primary = None
         promotion.set_result(None)

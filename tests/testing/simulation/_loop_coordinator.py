@@ -1,8 +1,7 @@
-"""Cluster, queue, dispatcher and engine of one program, driven by its own loop.
+"""A coordinator without threads: the program is a coroutine on the loop of its cluster.
 
-`ClusterSession` and `CoordinatorCore` are the same for programs that block: there the
-loop is on a thread of its own. Here the program is a coroutine on that very loop. What
-is decided is decided by the same objects.
+It does what `ClusterSession` and `CoordinatorCore` do for programs that block, whose
+loop is on another thread, with the same cluster, queue, engine and dispatcher.
 """
 
 from __future__ import annotations
@@ -10,15 +9,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator._calls import Code, PickledArguments, ScheduledCall
-from zstrat.coordinator._cluster import Cluster
-from zstrat.coordinator._dispatch import Dispatcher
-from zstrat.coordinator._engine import ClosureEngine
-from zstrat.coordinator._queue import Queue
-from zstrat.coordinator._resources import Record
-from zstrat.coordinator._servers import ParameterServers
-from zstrat.coordinator._values import Result
 from zstrat.coordinator.connecting import SessionOptions
+from zstrat.coordinator.parts import (
+    ClosureEngine,
+    Cluster,
+    Code,
+    Dispatcher,
+    ParameterServers,
+    PickledArguments,
+    Queue,
+    Record,
+    Result,
+    ScheduledCall,
+)
 from zstrat.program import bytes_of_inputs, cut_inputs
 
 if TYPE_CHECKING:
@@ -27,22 +30,22 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._values import AsyncRemoteValue, Kept
-    from zstrat.coordinator._waiting import Cancelling
+    from zstrat.coordinator import AsyncRemoteValue
+    from zstrat.coordinator.parts import Cancelling, Kept
     from zstrat.transport import MakeTaskLink
 
 
 @final
 class LoopCoordinator:
-    """The hold of one program on its tasks. Made, and used, on its loop.
+    """One program's session with its tasks. Made and used on its loop.
 
     Args:
         session: Its number: the incarnation in the HELLO of its links.
         ps, workers: Addresses.
         replicas: Copies of what each parameter server holds: 0 or 1.
         stores_per_ps: Logical servers of each of them.
-        draw: Draws the number of a session anew.
-        name: What the session is called, to go on with what was left under that name.
+        draw: Draws a session number that nobody has used.
+        name: Of the session, to resume what a program left under it.
     """
 
     def __init__(
@@ -78,19 +81,19 @@ class LoopCoordinator:
     def coordinate(
         self, *, in_flight: int | None, max_attempts: int, wait: float
     ) -> None:
-        """From now on there are closures. Called when ``cluster`` is open, and may be
-        called again behind `shut_down`.
+        """Starts to hand out closures. The cluster has to be open; may be called again
+        after `shut_down`.
 
         Args:
-            in_flight: Closures of one worker; None: as many as seems good.
-            wait: Seconds without any worker until one gives up.
+            in_flight: Closures per worker; None: it follows the worker's speed.
+            wait: Seconds without any worker until closures fail.
         """
         queue = Queue(max_attempts=max_attempts, first_step=self._first_step)
         self._engine = ClosureEngine(queue, self)
         self._dispatcher = Dispatcher(
             self._engine,
             self.cluster.session,
-            (),  # they are told when it is attached
+            (),  # `Cluster.attach` adds them
             self.cluster.fences,
             self.cluster.ps,
             closures_in_flight=in_flight,
@@ -100,7 +103,7 @@ class LoopCoordinator:
         self.cluster.attach(self._dispatcher)
 
     def shut_down(self) -> None:
-        """Cancels what waits and runs, as `CoordinatorCore.shutdown` does."""
+        """Cancels all closures, as `CoordinatorCore.shutdown` does."""
         cause = "the coordinator was shut down"
         self.engine.close(cause)
         self._first_step = self.engine.queue.steps.next
@@ -108,11 +111,11 @@ class LoopCoordinator:
 
     @property
     def engine(self) -> ClosureEngine:
-        assert self._engine is not None, "coordinate comes first"
+        assert self._engine is not None, "call coordinate() first"
         return self._engine
 
     def iterate(self, name: str, maker: Code) -> int:
-        """Has every worker iterate a dataset; returns the number of its iterators."""
+        """Builds an iterator on every worker; returns its resource number."""
         members = self._dispatcher.members.members
         places = [member.place for member in members]
         record = Record(self.engine, places, name=name, purpose="iterator", maker=maker)
@@ -121,33 +124,33 @@ class LoopCoordinator:
         return record.number
 
     def call(self, name: str, code: Code, example: np.generic) -> ScheduledCall:
-        """A call of a function with one number, which each closure brings."""
+        """A call of a function of one number, which each closure passes."""
         arguments = PickledArguments(cut_inputs((example,), [0]), {})
         return ScheduledCall(Result(name, None), code, arguments, ())
 
     async def schedule(
         self, call: ScheduledCall, number: np.generic
     ) -> AsyncRemoteValue:
-        """Queues a closure. Raises pending errors."""
+        """Queues a closure. Raises the pending error, if any."""
         return await self.engine.put_async(call, bytes_of_inputs([number]), None)
 
     def wake(self) -> None:
-        """As of `LoopSide`."""
+        """See `LoopSide`."""
         self._dispatcher.turn_soon()
 
     def cancel_waiting(self, wish: Cancelling | None = None) -> None:
-        """As of `LoopSide`."""
+        """See `LoopSide`."""
         asyncio.get_running_loop().call_soon(self._dispatcher.cancel_waiting, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """As of `LoopSide`."""
+        """See `LoopSide`."""
         loop = asyncio.get_running_loop()
         loop.call_soon(self._dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
         """Refused: nothing may block on this loop."""
-        raise RuntimeError(f"step {kept.step}: await its value, on this loop")
+        raise RuntimeError(f"step {kept.step}: await its value on this loop")
 
     async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        """As of `LoopSide`."""
+        """See `LoopSide`."""
         return await self._dispatcher.bring(kept)

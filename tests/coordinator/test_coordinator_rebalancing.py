@@ -1,4 +1,4 @@
-"""Stores that are dealt out to parameter servers, and levelled among them."""
+"""Stores that are distributed over parameter servers, and rebalanced among them."""
 
 import pytest
 from coordinator_fakes import good
@@ -7,12 +7,12 @@ from coordinator_stores import world as world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.coordinator.moving import leaving, levelled
+from zstrat.coordinator.moving import plan_drain, plan_rebalance
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import AttachBackup, DetachBackup
 
 
-def test_stores_are_dealt_out_and_levelled(world):
+def test_stores_are_distributed_and_rebalanced(world):
     servers, third = connected(world, stores_per_ps=3), world.newcomer(2)
     hosted = [[copy.index for copy in task.copies] for task in world.ps]
     assert hosted == [[2, 4], [3, 5], []]
@@ -27,16 +27,16 @@ def test_stores_are_dealt_out_and_levelled(world):
     assert len(third.copies) == 3
 
 
-def test_what_a_failover_has_brought_together_is_levelled(world):
+def test_stores_that_a_failover_brought_to_one_server_are_rebalanced(world):
     servers = connected(world, replicas=1)
     world.on_loop(world.ps[0].kill)
     world.until(lambda: served(world) == ["/job:ps/task:1"] * 2)
     world.on_loop(world.ps[0].come_back)
     world.until(world.paired)
-    servers.level()
+    servers.rebalance()
     assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
     assert world.paired()
-    servers.level()
+    servers.rebalance()
     assert world.replication.status.statistics()["stores_moved"] == 1
 
 
@@ -89,8 +89,8 @@ SERVING = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 
 @given(SERVING, st.sets(st.integers(0, 4), min_size=1))
-def test_levelling_moves_as_few_stores_as_can_be(serving, processes):
-    moves = levelled(serving, processes)
+def test_rebalancing_moves_as_few_stores_as_can_be(serving, processes):
+    moves = plan_rebalance(serving, processes)
     after = list(serving)
     for store, target in moves:
         assert (after[store] in processes, target in processes) == (True, True)
@@ -110,7 +110,7 @@ def test_a_process_that_leaves_has_nothing_left(serving, others, data):
     backups = data.draw(
         st.dictionaries(st.integers(0, len(serving) - 1), st.integers(0, 4))
     )
-    moves = leaving(serving, backups, process, others)
+    moves = plan_drain(serving, backups, process, others)
     assert [store for store, _ in moves] == [
         store for store, at in enumerate(serving) if at == process
     ]

@@ -86,7 +86,7 @@ class _Answer(NamedTuple):
 
 
 @final
-class Forwarding:
+class LogShipping:
     """To one backup of one store, which is empty at first.
 
     Args:
@@ -109,7 +109,7 @@ class Forwarding:
     ) -> None:
         self.attached = attached
         """What it was asked for by."""
-        self.trouble = ""
+        self.failure = ""
         """Why the backup cannot be reached; "" if it can."""
         self.is_strict = False
         """The backup has all that answers stand for, and only a coordinator may say
@@ -122,7 +122,7 @@ class Forwarding:
         self._answers: deque[_Answer] = deque()
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
-        self._flows = self._is_over = self._is_spoilt = False
+        self._flows = self._is_over = self._is_diverged = False
         self._opening: asyncio.Future[Message] | None = None
         """Asks the backup what it has: the answer to an earlier one says nothing."""
         self._made = 0
@@ -146,14 +146,14 @@ class Forwarding:
         """How the backup stands: ``behind`` changes that it does not have, in
         ``log_bytes`` of memory, and ``unacknowledged`` answers that wait for it."""
         state = "copying" if not self.is_strict else "attached"
-        if self.trouble:
+        if self.failure:
             state = "lost"
         elif not self._link.is_heard:  # it may be back in time, or be gone
             state = "unknown"
         return {
             "backup": self.attached.address,
             "backup_state": state,
-            "backup_trouble": self.trouble,
+            "backup_error": self.failure,
             "behind": self._log.head - self._log.taken + len(self._held),
             "log_bytes": self._log.nbytes + self._held_bytes,
             "unacknowledged": len(self._answers) + len(self._slowed),
@@ -171,9 +171,9 @@ class Forwarding:
         self._log.append(change)
         self._send()
 
-    def spoil(self, why: str) -> None:
+    def mark_diverged(self, why: str) -> None:
         """See `ChangeLog`."""
-        self._is_spoilt = True
+        self._is_diverged = True
         self._lost(f"it cannot follow any more: {why}")
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
@@ -215,20 +215,20 @@ class Forwarding:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """Ends the forwarding, as the primary goes on alone: what waits may leave."""
+        """Ends the log shipping, as the primary goes on alone: what waits may leave."""
         self._end()
         for future, message in self._take_answers():
             if not future.done():
                 future.set_result(message)
 
     def abandon(self) -> None:
-        """Ends the forwarding without a word: callers of answers that wait learn from
+        """Ends the log shipping without a word: callers of answers that wait learn from
         their connections that these end."""
         self._end()
         self._take_answers()
 
     def refuse(self, error: ZstratError) -> None:
-        """Ends the forwarding, and fails the answers that wait with the error."""
+        """Ends the log shipping, and fails the answers that wait with the error."""
         self._end()
         for future, _ in self._take_answers():
             if not future.done():
@@ -254,10 +254,10 @@ class Forwarding:
 
     def _opened(self, hello: Hello) -> None:
         self._flows = False
-        if self._is_spoilt:
+        if self._is_diverged:
             return
         if hello.incarnation != self.attached.incarnation:
-            self._is_spoilt = True
+            self._is_diverged = True
             self._lost("its process has lost it: it was started anew")
             return
         self._open_log()
@@ -276,7 +276,7 @@ class Forwarding:
             taken = opened.result()
             assert isinstance(taken, LogTaken)
             if self._acknowledged(taken.number, resumed=True):
-                self._flows, self.trouble = True, ""
+                self._flows, self.failure = True, ""
                 self._send()
         elif isinstance(error, StaleSessionError):
             self._replaced()
@@ -295,7 +295,7 @@ class Forwarding:
                 self._made = max(self._made, number)
                 self._news.set()
             case BackupLost(reason=reason):
-                self.spoil(reason)
+                self.mark_diverged(reason)
             case PromoteBackup():
                 self._replaced()
 
@@ -307,7 +307,7 @@ class Forwarding:
             else:
                 log.acknowledge(number)
         except ZstratError as error:  # to the coordinator, as the loss of the backup
-            self.spoil(str(error))
+            self.mark_diverged(str(error))
             return False
         answers = self._answers
         while answers and answers[0].number <= log.taken:
@@ -323,9 +323,9 @@ class Forwarding:
 
     def _lost(self, why: str) -> None:
         self._flows = False
-        if self._is_over or self.trouble:
+        if self._is_over or self.failure:
             return
-        self.trouble = why
+        self.failure = why
         _LOG.warning("the backup at %s is lost: %s", self.attached.address, why)
         self._news.set()
         self._on_lost(why)
@@ -337,7 +337,7 @@ class Forwarding:
             except (PeerLostError, ClosedError):  # sent again when the link is back
                 self._flows = False
             except (TypeError, ValueError) as error:
-                self.spoil(str(error))
+                self.mark_diverged(str(error))
 
     async def keep(self, attached: AttachBackup) -> None:
         """Tells the backup that it stays the backup, in a newer view, for another
@@ -405,7 +405,7 @@ class Forwarding:
 
     async def give_way(self, stand_aside: Callable[[], None]) -> None:
         """Waits until the backup has all that there is, while nothing more comes and
-        nothing is computed; then the forwarding is over.
+        nothing is computed; then the log shipping is over.
 
         Args:
             stand_aside: Refuses whatever comes from then on.
@@ -502,7 +502,7 @@ class Forwarding:
     def _require_wanted(self) -> None:
         if self._is_over:
             raise UnavailableError("the backup is not wanted any more")
-        if self.trouble:
+        if self.failure:
             raise UnavailableError(
-                f"the backup at {self.attached.address} is lost: {self.trouble}"
+                f"the backup at {self.attached.address} is lost: {self.failure}"
             )

@@ -12,18 +12,20 @@ from zstrat.coordinator.replication import (
     successors,
 )
 from zstrat.errors import InvalidArgumentError, PSUnavailableError
-from zstrat.wire import LeftCopy
+from zstrat.wire import OrphanedCopy
 
 FORMER, SESSION = 11, 12
 
 
 def primary(store=0, view=5, *, sure=False, origin=FORMER, variables=2, partner=0):
-    return LeftCopy(store, view, "", 1, origin, True, True, sure, variables, partner)
+    return OrphanedCopy(
+        store, view, "", 1, origin, True, True, sure, variables, partner
+    )
 
 
 def backup(store=0, view=5, *, sure=False, whole=True, partner=0):
     address = f"b{store}:1"
-    return LeftCopy(store, view, address, 2, FORMER, False, whole, sure, 2, partner)
+    return OrphanedCopy(store, view, address, 2, FORMER, False, whole, sure, 2, partner)
 
 
 def chosen(*told, stores=1):
@@ -89,7 +91,7 @@ def test_two_that_name_each_other_stay_together(views):
         2: [primary(view=4)],
     }
     left = successors("run", SESSION, told, 1)
-    serve, attach, drop = placement.succeed(left, [0, 0, 0])
+    serve, attach, drop = placement.take_over_stores(left, [0, 0, 0])
     view = views[0] + 1
     assert (type(serve), serve.view, serve.primary.incarnation) == (Serve, view, 1)
     assert (type(attach), attach.view, attach.backup.address) == (Attach, view, "b0:1")
@@ -129,7 +131,9 @@ def test_a_backup_that_has_come_home_is_not_dropped_when_it_takes_the_place():
     for process in (0, 1):
         placement.joined(process, 0)
     told = {0: [backup(sure=True)], 1: []}
-    promote, *orders = placement.succeed(successors("run", SESSION, told, 1), [0, 0])
+    promote, *orders = placement.take_over_stores(
+        successors("run", SESSION, told, 1), [0, 0]
+    )
     assert (promote.view, promote.backup.process) == (6, 0)
     orders += placement.process_lost(0, "its line broke")
     orders += placement.joined(0, 0)
@@ -146,7 +150,10 @@ def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
     for process in (0, 1):
         placement.joined(process, 0)
     assert left[0].view == 7
-    assert placement.succeed({0: left[0]}, [0, 0])[:2] == [Detach(0, 8), Drop(0, 8, 1)]
+    assert placement.take_over_stores({0: left[0]}, [0, 0])[:2] == [
+        Detach(0, 8),
+        Drop(0, 8, 1),
+    ]
 
 
 def test_where_nothing_was_created_all_begins_anew():
@@ -159,7 +166,7 @@ def test_each_goes_on_alone_in_a_newer_view_and_others_are_dropped():
     for process in (0, 1):
         placement.joined(process, 0)
     told = {0: [primary(0), backup(1, sure=True)], 1: [backup(0)]}
-    orders = placement.succeed(successors("run", SESSION, told, 2), [0, 0])
+    orders = placement.take_over_stores(successors("run", SESSION, told, 2), [0, 0])
     detach, promote, dropped = orders
     assert detach == Detach(0, 6)
     assert isinstance(promote, Promote)

@@ -7,29 +7,29 @@ from zstrat.coordinator._outcomes import (
     LONGEST_PAUSE,
     STRIKES,
     WINDOW_SECONDS,
-    Trouble,
+    RetryBackoff,
 )
 
 
 def test_a_burst_of_reports_is_one_strike_and_all_try_again_together():
-    trouble = Trouble()
+    backoff = RetryBackoff()
     times = [1.0 + i * FIRST_PAUSE / 100 for i in range(100)]
-    again = {round(now + trouble.reported(now), 9) for now in times}
+    again = {round(now + backoff.delay(now), 9) for now in times}
     assert again == {1.0 + FIRST_PAUSE}
-    assert len(trouble.strikes) == 1
+    assert len(backoff.strikes) == 1
 
 
-def test_trouble_that_lasts_is_an_error_after_growing_pauses():
-    trouble, now, pauses = Trouble(), 0.0, []
-    while not trouble.lasts(now):
-        pauses.append(trouble.reported(now))
-        now = trouble.again_at
+def test_failures_that_last_are_an_error_after_growing_pauses():
+    backoff, now, pauses = RetryBackoff(), 0.0, []
+    while not backoff.is_exhausted(now):
+        pauses.append(backoff.delay(now))
+        now = backoff.pause_end
     assert len(pauses) == STRIKES
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE])
-    assert not trouble.lasts(now + WINDOW_SECONDS)
+    assert not backoff.is_exhausted(now + WINDOW_SECONDS)
 
 
 def test_three_hiccups_in_a_month_do_not_end_a_job():
-    trouble = Trouble()
+    backoff = RetryBackoff()
     for i in range(100):
-        assert trouble.reported(i * (WINDOW_SECONDS + 1)) == pytest.approx(FIRST_PAUSE)
+        assert backoff.delay(i * (WINDOW_SECONDS + 1)) == pytest.approx(FIRST_PAUSE)

@@ -29,11 +29,11 @@ from zstrat.program.trace import (
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import recorder
 
-from ._arguments import UnevenParts, dealt, require_all_one_each, unwrapped
-from ._in_turns import in_turns
-from ._one_program import TracedRegion, needs_turns
+from ._arguments import UnevenParts, distribute_rows, require_all_one_each, unwrapped
+from ._one_program import TracedRegion, needs_sequential
 from ._region import in_stages
 from ._regroup import regroup
+from ._sequential import run_sequentially
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,13 +54,13 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     Raises:
         UnevenParts: In a step, where XLA reaches the other processes, so that all run
             one program; or where the replicas look up rows that are not here.
-        Exception: As `in_turns`.
+        Exception: As `run_sequentially`.
     """
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
     if team.channel is None or outside is None or is_live(outside):
-        found = regroup(in_turns(call, devices))
+        found = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order that a program gives them: who reduces
         # one after the other does so with other processes.
         return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
@@ -70,10 +70,10 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
             "implementation=XLA the replicas of all processes run one program. Use "
             "batch(..., drop_remainder=True)"
         )
-    dealt_out = call.given(dealt(unwrapped(call.tree), team.local))
-    if needs_turns(dealt_out):  # in the other processes, too
-        return regroup(in_turns(call, devices))
-    return _in_one_region(_Region(dealt_out), outside)
+    distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
+    if needs_sequential(distributed):  # in the other processes, too
+        return regroup(run_sequentially(call, devices))
+    return _in_one_region(_Region(distributed), outside)
 
 
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
@@ -99,7 +99,7 @@ def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
         return jax.jit(together)(held, [*region.inputs, *whole], list(own))
 
     arrays, operands = in_stages(one, mapped, [], len(region.inputs))
-    return region.last.told(outside, arrays, operands)
+    return region.last.recorded_result(outside, arrays, operands)
 
 
 class _Region:
@@ -145,7 +145,7 @@ class _Region:
         call = self._call.given(self._treedef.unflatten(leaves))
         capture = Capture(feed, is_region=True)
         with capture.recording():
-            results = in_turns(call, ())
+            results = run_sequentially(call, ())
         moves = capture.moves.values.values()
         leaves, treedef = joined.flatten(regroup(results))
         changed = [variable for variable, _ in moves]
