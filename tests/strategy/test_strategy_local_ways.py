@@ -27,7 +27,7 @@ STEPS = st.one_of(
     st.tuples(st.just("all_reduce"), st.sampled_from(["sum", "mean"])),
     st.tuples(st.just("all_gather"), st.sampled_from([0, -1])),
     st.tuples(st.just("reduce rows"), st.just("sum")),
-    st.tuples(st.just("gradient"), st.sampled_from(["sum", "mean"])),
+    st.tuples(st.just("gradient"), st.sampled_from(["sum", "mean", "gather"])),
     st.tuples(st.sampled_from(["read", "read rows"]), INDEX),
     st.tuples(st.sampled_from(["assign", "assign_add", "assign_sub"]), INDEX),
     st.tuples(st.sampled_from(["scatter_add", "scatter_sub"]), st.integers(0, 3)),
@@ -76,8 +76,13 @@ def body(steps, variables, x):
 def gradient(how, x):
     """Of a loss to which every replica contributes by its number."""
 
+    context = zs.get_replica_context()
+
     def loss(x):
-        both = zs.get_replica_context().all_reduce(how, x * WEIGHTS)
+        if how == "gather":
+            both = context.all_gather(x * WEIGHTS, 0)
+        else:
+            both = context.all_reduce(how, x * WEIGHTS)
         return jnp.sum(both * (number() + 1))
 
     return jax.grad(loss)(x)
@@ -106,7 +111,9 @@ class Lockstep:
                 case "reduce rows":
                     x = x + x[:, 0].sum(dtype=dtype)
                 case "gradient":
-                    scale = (self.numbers + 1).sum() / (1 if how == "sum" else replicas)
+                    scale = (self.numbers + 1).sum() / (
+                        replicas if how == "mean" else 1
+                    )
                     x = np.stack([(WEIGHTS * scale).astype(dtype)] * replicas)
                 case "read":
                     x = x + self.copies[how].values
