@@ -133,14 +133,17 @@ sys.stdin.buffer.read()
 
 def test_a_daemon_hears_of_us_again_and_again(fake_ssh, tmp_path):
     program(tmp_path, "ssh.py", BEATEN)
-    settings = Settings(Timeouts(connect=120.0, leash=1.0))
+    settings = Settings(Timeouts(connect=120.0, launcher=1.0))
     with ssh(["beat1"], 1, 0, program=str(fake_ssh), settings=settings) as fleet:
         assert fleet.is_running("ps:0")
 
 
 def test_a_daemon_that_is_cut_off_ends_and_comes_back(fake_ssh):
     """What lies between passes nothing on any more, and nobody is told."""
-    before, settings = set(descendants()), Settings(Timeouts(connect=120.0, leash=2.0))
+    before, settings = (
+        set(descendants()),
+        Settings(Timeouts(connect=120.0, launcher=2.0)),
+    )
     with ssh(["cut1"], 1, 0, program=str(fake_ssh), settings=settings) as fleet:
         first = incarnation(fleet)
         found = {

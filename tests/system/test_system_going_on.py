@@ -167,7 +167,7 @@ def test_stores_are_found_where_they_have_moved(local):
         work.schedule(range(end - 10, end))
         check(work, end)
         assert np.allclose(work.w.numpy(), moved(end), atol=1e-5)
-        strategy.parameter_servers.level()  # the first is empty, up to then
+        strategy.parameter_servers.rebalance()  # the first is empty, up to then
         stores = work.coordinator.metrics()["stores"]
         assert sorted(each["process"] for each in stores) == sorted(
             2 * ["/job:ps/task:0", "/job:ps/task:1"]

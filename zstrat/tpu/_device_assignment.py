@@ -326,7 +326,7 @@ class Packing:
 
     @property
     def footprint(self) -> Cores:
-        """Extents of what one computation covers, with what lies between its cores."""
+        """Extents of what one computation covers, with what is between its cores."""
         return _each(a * b for a, b in zip(self.shape, self.stride, strict=True))
 
     @property

@@ -4,7 +4,7 @@ on each of them, its link, and the addresses that workers are told."""
 from __future__ import annotations
 
 from ._arrival import AnyTask as AnyTask
-from ._arrival import HailedTask as HailedTask
+from ._arrival import ProbedTask as ProbedTask
 from ._arrival import all_joined as all_joined
 from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of

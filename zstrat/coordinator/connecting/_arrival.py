@@ -36,8 +36,8 @@ FIRST_WORD: Final = 2.0
 NEXT_WORD: Final = 10.0
 
 
-AnyTask: TypeAlias = "TaskSession | HailedTask"
-"""A task by a link of ours: with a session on it, or only hailed."""
+AnyTask: TypeAlias = "TaskSession | ProbedTask"
+"""A task by a link of ours: with a session on it, or only probed."""
 
 
 @final
@@ -162,7 +162,7 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 
 @final
-class HailedTask:
+class ProbedTask:
     """A task that is greeted over a link of its own, without a session: to see whether
     it is there, or to ask the backup of a store what it does. What it says unasked is
     told to whoever has a session.
@@ -224,18 +224,18 @@ class HailedTask:
         self._loss = f"lost: {error}"
 
 
-async def hail(
+async def probe(
     ps: Sequence[str],
     workers: Mapping[int, str],
     make_link: MakeTaskLink,
-    patience: float,
+    timeout: float,
 ) -> None:
     """Whether a program could have this cluster: all parameter servers and one worker
     greet, over links of their own, which are closed again. No session is opened, so
     nothing changes for the program that has the cluster.
 
     Args:
-        patience: Seconds.
+        timeout: Seconds.
 
     Raises:
         DeadlineExceededError: Tasks did not answer in time; each one is named.
@@ -243,9 +243,9 @@ async def hail(
 
     Cancellation: the links are closed.
     """
-    servers = [HailedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
-    others = [HailedTask("worker", n, at, make_link) for n, at in workers.items()]
-    deadline = asyncio.get_running_loop().time() + patience
+    servers = [ProbedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
+    others = [ProbedTask("worker", n, at, make_link) for n, at in workers.items()]
+    deadline = asyncio.get_running_loop().time() + timeout
     try:
         await arrive(servers, others, deadline)
     finally:

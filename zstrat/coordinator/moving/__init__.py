@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._levelling import leaving as leaving
-from ._levelling import levelled as levelled
+from ._rebalancing import plan_drain as plan_drain
+from ._rebalancing import plan_rebalance as plan_rebalance
 from ._store_moves import StoreMoves as StoreMoves

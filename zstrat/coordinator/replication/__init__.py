@@ -15,4 +15,4 @@ from ._orders import Swap as Swap
 from ._placement import StorePlacement as StorePlacement
 from ._replication import Replication as Replication
 from ._store_places import StorePlace as StorePlace
-from ._succession import successors as successors
+from ._successors import successors as successors

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ._orders import PlacementOrder
     from ._store_places import StorePlace, StorePlaces
-    from ._succession import FoundCopy, Successor
+    from ._successors import FoundCopy, Successor
 
 SUCCEEDED: Final = "another program goes on with it"
 RESTARTED: Final = "it was started again"
@@ -41,7 +41,7 @@ class Failover:
     def __init__(self, places: StorePlaces) -> None:
         self._places = places
 
-    def succeed(
+    def take_over_stores(
         self, left: Mapping[int, Successor], lives: Sequence[int]
     ) -> list[PlacementOrder]:
         """Another program has left these copies, when processes had these lives: two
@@ -119,7 +119,7 @@ class Failover:
     ) -> Iterator[PlacementOrder]:
         reason = "the process of its backup was started again"
         yield Drop(store.number, store.view, number)
-        if store.phase is CopyPhase.PROMOTING and self._has_heir(store):
+        if store.phase is CopyPhase.PROMOTING and self._has_synced_third(store):
             yield from self._places.promote_third(store, reason)
         elif store.phase is CopyPhase.PROMOTING:
             self._places.forget_backup(store)
@@ -176,9 +176,9 @@ class Failover:
         told = [] if is_there else self._places.report_store_lost(store, reason)
         return [*told, *asked]
 
-    def _has_heir(self, store: StorePlace) -> bool:
+    def _has_synced_third(self, store: StorePlace) -> bool:
         """Whether a third copy is there that has all that the backup has."""
-        return store.is_third_heir and self._places.is_there(store.third)
+        return store.is_third_in_sync and self._places.is_there(store.third)
 
     def _third_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The process of the third copy is away, or has lost it."""
@@ -188,7 +188,7 @@ class Failover:
                 return places.end_third(store, reason)
             case CopyPhase.REPLACING:
                 return places.detach(store, reason)
-            case CopyPhase.PROMOTING if store.is_third_heir:
+            case CopyPhase.PROMOTING if store.is_third_in_sync:
                 store.third = None
                 return places.promote(store, store.reason)
         store.third = None
@@ -208,7 +208,7 @@ class Failover:
                 return places.seek_elsewhere(store, unwilling=False)
             case phase if phase in WITH_BACKUP:
                 return places.detach(store, reason)
-            case CopyPhase.PROMOTING if self._has_heir(store):
+            case CopyPhase.PROMOTING if self._has_synced_third(store):
                 return places.promote_third(store, reason)
             case CopyPhase.PROMOTING if places.is_there(store.primary):
                 return places.detach(store, reason)
@@ -246,7 +246,7 @@ class Failover:
                 is_there = places.is_there(store.backup)
                 return (places.keep if is_there else places.detach)(store, reason)
             case CopyPhase.PROMOTING if store.third is not None and (
-                store.is_third_heir or never_counted
+                store.is_third_in_sync or never_counted
             ):
                 return places.promote_third(store, reason)
             case CopyPhase.PROMOTING:

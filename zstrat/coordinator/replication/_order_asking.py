@@ -12,7 +12,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator.connecting import HailedTask
+from zstrat.coordinator.connecting import ProbedTask
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -154,17 +154,17 @@ class OrderAsking:
 
     async def _promote(self, order: Promote) -> Message:
         """Over a link of its own: the program's line goes there when it is done."""
-        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
+        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self._stores.servers[order.store].name, order.backup
-        backup = HailedTask(
+        backup = ProbedTask(
             "ps", order.store, copy.address, self._make_link, name, copy.incarnation
         )
         backup.start()
         try:
             await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
-            if (heir := order.heir) is not None:
-                at, number = heir.address, heir.incarnation
+            if (partner := order.partner) is not None:
+                at, number = partner.address, partner.incarnation
                 promote = PromoteBackup(self.session, order.view, at, number)
             return await backup.link.submit(promote, deadline=deadline)
         finally:

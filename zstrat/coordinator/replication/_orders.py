@@ -70,12 +70,12 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """The backup is to be the primary. ``heir`` has the same, and is its backup."""
+    """The backup is to be the primary. ``partner`` has the same, and is its backup."""
 
     store: int
     view: int
     backup: Copy
-    heir: Copy | None = None
+    partner: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)

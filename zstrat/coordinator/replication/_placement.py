@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ._orders import Asked, PlacementOrder
     from ._store_places import StorePlace
-    from ._succession import Successor
+    from ._successors import Successor
 
 
 MOVES: Final = "it moves"
@@ -193,21 +193,21 @@ class StorePlacement:
                 store.primary = self._places.copy_at(store.home)
         return self._places.seek_all()
 
-    def succeed(
+    def take_over_stores(
         self, left: Mapping[int, Successor], lives: Sequence[int]
     ) -> list[PlacementOrder]:
         """Another program has left these copies: two that are a pair go on together,
         and each other one alone. Comes instead of `start`; what has become of processes
         since they had these lives is told afterwards."""
         self._places.is_started = True
-        return self._failover.succeed(left, lives)
+        return self._failover.take_over_stores(left, lives)
 
     def enter_session(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`
         nothing is decided. Views go on."""
         self._places.is_started = False
         for store in self.stores:
-            self._places.begin_anew(store)
+            self._places.reset_store(store)
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """The process is in the session. Its ``life`` is the same number as before if
@@ -339,11 +339,11 @@ class StorePlacement:
         store = self.stores[order.store]
         if not self._is_of_now(order, CopyPhase.SWAPPING):
             return self._useless(order)
-        store.third = heir = self._copy(order, address, incarnation)
-        store.is_third_heir = True
+        store.third = partner = self._copy(order, address, incarnation)
+        store.is_third_in_sync = True
         if not self._places.is_there(store.backup):
             return self._places.promote_third(store, "it was lost as it swapped")
-        return self._places.promote(store, MOVES, heir)
+        return self._places.promote(store, MOVES, partner)
 
     def _useless(self, order: Host | Swap) -> list[PlacementOrder]:
         """Nobody wants the copy that was made, unless a later one took its place."""
@@ -369,8 +369,8 @@ class StorePlacement:
             self.moves += 1
         else:
             self.failovers += 1
-        if order.heir is not None:  # which is where the former primary was
-            return self._places.serve_with(store, order.heir)
+        if order.partner is not None:  # which is where the former primary was
+            return self._places.serve_with(store, order.partner)
         # Before a new backup is asked for.
         dropped = self._places.drop(store, third)
         if former.process != store.primary.process:  # else that has swapped

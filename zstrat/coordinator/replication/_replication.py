@@ -13,7 +13,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
+from zstrat.coordinator.connecting import ProbedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
     NotPrimaryError,
@@ -31,7 +31,6 @@ from zstrat.wire import (
     WorkerReported,
 )
 
-from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
     CopyPhase,
@@ -39,6 +38,7 @@ from ._orders import (
     Lose,
     Serve,
 )
+from ._orphaned_stores import OrphanedStores
 from ._placement import StorePlacement
 from ._store_processes import SessionStores, StoreProcesses
 from ._store_status import CopiesStatus, StoreLosses
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from ._orders import PlacementOrder
     from ._store_places import StorePlace
-    from ._succession import Successor
+    from ._successors import Successor
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -98,8 +98,8 @@ class Replication:
             self.placement, replicas, cluster.ps, self.processes
         )
         stores = SessionStores(self.placement, cluster.ps, self._known)
-        self.left: Final = LeftStores(
-            stores, self.status, name, timeouts, self.succeed, self.wait_until
+        self.left: Final = OrphanedStores(
+            stores, self.status, name, timeouts, self.take_over_stores, self.wait_until
         )
         """What another program has left under the name."""
         self._orders: Final = OrderAsking(
@@ -238,7 +238,7 @@ class Replication:
         index = self.placement.enter(address)
         return self._known.enter(number, index, address)
 
-    async def dismiss(self, process: TaskSession, patience: float) -> None:
+    async def dismiss(self, process: TaskSession, timeout: float) -> None:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
         comes next.
 
@@ -247,7 +247,7 @@ class Replication:
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was let go")
         self.placement.abandon(process.place)
-        await self._known.leave(process, patience)
+        await self._known.leave(process, timeout)
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
@@ -280,7 +280,7 @@ class Replication:
         """Whether it decides what becomes of the store if that is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
         when they are filled."""
         self._session = self._orders.session = session
@@ -289,7 +289,7 @@ class Replication:
         self.placement.enter_session()
         for store in self.placement.stores:
             self._send_home(store)
-        self._known.renew(session, farewells)
+        self._known.renew(session, close_messages)
         self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
@@ -346,10 +346,10 @@ class Replication:
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
 
-    def backups(self) -> list[HailedTask]:
+    def backups(self) -> list[ProbedTask]:
         """A way to each backup that has all, not used yet."""
         return [
-            HailedTask(
+            ProbedTask(
                 "ps",
                 store.number,
                 copy.address,
@@ -411,7 +411,9 @@ class Replication:
             words = self.status.reason_with_process(task.place, reason)
             self._losses.report(task.place, words)
 
-    def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
+    def take_over_stores(
+        self, left: Mapping[int, Successor], lives: Sequence[int]
+    ) -> None:
         """Another program has left these copies, when processes had these lives. What
         has become of processes since then is told here, too."""
         for store, successor in left.items():
@@ -420,7 +422,7 @@ class Replication:
                 # Who is there by now may be another, with nothing.
                 self._cluster.ps[store].move(copy.address, life=copy.incarnation)
         self.is_started, self._takes_over = True, False
-        self.carry_out(self.placement.succeed(left, lives))
+        self.carry_out(self.placement.take_over_stores(left, lives))
         for process, life in zip(self.processes, lives, strict=True):
             if not process.is_ready:
                 self.process_lost(process, "it was lost while it was taken over")

@@ -18,11 +18,11 @@ refused, and an answer to that is not heard.
                                      │
     PAIRED ──host──▶ ADDING ──attach──▶ FILLING ──whole──▶ REPLACING ──▶ PAIRED, with
         the third copy as its backup. A third copy that is lost is forgotten.
-    PAIRED ──swap──▶ SWAPPING ──▶ PROMOTING, with what was the primary as its heir
-        ──promoted──▶ PAIRED. If the backup is lost the heir is promoted.
+    PAIRED ──swap──▶ SWAPPING ──▶ PROMOTING, with what was the primary as its partner
+        ──promoted──▶ PAIRED. If the backup is lost the partner is promoted.
     in all of these ──primary lost──▶ PROMOTING: a copy that cannot lack anything
     any phase ──no copy lives that has all──▶ EMPTY: whoever asks for the store is told.
-    any phase ──another session (`begin_anew`)──▶ ALONE, or CREATING.
+    any phase ──another session (`reset_store`)──▶ ALONE, or CREATING.
 
 The law of this file: what a store's phase and view become is written here, and nowhere
 else.
@@ -85,7 +85,7 @@ class StorePlace:
     third: Copy | None = None
     """A copy besides these, while one of them is to be replaced; or the one that is
     asked if the backup does not become the primary."""
-    is_third_heir: bool = False
+    is_third_in_sync: bool = False
     """The third copy has all that the backup has, which becomes the primary."""
     paired_view: int = 0
     """That in which the primary got its backup."""
@@ -112,7 +112,7 @@ class StorePlace:
     def is_paired(self) -> bool:
         """Whether it has two whole copies, if their processes live."""
         is_swapped = self.phase is CopyPhase.PROMOTING and self.third is not None
-        return self.phase in WHOLE or (is_swapped and self.is_third_heir)
+        return self.phase in WHOLE or (is_swapped and self.is_third_in_sync)
 
     @property
     def copies(self) -> list[Copy]:
@@ -206,7 +206,7 @@ class StorePlaces:
     def _copies_of(self, process: int) -> int:
         return sum(process in store.processes for store in self.stores)
 
-    def begin_anew(self, store: StorePlace) -> None:
+    def reset_store(self, store: StorePlace) -> None:
         """The store begins anew where it belongs, without a backup, in another session.
         Its views go on."""
         self.end_move(store)
@@ -225,12 +225,12 @@ class StorePlaces:
         store.view = view
 
     def promote(
-        self, store: StorePlace, reason: str, heir: Copy | None = None
+        self, store: StorePlace, reason: str, partner: Copy | None = None
     ) -> list[PlacementOrder]:
-        """The backup is asked to be the primary, with the heir as its backup."""
+        """The backup is asked to be the primary, with the partner as its backup."""
         assert store.backup is not None, store
         self._change(store, CopyPhase.PROMOTING, reason)
-        return [Promote(store.number, store.view, store.backup, heir)]
+        return [Promote(store.number, store.view, store.backup, partner)]
 
     def promote_third(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The third copy is asked to be the primary, in place of the backup, which is
@@ -376,7 +376,7 @@ class StorePlaces:
         chosen = min(fit, key=self._copies_of)
         self._change(store, CopyPhase.ADDING)
         store.third = Copy(chosen, self.processes[chosen].life, "")
-        store.is_third_heir = False
+        store.is_third_in_sync = False
         return [Host(store.number, store.view, chosen, beside=True)]
 
     def fill_third(self, store: StorePlace, third: Copy) -> list[PlacementOrder]:
@@ -440,7 +440,7 @@ class StorePlaces:
 
     def end_move(self, store: StorePlace) -> None:
         """The store has no target any more. That is so when it is there, when that is
-        not wished any more (`MovingStores`), in another session (`begin_anew`), when
+        not wished any more (`MovingStores`), in another session (`reset_store`), when
         the copy at the target ends (`_end_move_with_backup`), when the target is not
         there or will not have a copy (`seek`), and when the store is lost
         (`lose_store`).

@@ -53,10 +53,9 @@ class TaskLaunch:
     halves. ``env`` are variables for it. ``beside`` is how many tasks of its job are on
     the same host, which share its cores and GPUs, ``place`` its own number among them.
     ``log`` is the file that takes what it prints; None: it goes where this process's
-    own errors go.
-    ``logged`` is the size of that file, in bytes, when this attempt began: what is in
-    it is of others. ``leash``: the task ends if it has not heard of this program for so
-    many seconds, as it may be cut off.
+    own errors go. ``logged`` is the size of that file, in bytes, when this attempt
+    began: what is in it is of others. ``launcher_timeout``: the task ends if it has not
+    heard of this program for so many seconds, as it may be cut off.
     """
 
     task: FleetTask
@@ -67,7 +66,7 @@ class TaskLaunch:
     place: int
     log: Path | None
     logged: int = 0
-    leash: float = Timeouts().leash
+    launcher_timeout: float = Timeouts().launcher
 
     def said(self) -> str:
         """The log of this attempt so far, its last 64 KiB; "" if it is elsewhere."""

@@ -1,9 +1,10 @@
 """A fleet on hosts that ssh reaches: the `ssh` program itself, with its own settings.
 
 There is one ssh client for each task. Nothing asks for a password: a key that ssh finds
-without a person, or an agent, lets it in. The leash is the connection. When the client
-or this program ends, the daemon's standard input ends there, and its parent, the ssh
-server's process for this client, which takes a daemon along that does not hear it.
+without a person, or an agent, lets it in. The launcher's heartbeat goes over the
+connection. When the client or this program ends, the daemon's standard input ends
+there, and its parent, the ssh server's process for this client, which takes a daemon
+along that does not hear it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending, plai
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
-from zstrat.variables import DowncastWarning, is_downcast, downcast_loss
+from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
 from ._epoch_sync import PassLength, SynchronizedPass
 from ._replica_batches import Share, leaf_by_leaf
@@ -292,7 +292,7 @@ def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
     checked, because its elements are alike.
 
     Warns:
-        NarrowingWarning: One for each leaf.
+        DowncastWarning: One for each leaf.
     """
     made = jax.tree.leaves(placed, is_leaf=_is_parts)
     given = tree_flatten_with_path(share.parts[0])[0]

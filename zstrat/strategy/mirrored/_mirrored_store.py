@@ -17,9 +17,9 @@ from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
+    DevicePool,
     DeviceStorage,
     LocalStorage,
-    DevicePool,
     StrategyCreator,
     Variable,
     VariableAggregation,
@@ -260,7 +260,9 @@ class _KeeperDevice(DevicePool):
 
     travels = True
 
-    def __init__(self, device: jax.Device, first: jax.Device, steps: DevicePool) -> None:
+    def __init__(
+        self, device: jax.Device, first: jax.Device, steps: DevicePool
+    ) -> None:
         super().__init__(task_names([device]), None, steps.copies)
         self._device = device
         self._sharding = steps.sharding or SingleDeviceSharding(first)

@@ -50,10 +50,9 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         Creator,
+        OptimizerHandle,
         Storage,
         StorageUpdate,
-        OptimizerHandle,
-        TraceRecorder,
         TraceRecorder,
         VariableSpec,
     )
@@ -67,7 +66,9 @@ class ReplicatedVariable(Variable):
     _owner: Creator
 
     @classmethod
-    def made(cls, spec: VariableSpec, storage: Storage, team: Team, owner: Creator) -> Self:
+    def made(
+        cls, spec: VariableSpec, storage: Storage, team: Team, owner: Creator
+    ) -> Self:
         """Makes a handle of a variable that exists already.
 
         Args:

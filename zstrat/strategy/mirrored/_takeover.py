@@ -7,8 +7,8 @@ step more. A process that has lost a value, because a step failed in the middle,
 as restarted.
 
 Law of the file: all processes call `taken_over` together, and make the same collectives
-whatever values each of them has. The value of a home is read with `shown` here, not
-with its plain getters: those settle the home first, which calls `taken_over`.
+whatever values each of them has. The value of a storage is read with `shown` here, not
+with its plain getters: those settle the storage first, which calls `taken_over`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] 
     one."""
     for variable in variables.values():
         storage = variable.storage
-        if isinstance(storage, DeviceStorage) and storage.is_lost and not _is_own(variable):
+        if (
+            isinstance(storage, DeviceStorage)
+            and storage.is_lost
+            and not _is_own(variable)
+        ):
             return storage, variable.name
     return None
 

@@ -41,8 +41,8 @@ from zstrat.variables import user_stacklevel
 from ._captured import (
     CapturedObjects,
     FunctionDependencies,
-    dependencies,
     captured_words,
+    dependencies,
     identified,
     is_partial,
 )
@@ -102,7 +102,7 @@ class CachedStep:
     why_not: str | None = None
 
     @property
-    def self.live -> bool:
+    def is_live(self) -> bool:
         """Whether the function that it was made of is still there."""
         return self.origin is None or self.origin() is not None
 

@@ -104,8 +104,8 @@ def replicate(
 
     Leaves that are not arrays of jax are the same object in every replica and stay as
     they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' homes when none is. A variable of which each replica has a copy
-    of its own is read and updated there (see `zstrat.program.trace._updates`).
+    or to the variables' storages when none is. A variable of which each replica has a
+    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.
@@ -141,9 +141,7 @@ def replicate(
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    copies = [
-        Spread(outside.copies(variable), stacked=True) for variable in own
-    ]
+    copies = [Spread(outside.copies(variable), stacked=True) for variable in own]
     given = _Given(len(split), variables, own)
 
     def mapped(

@@ -28,7 +28,13 @@ import numpy as np
 
 from zstrat.program import name_node
 from zstrat.program.trace import joined
-from zstrat.variables import CopyStorage, DeviceStorage, IndexedSlices, Variable, is_weak
+from zstrat.variables import (
+    CopyStorage,
+    DeviceStorage,
+    IndexedSlices,
+    Variable,
+    is_weak,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -72,8 +72,8 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         GradientCall,
-        StorageRows,
         OptimizerHandle,
+        StorageRows,
         TraceRecorder,
         VariableHandle,
         VariableRequest,
@@ -355,9 +355,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
     held = [
-        outside.copies(v)
-        if has_copies(v, region.team.local)
-        else outside.read(v)
+        outside.copies(v) if has_copies(v, region.team.local) else outside.read(v)
         for v in variables
     ]
     keys = [variable.spec.key for variable in variables]

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
     Connect = Callable[..., ClusterSession]
     """Called with a ClusterSpec and Settings; with ``replicas=`` if not 0,
-    ``stores_per_ps=`` if not 1, and ``resume=`` and ``restart_partial=`` if the session has
-    a name."""
+    ``stores_per_ps=`` if not 1, and ``resume=`` and ``restart_partial=`` if the session
+    has a name."""
 
 _MOST_STORES: Final = 64
 """Of one ps: each has a port, a thread and a connection to every worker."""

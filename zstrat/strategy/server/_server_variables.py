@@ -1,6 +1,6 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
-`ServerVariables` is the creator of the strategy's scope and the home of all that was
+`ServerVariables` is the creator of the strategy's scope and the storage of all that was
 created in it. Where each goes and what key it has is decided by `_variable_placement`.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         GradientCall,
+        OptimizerHandle,
         StorageRows,
         StorageUpdate,
-        OptimizerHandle,
         VariableRequest,
     )
     from zstrat.wire import InitialEntry
