@@ -15,10 +15,10 @@
         scaling_config=ScalingConfig(num_workers=4),
     ).fit()
 
-Each worker of the trainer becomes a worker of one cluster, told so by TF_CONFIG, with
-keys that are made for this start and go to the workers as Ray sends everything. What
-workers report, Ray brings to the trainer; and when one is lost, it is Ray that starts
-all of them again (`FailureConfig`), from the checkpoint that was reported last.
+Each worker of the trainer becomes a worker of one cluster, which TF_CONFIG describes.
+The keys are made for this start, and Ray sends them to the workers. Ray passes reports
+of workers to the trainer; and when a worker is lost, Ray starts all of them again
+(`FailureConfig`), from the checkpoint that was reported last.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from zstrat.transport import generate_keys
 
 _IN_MEMORY: Final = Path("/dev/shm")
 _REMOVING: Final = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"')
-"""Removes a folder once its standard input ends, which is when the worker does, however
-that comes."""
+"""Removes a folder when its standard input ends, which is when the worker ends, for
+whatever reason."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def own_address() -> str:
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
     """Sets, in a worker, the environment that the strategies of this process read."""
     global _remover
-    forget_keys()  # of a start before, in the same process
+    forget_keys()  # of an earlier start, in the same process
     task = {"type": "worker", "index": index}
     cluster = {"worker": addresses}
     set_environment("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
@@ -108,7 +108,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     _remover = subprocess.Popen(
         [*_REMOVING, str(folder)],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # who ends the worker with its group leaves this one
+        start_new_session=True,  # a signal to the group of the worker does not end it
     )
     write_keys(folder / "keys", keys)
     set_environment("ZSTRAT_KEYS", str(folder / "keys"))

@@ -1,8 +1,10 @@
-"""Whether what an optimizer computes of several gradients bears rows of zeros.
+"""Checks whether rows of zeros change what an optimizer computes from several
+gradients.
 
 A step has gradients of some rows of a table. Those of one row are summed first, so
 there are fewer rows than were looked up; but shapes are fixed in a step, so that the
-rest is filled with zeros. A sum of squares does not notice; a mean of rows would.
+rest is filled with zeros. They do not change a sum of squares, but they would change a
+mean of rows.
 
 Law of the file: an equation without a rule is refused.
 """

@@ -1,5 +1,5 @@
-"""1.12's parameter-server strategy: towers of one program, variables on the ps of a
-cluster, or on this machine where there is none."""
+"""The parameter-server strategy of TF 1.12: towers of one program, variables on the ps
+of a cluster, or on this machine without a cluster."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ParameterServerStrategy(DistributionStrategy):
     """Towers in sync on the devices of this worker, asynchronous between workers.
 
     Without a cluster the variables are on the only device of the towers, or on the CPU.
-    With one, which `configure` is told, they go to its parameter servers in turn, and
-    every worker runs the whole program: the chief, or worker 0, creates them.
+    With one, which is passed to `configure`, they go to its parameter servers in turn,
+    and every worker runs the whole program: the chief, or worker 0, creates them.
 
     Args:
         num_gpus_per_worker: How many local devices have a tower each, the first ones of

@@ -1,9 +1,9 @@
-"""1.12's face of a strategy of zstrat, and of a dataset for the devices of one program.
+"""The API of TF 1.12 for a strategy of zstrat, and for a dataset on the devices of one
+program.
 
-Laws of the file: an old method is a new one of the engine, with TF 1.12's arguments and
-complaints; nothing is computed here. The towers of a step have elements that nobody
-writes to, though their source may fill one buffer again and again while it is asked for
-the next ones.
+Laws of the file: an old method calls a new one of the engine, with the arguments and
+errors of TF 1.12; nothing is computed here. The elements of a step do not change,
+though their source may reuse one buffer for the next ones.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class PerDeviceDataset:
         require_untraced("a distributed dataset")
         elements = self._elements()
         made = PerDeviceIterator(elements, name="a distributed dataset", steady=True)
-        # When the program ends at the latest: a pass that the interpreter ends while it
-        # takes itself down complains of what is gone already.
+        # At the end of the program at the latest: a pass that the interpreter ends
+        # while it shuts down would fail on modules that are gone.
         weakref.finalize(made, elements.close)
         return made
 
@@ -89,7 +89,7 @@ def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
     """Yields elements that stay as they are while the next ones are made.
 
     Raises (while iterating):
-        TypeError: An element has an object in it that is no data.
+        TypeError: An element contains an object that is not data.
     """
     stays = is_steady(source)
     with ending(iter(source)) as elements:
@@ -246,7 +246,8 @@ class DistributionStrategy:
                 per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or an argument has one value per tower.
+            ValueError: ``var`` is not a variable, or an argument has one value per
+                tower.
             RuntimeError: Called in a tower.
         """
         named = dict(kwargs)
@@ -285,7 +286,7 @@ class DistributionStrategy:
         """Copies the value to other devices; by default to those of all towers.
 
         Raises:
-            ValueError: It is no place.
+            ValueError: It is not a destination.
             RuntimeError: Called in a tower.
         """
         where = self.worker_devices if destinations is None else destinations
@@ -324,7 +325,7 @@ class DistributionStrategy:
         """Reduces several values at once, in order, as `reduce` does.
 
         Raises:
-            ValueError: What is given is no list of pairs; also what `reduce` raises.
+            ValueError: The argument is not a list of pairs; also what `reduce` raises.
         """
         require_aggregation(aggregation)
         pairs = checked_pairs(value_destination_pairs)

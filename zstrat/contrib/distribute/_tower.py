@@ -1,5 +1,5 @@
-"""What a tower knows about itself, and which strategy is current: 1.12's words for
-`zstrat.ReplicaContext` and the functions beside it."""
+"""The context of a tower, and the current strategy: the names of TF 1.12 for
+`zstrat.ReplicaContext` and related functions."""
 
 from __future__ import annotations
 
