@@ -28,10 +28,9 @@ class DefaultExtended(StrategyExtended):
     """``extended`` of the default strategy: everything is on one device."""
 
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy, (_DEVICE,), (_DEVICE,))
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(part.device == _DEVICE for part in v.components)
+        super().__init__(
+            strategy, (_DEVICE,), (_DEVICE,), lambda part: part.device == _DEVICE
+        )
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable

@@ -39,26 +39,26 @@ def device_named(name: str | jax.Device) -> jax.Device:
     """
     if isinstance(name, jax.Device):
         return name
-    found = _SHORT.fullmatch(name) if isinstance(name, str) else None
-    there = local_devices()
-    if found is None:
+    match = _SHORT.fullmatch(name) if isinstance(name, str) else None
+    devices = local_devices()
+    if match is None:
         raise ValueError(
             f"{name!r} is not the name of a device: expected one like 'GPU:0', "
-            f"'/device:CPU:1' or {task_names(there)[0]!r}, or a jax.Device"
+            f"'/device:CPU:1' or {task_names(devices)[0]!r}, or a jax.Device"
         )
-    if (found["job"] or "localhost").lower() not in _LOCAL or int(found["task"] or 0):
+    if (match["job"] or "localhost").lower() not in _LOCAL or int(match["task"] or 0):
         raise ValueError(
             f"{name!r} is a device of another process; the devices of this one are "
-            f"{', '.join(task_names(there))}"
+            f"{', '.join(task_names(devices))}"
         )
-    kind = found["kind"].lower()
-    of_kind = [device for device in there if _kind(device.platform) == kind]
-    number = 0 if found["number"] == "*" else int(found["number"])
+    kind = match["kind"].lower()
+    of_kind = [device for device in devices if _kind(device.platform) == kind]
+    number = 0 if match["number"] == "*" else int(match["number"])
     if number >= len(of_kind):
         raise ValueError(
             f"there is no device {name!r} in this process; there are "
-            f"{', '.join(task_names(there))}. Virtual devices of the CPU are made with "
-            "JAX_NUM_CPU_DEVICES=8, before jax is used"
+            f"{', '.join(task_names(devices))}. Virtual devices of the CPU are made "
+            "with JAX_NUM_CPU_DEVICES=8, before jax is used"
         )
     return of_kind[number]
 
@@ -78,23 +78,23 @@ def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.
             f"{argument} {names!r}: expected a list of one device or more, such as "
             "['GPU:0', 'GPU:1']; without it the strategy chooses the devices"
         )
-    found = [device_named(name) for name in names]
-    if len(set(found)) < len(found):
+    devices = [device_named(name) for name in names]
+    if len(set(devices)) < len(devices):
         raise ValueError(
             f"duplicates in {argument} {names!r}: expected a different device for each "
             "replica"
         )
-    return found
+    return devices
 
 
 def local_devices() -> list[jax.Device]:
     """Lists all devices of this process that jax knows: those of its platform, and the
     CPUs."""
-    found = list(jax.local_devices())
-    if found and found[0].platform != "cpu":
+    devices = list(jax.local_devices())
+    if devices and devices[0].platform != "cpu":
         with contextlib.suppress(RuntimeError):  # jax is configured without the CPU
-            found += jax.local_devices(backend="cpu")
-    return found
+            devices += jax.local_devices(backend="cpu")
+    return devices
 
 
 def device_names(platform: str, count: int) -> list[str]:

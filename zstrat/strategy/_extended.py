@@ -356,12 +356,12 @@ class StrategyExtended:
         return context
 
 
-def _wanted(found: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
+def _wanted(results: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
     """Converts results, which stay where they are, to the form of their
     destinations."""
     return [
         jax.tree.map(lambda x, where=where: for_each(x, where), one, is_leaf=is_whole)
-        for one, where in zip(found, destinations, strict=True)
+        for one, where in zip(results, destinations, strict=True)
     ]
 
 

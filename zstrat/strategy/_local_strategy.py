@@ -72,10 +72,10 @@ class OneDeviceStrategy(LocalStrategy):
     """
 
     def __init__(self, device: str | jax.Device) -> None:
-        found = [device_named(device)]
-        self._mesh = LocalMesh(self, found)
-        self._variables = variables = MirroredVariables(found, self._mesh.team)
-        names = task_names(found)
+        devices = [device_named(device)]
+        self._mesh = LocalMesh(self, devices)
+        self._variables = variables = MirroredVariables(devices, self._mesh.team)
+        names = task_names(devices)
         self._extended = StrategyExtended(self, names, names, variables.owns)
 
     def _inputs(self) -> ProcessInputs:
@@ -170,15 +170,15 @@ class MirroredStrategy(LocalStrategy):
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        found = _chosen(devices)
+        chosen = _chosen(devices)
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             raise TypeError(
                 "cross_device_ops must be a zs.CrossDeviceOps, such as "
                 f"zs.ReductionToOneDevice(), got {cross_device_ops!r:.80}"
             )
-        self._mesh = LocalMesh(self, found)
-        self._variables = variables = MirroredVariables(found, self._mesh.team)
-        names, ops = task_names(found), cross_device_ops or _usual(found)
+        self._mesh = LocalMesh(self, chosen)
+        self._variables = variables = MirroredVariables(chosen, self._mesh.team)
+        names, ops = task_names(chosen), cross_device_ops or _usual(chosen)
         self._extended = StrategyExtended(self, names, names, variables.owns, ops=ops)
 
     def _inputs(self) -> ProcessInputs:

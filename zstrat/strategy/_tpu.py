@@ -295,12 +295,12 @@ def _assigned(
             "initialize_tpu_system returns here"
         )
     shape = assignment.num_replicas, assignment.num_cores_per_replica
-    found = np.empty(shape, object)
+    chosen = np.empty(shape, object)
     for replica, core in np.ndindex(shape):
         place = assignment.coordinates(replica, core)
         task = topology.task_ordinal_at_coordinates(place)
-        found[replica, core] = tasks[task][assignment.tpu_ordinal(replica, core)]
-    return found
+        chosen[replica, core] = tasks[task][assignment.tpu_ordinal(replica, core)]
+    return chosen
 
 
 def _require_own(devices: np.ndarray) -> None:

@@ -53,9 +53,9 @@ class FirstVersion(AbstractStrategy):
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[Any]:
         """Calls `extended.colocate_vars_with`."""
-        found: AbstractContextManager[Any]
-        found = self.extended.colocate_vars_with(colocate_with_variable)
-        return found
+        context: AbstractContextManager[Any]
+        context = self.extended.colocate_vars_with(colocate_with_variable)
+        return context
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
         """Returns an iterator of ``experimental_distribute_dataset(dataset)``."""

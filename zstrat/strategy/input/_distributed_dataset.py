@@ -141,7 +141,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
     def get_state(self) -> dict[str, Any]:
         """Returns the position in the data, of numbers, texts and lists that JSON
         has."""
-        return self._pass.place(self._drawn).plain
+        return self._pass.position(self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a position that `get_state` of an iterator of the same dataset
@@ -155,10 +155,10 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         if self.is_closed:
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
-        place = FeedPosition.from_plain(state)
+        position = FeedPosition.from_plain(state)
         self._pass.close()
-        self._pass = self._pass.feed.begin(place)
-        self.go_on(self._pass, place.steps)
+        self._pass = self._pass.feed.begin(position)
+        self.go_on(self._pass, position.steps)
 
     def misfit(self, state: Mapping[str, Any]) -> str:
         if self.is_closed:

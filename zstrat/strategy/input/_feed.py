@@ -109,18 +109,20 @@ class FeedSources:
     split: tuple[int, ...]
     are_alike: bool = False
 
-    def misfit(self, place: FeedPosition) -> str:
+    def misfit(self, position: FeedPosition) -> str:
         """Returns why it is not a position in the passes; "" if it is one."""
-        if place.split != self.split:
+        if position.split != self.split:
             return (
-                f"its steps are those of {_split(place.split)}, and here are "
+                f"its steps are those of {_split(position.split)}, and here are "
                 f"{_split(self.split)}"
             )
-        if len(place.passes) != len(self.made):
-            return f"it has {len(place.passes)} sources, and there are {len(self.made)}"
+        if len(position.passes) != len(self.made):
+            return (
+                f"it has {len(position.passes)} sources, and there are {len(self.made)}"
+            )
         found = (
             each.misfit(source.recipe)
-            for each, source in zip(place.passes, self.made, strict=True)
+            for each, source in zip(position.passes, self.made, strict=True)
         )
         return next(filter(None, found), "")
 
@@ -150,23 +152,23 @@ class DatasetFeed:
     length: PassLength = field(default_factory=PassLength)
     spec: Any = None
 
-    def begin(self, place: FeedPosition | None = None) -> DatasetPass:
+    def begin(self, position: FeedPosition | None = None) -> DatasetPass:
         """Begins a fresh pass, or the rest of one after a position."""
-        return DatasetPass(self, place)
+        return DatasetPass(self, position)
 
 
 @final
 class DatasetPass:
     """One pass: its elements as they are drawn, and their shapes and dtypes."""
 
-    def __init__(self, feed: DatasetFeed, place: FeedPosition | None = None) -> None:
+    def __init__(self, feed: DatasetFeed, position: FeedPosition | None = None) -> None:
         self.feed: Final = feed
-        begun = feed.sources.begin(place)
-        whole = None if place is None else replace(place, steps=0)
+        begun = feed.sources.begin(position)
+        whole = None if position is None else replace(position, steps=0)
         self._recipes: Final = begun.recipes
         length = feed.length
-        if place is not None and length.steps is not None:
-            left = max(0, length.steps - place.steps)
+        if position is not None and length.steps is not None:
+            left = max(0, length.steps - position.steps)
             length = replace(length, steps=left)
         maker = _Maker(begun.shares, feed, whole)
         self._maker: Final = maker
@@ -191,7 +193,7 @@ class DatasetPass:
     def __next__(self) -> Any:
         return next(self._drawn)
 
-    def place(self, steps: int) -> FeedPosition:
+    def position(self, steps: int) -> FeedPosition:
         """Returns the position after so many steps of the whole pass.
 
         Raises:

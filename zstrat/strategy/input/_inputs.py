@@ -103,8 +103,8 @@ class ProcessInputs:
         if not is_partial:
             self._require_even(allotment.batch_size)
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((allotment,), place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((allotment,), position)
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
@@ -143,8 +143,8 @@ class ProcessInputs:
         made = allotted(_made(dataset_fn, self.context), Worker())
         promise = partial(self._promise, [made])
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((made,), place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((made,), position)
             elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
                 [elements] * self.local,
@@ -184,8 +184,8 @@ class ProcessInputs:
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
         promise = partial(self._promise, made)
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            begun, steps = _begun(made, place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            begun, steps = _begun(made, position)
             pipelines = [
                 self._read(one, each, options, steps)
                 for one, each in zip(begun, made, strict=True)
@@ -263,13 +263,13 @@ def not_per_replica() -> NotImplementedError:
 
 
 def _begun(
-    made: Sequence[Allotment], place: FeedPosition | None
+    made: Sequence[Allotment], position: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
     """Begins the passes; returns them, and how many of their steps to leave out."""
-    if place is None:
+    if position is None:
         return tuple(each.begin() for each in made), 0
-    pairs = zip(made, place.passes, strict=True)
-    return tuple(each.begin(one) for each, one in pairs), place.steps
+    pairs = zip(made, position.passes, strict=True)
+    return tuple(each.begin(one) for each, one in pairs), position.steps
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:

@@ -216,8 +216,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 def _all_max(channel: Channel, numbers: Sequence[int]) -> list[int]:
     """Reduces numbers with the collective that the processes reduce values with."""
     given = [np.array(numbers, np.int64)]
-    (found,) = channel.collective.all_reduce(given, "max")
-    return [int(number) for number in found]
+    (largest,) = channel.collective.all_reduce(given, "max")
+    return [int(number) for number in largest]
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:
@@ -246,9 +246,9 @@ def _require_alone(env: Mapping[str, str]) -> None:
     """
     if env.get("TF_CONFIG", "").strip():
         return  # it defines an empty cluster
-    found = launched_together(env)
-    if found is not None:
-        seen = f"{found[0]}={found[1]}"
+    variable = launched_together(env)
+    if variable is not None:
+        seen = f"{variable[0]}={variable[1]}"
     elif is_in_job():
         seen = f"jax.distributed.initialize has connected {jax.process_count()}"
     else:

@@ -12,7 +12,6 @@ order of collectives.
 from __future__ import annotations
 
 import abc
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -224,9 +223,9 @@ class TeamReduction(abc.ABC):
         columns = list(zip(*operands, strict=True))
         has_rows = len(columns) > 1
         how = aggregation_rule(variable, op, has_rows)
-        if how is AggregationRule.FIRST:
+        if how is VariableAggregation.ONLY_FIRST_REPLICA:
             return tuple(self.firsts(columns))
-        mean = how is AggregationRule.MEAN
+        mean = how is VariableAggregation.MEAN
         if has_rows:
             indices, values = columns
             return self._rows(indices, values, mean)
@@ -335,18 +334,9 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
     return unique, mean_of_cut(sums, count).astype(values.dtype)
 
 
-class AggregationRule(enum.Enum):
-    """How the updates of several replicas to a variable become one."""
-
-    SUM = enum.auto()
-    MEAN = enum.auto()
-    FIRST = enum.auto()
-    """The first replica's update, and none of the others'."""
-
-
 def aggregation_rule(
     variable: VariableHandle, op: UpdateOp, has_rows: bool
-) -> AggregationRule:
+) -> VariableAggregation:
     """Returns how an update is aggregated. Gradients are summed; all else follows the
     variable.
 
@@ -356,7 +346,7 @@ def aggregation_rule(
             and the mean of integer factors is not an integer.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return AggregationRule.SUM
+        return VariableAggregation.SUM
     match variable.aggregation:
         case VariableAggregation.NONE:
             raise ValueError(
@@ -365,8 +355,8 @@ def aggregation_rule(
                 "for example, "
                 "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
             )
-        case VariableAggregation.ONLY_FIRST_REPLICA:
-            return AggregationRule.FIRST
+        case VariableAggregation.ONLY_FIRST_REPLICA as aggregation:
+            return aggregation
         case aggregation if has_rows and op in _NOT_ADDITIVE:
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context is "
@@ -380,9 +370,7 @@ def aggregation_rule(
                 "VariableAggregation.SUM, for the factors of all replicas, or with "
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )
-        case VariableAggregation.MEAN:
-            return AggregationRule.MEAN
-    return AggregationRule.SUM
+    return variable.aggregation
 
 
 def _is_integer(variable: VariableHandle) -> bool:

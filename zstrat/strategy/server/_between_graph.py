@@ -106,8 +106,8 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
         number = id_in_cluster(spec, job, index)
         is_first = number == 0  # worker 0 may be one of those that are missing
         self._resolver = resolver
-        found = jax.local_devices() if devices is None else devices
-        self._mesh = LocalMesh(self, list(found))
+        local = jax.local_devices() if devices is None else devices
+        self._mesh = LocalMesh(self, list(local))
         self._pipeline = InputContext(
             worker_count(spec, job), number, self._mesh.replicas
         )

@@ -349,13 +349,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             NotFoundError: One was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
-        found = {
+        parts = {
             part.spec.key: part
             for leaf in jax.tree.leaves(tree)
             if isinstance(leaf, AbstractVariable)
             for part in leaf.components
         }
-        self._variables.delete_variables(list(found.values()))
+        self._variables.delete_variables(list(parts.values()))
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
@@ -441,13 +441,13 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
 
 
 def _detected() -> ClusterResolver:
-    found = detect()
-    if not cluster_spec_of(found):
+    resolver = detect()
+    if not cluster_spec_of(resolver):
         raise ValueError(
             "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
             "zs.LocalCluster, or what zs.launch.ssh, slurm, ray or dask returns"
         )
-    return found
+    return resolver
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

@@ -40,15 +40,15 @@ class WorkerStrategy(Strategy):
     # sends, needs no device for that, and takes no accelerator from a worker beside it.
     @functools.cached_property
     def _local(self) -> tuple[jax.Device, ...]:
-        found = tuple(jax.local_devices()[: self._replicas])
-        if len(found) < self._replicas:
+        devices = tuple(jax.local_devices()[: self._replicas])
+        if len(devices) < self._replicas:
             _log.warning(
                 "this worker has %d devices, the coordinator planned %d replicas per "
                 "worker: it computes all of them on one device",
-                len(found),
+                len(devices),
                 self._replicas,
             )
-        return found
+        return devices
 
     @functools.cached_property
     def _extended(self) -> StrategyExtended:
