@@ -49,7 +49,7 @@ class Binding:
         Raises:
             ValueError: The tree has containers of classes that a server does not know,
                 and the optimizer does something else without them; or its update takes
-                arguments that are no arrays.
+                arguments that are not arrays.
         """
         rule = self.rule
         if rule.extras.static:

@@ -56,7 +56,7 @@ class Coupling:
     state: str = ""
     """The path of the state that is in between, if that is what couples."""
     transformation: str = ""
-    """The function of optax that brings them together, if it can be told."""
+    """The function of optax that couples them, if it can be found."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class _Search:
         """Returns operands and shared leaves that suffice for ``wanted``; else the
         coupling of leaves.
 
-        ``size``: the most elements of an operand that is no scalar.
+        ``size``: the most elements of an operand that is not a scalar.
         """
         mask = self._program.mask
         union = mask_of_all(mask, wanted)

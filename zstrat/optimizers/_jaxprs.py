@@ -127,7 +127,7 @@ def operands_of(eqn: Any, output: int) -> list[Any]:
 class TreeProgram:
     """A flat program, with what each of its variables depends on.
 
-    Its inputs are, one behind the other, what ``counts`` says: gradients, values,
+    Its inputs are, one after the other, as ``counts`` says: gradients, values,
     leaves of the state, further arguments. ``mask`` is by variable.
     """
 

@@ -391,7 +391,9 @@ def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
-    read = rule.tree.read_state()  # what is not is a measurement, made anew each time
+    read = (
+        rule.tree.read_state()
+    )  # a leaf that is not read is a measurement, made again each time
     slots = [slot for slot in rule.slots if slot.state in read]
     outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
     inputs = closed.jaxpr.invars

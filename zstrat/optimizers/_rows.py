@@ -55,7 +55,7 @@ ROWS: Final = 17
 
 
 class RowsTogether(Exception):
-    """An equation brings rows together; says which."""
+    """An equation combines rows; names it."""
 
 
 def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:

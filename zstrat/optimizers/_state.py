@@ -279,7 +279,7 @@ def owners_in(
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do
-    with. A count that is where a leaf of such a subtree would is told by what looks
+    with. A count that is where a leaf of such a subtree would is assigned by what looks
     at it: it is made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(structure), len(state.leaves)

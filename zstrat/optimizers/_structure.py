@@ -83,7 +83,7 @@ class TreeStructure:
     def from_plain(plain: PlainTree) -> TreeStructure:
         """
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: It is not a structure.
         """
         return TreeStructure(jax.tree.structure(_built(plain, depth=0)))
 
@@ -116,7 +116,7 @@ class Unnamed:
         raise self._refusal()
 
     def __eq__(self, other: object) -> bool:
-        # Whoever compares it with a key looks for a path.
+        # A comparison with a key is a search for a path.
         if not isinstance(other, Unnamed):
             raise self._refusal()
         return (self._number, self._who) == (other._number, other._who)

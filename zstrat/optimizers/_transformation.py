@@ -29,7 +29,7 @@ def checked(transformation: Any) -> Any:
     that it makes.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a transformation.
     """
     make = getattr(transformation, "gradient_transformation", None)
     made = make() if callable(make) else transformation

@@ -123,7 +123,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: Called inside a scope or a replica function.
-        TypeError: It is no strategy.
+        TypeError: It is not a strategy.
     """
     if strategy is None or strategy is _DEFAULT:
         install(None, None)

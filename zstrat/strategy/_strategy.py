@@ -301,7 +301,8 @@ class Strategy(FirstVersion):
             ValueError: While iterating: sparse elements, which TPUStrategy does not put
                 on devices in advance.
             NotImplementedError: ``options`` asks for PER_REPLICA, which calls
-                ``dataset_fn`` once for each replica, and this is no MirroredStrategy.
+                ``dataset_fn`` once for each replica, and this is not a
+                MirroredStrategy.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             Exception: Whatever ``dataset_fn`` raises.

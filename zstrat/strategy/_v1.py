@@ -159,7 +159,7 @@ def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:
-    """Yields what the function makes, until it says that there is no more."""
+    """Yields what the function makes, until it signals the end."""
     while True:
         try:
             element = make()

@@ -262,7 +262,7 @@ class DistributionStrategy:
         device of the first variable by name.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The list is empty.
         """
         return self.engine.extended.non_slot_devices(var_list)
 
@@ -424,7 +424,7 @@ def first_place(destinations: Any) -> Any:
     """Returns the first destination of a value, where it is reduced.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no destination.
     """
     if isinstance(destinations, list | tuple):
         if not destinations:

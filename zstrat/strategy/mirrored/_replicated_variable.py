@@ -270,7 +270,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         """
         is_mean = self.aggregation is VariableAggregation.MEAN
         if is_mean and self.dtype.kind in "iu":
-            # Rounded once: means of the processes would be rounded already.
+            # Truncated once: means of the processes would be truncated already.
             sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
             return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:

@@ -115,7 +115,7 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
     lengths may differ, but in a step, where each process gives as many.
 
     Raises:
-        TypeError: ``axis`` is no integer.
+        TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0, or other dimensions than the first one has.
     """

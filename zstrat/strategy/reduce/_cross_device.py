@@ -67,7 +67,7 @@ class CrossDeviceOps(abc.ABC):
             TypeError: The value is not an array.
         """
         op = reduction(reduce_op)
-        places(destinations)  # refuses what is none
+        places(destinations)  # refuses an unknown destination
         return self.reduce_implementation(
             op, _per_replica(per_replica_value), destinations, _options(options)
         )
@@ -87,7 +87,7 @@ class CrossDeviceOps(abc.ABC):
         op = reduction(reduce_op)
         pairs = []
         for value, destination in checked_pairs(value_destination_pairs):
-            places(destination)  # refuses what is none
+            places(destination)  # refuses an unknown destination
             pairs.append((_per_replica(value), destination))
         return list(self.batch_reduce_implementation(op, pairs, _options(options)))
 
@@ -105,7 +105,7 @@ class CrossDeviceOps(abc.ABC):
         wanted: list[tuple[int, int]] = []
         batch: list[tuple[Any, Any]] = []
         for number, (value, destination) in enumerate(pairs):
-            places(destination)  # refuses what is none
+            places(destination)  # refuses an unknown destination
             leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             found.append((leaves, treedef))
             for place, leaf in enumerate(leaves):
@@ -129,7 +129,7 @@ class CrossDeviceOps(abc.ABC):
         Raises:
             ValueError: ``destinations`` is not a destination.
         """
-        places(destinations)  # refuses what is none
+        places(destinations)  # refuses an unknown destination
         return self.broadcast_implementation(tensor, destinations)
 
     @abc.abstractmethod

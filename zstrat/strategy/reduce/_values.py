@@ -179,7 +179,7 @@ def gather_values(value: Any, axis: Any, replicas: int) -> Any:
     Along axis 0 one array over the devices is the result as it is.
 
     Raises:
-        TypeError: ``axis`` is no integer.
+        TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0 or other dimensions than the first one has, or a
             value that is not distributed is gathered over several replicas.

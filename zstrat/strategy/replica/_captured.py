@@ -239,8 +239,8 @@ def is_partial(fn: Any) -> bool:
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Yields each place of what ``fn`` has captured, in words, with the mark and a
-    description of the value there."""
+    """Yields each place of what ``fn`` has captured, in words, with the fingerprint and
+    a description of the value there."""
     for place, value in _captured(fn):
         yield place, _fingerprint(value, [], [], 0), _in_words(value)
 

@@ -210,8 +210,8 @@ class TeamReduction(abc.ABC):
         operands: Sequence[tuple[jax.Array, ...]],
     ) -> tuple[jax.Array, ...]:
         """Combines the operands of each replica into those of one update. The mean of
-        integers is an integer, rounded once: of rows, from the sum that all replicas
-        add to each row.
+        integers is exact, and then truncated to an integer: of rows, after summing what
+        all replicas add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
@@ -320,7 +320,7 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable. Rows of one index are summed first, because a mean is rounded once; the
+    variable. Rows of one index are summed first, because a mean is truncated once; the
     entries left over add zeros to one of them, as a trace has fixed shapes."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]

@@ -1,6 +1,6 @@
 """What the replicas of one process have in one place: a column, with a part of each.
 
-Everything that brings replicas together takes columns: values are cut into them
+All reductions of replicas take columns: values are cut into them
 (`columns_of`), columns of arrays and of `IndexedSlices` go separate ways (`by_kind`),
 and parts that do not fit each other are refused here, in the same words for all.
 

@@ -108,7 +108,7 @@ class LocalMesh:
         strategy: Whose replicas they are.
         devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
             them, of which each replica has several.
-        axes: Names of the axes behind the first one.
+        axes: Names of the axes after the first one.
         is_compiled: Whether only programs run: sequential replicas are traced, and a
             function that cannot be traced is refused.
     """

@@ -1,7 +1,7 @@
 """Functions that are mapped over the replicas of one process.
 
 `mapped_over` maps a function over arrays of which each replica has its part. A part
-stays where its replica is: nothing here brings parts together.
+stays where its replica is: nothing here combines parts.
 
 Where there are other processes, a replica function is cut at the collectives with them
 (`in_stages`). The devices of this process are mapped over inside of XLA, and the other

@@ -146,7 +146,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     Raises:
         ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
             that are not numbered from 0 without gaps, or this process is one of those;
-            or ``placement`` is not known, or another argument is no such thing.
+            or ``placement`` is not known, or another argument is not valid.
         DeadlineExceededError: A task does not answer in time; names it.
         HeldError: Another program holds the cluster, and is alive; within
             a second or so, unless ``settings.timeouts.turn`` seconds are to be waited

@@ -117,7 +117,7 @@ def draft(
     Raises:
         ValueError: The request has no initial value, or one of another shape; or the
             answer of the partitioner is not a list of numbers.
-        TypeError: The value is no array of numbers or booleans.
+        TypeError: The value is not an array of numbers or booleans.
     """
     value = initial(request)
     if partitioner is None or request.is_whole or not value.shape:
