@@ -391,9 +391,8 @@ def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
-    read = (
-        rule.tree.read_state()
-    )  # a leaf that is not read is a measurement, made again each time
+    # A leaf that is not read is a measurement, which is made again each time.
+    read = rule.tree.read_state()
     slots = [slot for slot in rule.slots if slot.state in read]
     outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
     inputs = closed.jaxpr.invars

@@ -239,10 +239,10 @@ def is_partial(fn: Any) -> bool:
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Yields each place of what ``fn`` has captured, in words, with the fingerprint and
+    """Yields each place of what ``fn`` has captured, with the fingerprint and
     a description of the value there."""
     for place, value in _captured(fn):
-        yield place, _fingerprint(value, [], [], 0), _in_words(value)
+        yield place, _fingerprint(value, [], [], 0), _description(value)
 
 
 def _captured(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -275,14 +275,14 @@ def _places(fn: types.FunctionType) -> Iterator[str]:
             yield f"global {name!r} of {fn.__globals__.get('__name__')}"
 
 
-def _in_words(value: Any) -> str:
+def _description(value: Any) -> str:
     kind = type(value)
     if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
     if value is NOT_BOUND:
         return "not bound"
     if kind is tuple:
-        return f"({', '.join(map(_in_words, value[:_MAX_ITEMS]))})"
+        return f"({', '.join(map(_description, value[:_MAX_ITEMS]))})"
     return f"<{kind.__qualname__} at {id(value):#x}>"
 
 

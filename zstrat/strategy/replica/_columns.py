@@ -1,11 +1,10 @@
-"""What the replicas of one process have in one place: a column, with a part of each.
+"""Columns: one leaf of the values of all replicas of a process, with a part of each.
 
-All reductions of replicas take columns: values are cut into them
-(`columns_of`), columns of arrays and of `IndexedSlices` go separate ways (`by_kind`),
-and parts that do not fit each other are refused here, in the same words for all.
+All reductions of replicas take columns. Values are cut into them (`columns_of`),
+columns of arrays and of `IndexedSlices` are reduced separately (`by_kind`), and parts
+that do not fit each other are refused here, with the same errors for all.
 
-Law of the file: nothing is added or joined here, and nothing is imported from what
-does so.
+Law of the file: it adds and concatenates nothing, and imports no module that does.
 """
 
 from __future__ import annotations
