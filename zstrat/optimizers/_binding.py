@@ -1,4 +1,4 @@
-"""What a parameter server needs to know of the tree of an optimizer, as data.
+"""The description of the tree of an optimizer for a parameter server, as data.
 
 A coordinator has sent the transformation itself. The program that applies gradients,
 which may be a worker, sends the variables that are its leaves and the structure of the

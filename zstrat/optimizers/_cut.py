@@ -74,9 +74,9 @@ class LeafSlots:
 
 
 class TreeCut:
-    """How the program of a tree is cut. ``coupling`` says why it is not by leaf; then
-    ``slots`` still says where each leaf of the state is kept: what is shared, beside
-    the first leaf alone.
+    """The cut of the program of a tree. ``coupling`` is the reason why it is not by
+    leaf; then ``slots`` still says where each leaf of the state is kept: what is
+    shared, beside the first leaf alone.
 
     Args:
         state: The leaves of a state of the tree.
@@ -131,7 +131,8 @@ class TreeCut:
 
     @functools.cached_property
     def operand_part(self) -> ProgramPart:
-        """What computes the operands from gradients and further arguments."""
+        """The program that computes the operands from gradients and further
+        arguments."""
         gradients, _, _, extras = self.program.inputs
         return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
 

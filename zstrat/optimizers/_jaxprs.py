@@ -38,7 +38,7 @@ _MACHINERY: Final = (
     os.path.dirname(jax.__file__),
     os.path.dirname(os.path.dirname(__file__)),
 )
-"""Where no transformation is written: jax, and this project."""
+"""Packages without transformations: jax, and this project."""
 _INSIDE: Final = frozenset({"cond", "scan", "while"})
 """Equations of which an output may not need all operands."""
 

@@ -66,7 +66,7 @@ class LeafRule:
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """What is kept beside the leaf, in the order of `init` and `step`."""
+        """The arrays beside the leaf, in the order of `init` and `step`."""
         found = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
         names = _distinct([self._name(n) for n in found])

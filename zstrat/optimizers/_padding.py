@@ -34,11 +34,11 @@ _KEEP: Final = frozenset(
         "expand_dims", "transpose", "rev", "slice", "reduce_precision",
     }
 )  # fmt: skip
-"""Of zeros they make zeros."""
+"""Primitives that map zeros to zeros."""
 _BOTH: Final = frozenset({"add", "sub", "max", "min", "and", "or", "xor", "add_any"})
-"""Of zeros and zeros they make zeros."""
+"""Primitives that map zeros and zeros to zeros."""
 _EITHER: Final = frozenset({"mul", "and"})
-"""Of zeros and anything they make zeros."""
+"""Primitives that map zeros and anything to zeros."""
 _SUMS: Final = frozenset({"reduce_sum", "reduce_or", "reduce_xor"})
 
 _FREE: Final = "no rows"

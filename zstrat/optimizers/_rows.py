@@ -131,7 +131,7 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
 
 
 FREE: Final = -1
-"""Of a variable that has nothing to do with rows: the same for each of them."""
+"""Marks a variable that does not depend on rows: the same for each of them."""
 
 
 def axes_of_rows(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:

@@ -51,7 +51,7 @@ class StateLeaf:
 
 @dataclass(frozen=True)
 class StateOfTree:
-    """What the state of a tree looks like."""
+    """The shapes and dtypes of the state of a tree."""
 
     leaves: list[StateLeaf]
     treedef: Any
@@ -275,7 +275,8 @@ class StateOwner:
 def owners_in(
     structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
 ) -> list[StateOwner | None]:
-    """Whose each leaf of the state is; ``update`` gives the tree's program.
+    """Returns the owner of each leaf of the state; ``update`` returns the program of
+    the tree.
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GENERATIONS: Final = 4
-"""How often the dtypes of a state may change before they have to stay as they are."""
+"""Number of changes of the dtypes of a state after which they have to stay."""
 
 
 _TRACES: Final = frozenset({"state", "init", "update"})
-"""What is remembered of a tree however it is cut."""
+"""The cached results about a tree, however it is cut."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ _Entered = TypeVar("_Entered", bound=AbstractStrategy)
 
 
 class Scope(Generic[_Entered]):
-    """What ``strategy.scope()`` returns: a context manager that yields the strategy.
+    """The result of ``strategy.scope()``: a context manager that yields the strategy.
 
     May be entered again inside itself; creates variables where its strategy says.
     """
@@ -88,7 +88,7 @@ class Scope(Generic[_Entered]):
 
 
 class ReplicaContext(AbstractReplicaContext):
-    """What a replica function knows about itself.
+    """The context of a replica function.
 
     Several replicas of a worker are one traced program, in which the id is a traced
     int32 and `all_reduce` a collective over the worker's devices; or they run
@@ -107,8 +107,8 @@ class ReplicaContext(AbstractReplicaContext):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas compute together, in all processes; on parameter servers
-        those of one worker."""
+        """Number of replicas that compute together, in all processes; on parameter
+        servers those of one worker."""
         return self._strategy.num_replicas_in_sync
 
     @property

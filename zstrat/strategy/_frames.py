@@ -45,7 +45,7 @@ class Frame:
 
     @property
     def fingerprint(self) -> StrategyFingerprint:
-        """What a step that is called here is traced for."""
+        """The context that a step called here is traced for."""
         side: int | str = "cross-replica"
         if self.replica is not None:
             number = self.replica.replica_id_in_sync_group
@@ -57,7 +57,7 @@ _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", defa
 
 
 _default: Frame | None = None
-"""What is current where nothing was entered; see `install`."""
+"""The current context of code that has entered none; see `install`."""
 
 
 def current() -> Frame | None:

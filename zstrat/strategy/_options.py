@@ -3,7 +3,7 @@
 Options of collectives belong to a strategy, or to one call: of
 `ReplicaContext.all_reduce`, `all_gather`, `reduce_to`. They say how processes exchange
 the values that are reduced, and the group of the strategy follows them. Within a
-process XLA reduces and waits for nobody: they change nothing there.
+process XLA reduces and waits for no other process: they change nothing there.
 
 Options of datasets say how elements come to the replicas.
 """
@@ -239,7 +239,7 @@ class ChosenGroup:
 
 
 class InputReplicationMode(enum.Enum):
-    """How many input functions run.
+    """The number of input functions.
 
     PER_WORKER: one in each worker, and its elements go to the replicas there in turn.
     PER_REPLICA: one for each replica.

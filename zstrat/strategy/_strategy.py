@@ -76,13 +76,13 @@ class Strategy(FirstVersion):
         return Team(self.num_replicas_in_sync)
 
     def _inputs(self) -> ProcessInputs:
-        """Describes who draws from datasets in this process, and where elements go."""
+        """Describes the inputs of the replicas of this process."""
         team = self._team()
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """Describes who draws from the datasets of functions (`_inputs` for whole
+        """Describes the same for the datasets of functions (`_inputs` is for whole
         datasets)."""
         return self._inputs()
 

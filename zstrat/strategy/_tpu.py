@@ -51,7 +51,7 @@ class TPUExtended(StrategyExtended):
     Args:
         devices: Those of each replica.
         assignment: What they were chosen by, None for all there are.
-        variables: Who creates them.
+        variables: The creator of variables.
         hosts: Of the whole system, with how many cores each.
     """
 

@@ -94,7 +94,7 @@ class FeedPosition:
 @final
 @dataclass(frozen=True, slots=True)
 class FeedSources:
-    """What passes go over.
+    """The sources of passes.
 
     Args:
         begin: Begins a pass, or the rest of one after a position; reads nothing.
@@ -136,7 +136,7 @@ def _split(split: tuple[int, ...]) -> str:
 @final
 @dataclass(slots=True)
 class DatasetFeed:
-    """How to begin a pass of one distributed dataset.
+    """One distributed dataset, of which passes can begin.
 
     Args:
         where: The user's line that asked for the dataset.

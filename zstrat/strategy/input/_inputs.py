@@ -1,10 +1,10 @@
 """The input side of a strategy: datasets distributed over workers and replicas.
 
-One `ProcessInputs` describes who draws in this process and where elements go; it makes
-the distributed datasets of every strategy. The share of each replica is decided by
-numbers (`zstrat.data`); this file connects the stages: source, cut, place, prefetch,
-synchronize. On the coordinator of parameter servers an `UnbuiltDataset` stands for a
-dataset that each worker builds.
+One `ProcessInputs` describes the replicas that draw in this process and where elements
+go; it makes the distributed datasets of every strategy. The share of each replica is
+decided by numbers (`zstrat.data`); this file connects the stages: source, cut, place,
+prefetch, synchronize. On the coordinator of parameter servers an `UnbuiltDataset`
+stands for a dataset that each worker builds.
 
 Law of the file: it reads nothing itself; an iterator begins a pass (`_feed`).
 """
@@ -64,7 +64,7 @@ _FETCHED: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessInputs:
-    """Who draws in this process, and where elements go.
+    """The replicas that draw in this process, and the destination of elements.
 
     Args:
         context: The index of this input pipeline among all, and the number of all

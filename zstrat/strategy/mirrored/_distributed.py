@@ -142,7 +142,7 @@ def require_private(host: str) -> None:
 
 def _broadcast_address(collective: Collective, host: str) -> str:
     """Sends the address of the coordinator from rank 0, or why there is no address:
-    nobody should wait for a process that has given up."""
+    no process should wait for one that has given up."""
     refused: Exception | None = None
     text = ""
     if collective.rank == 0:

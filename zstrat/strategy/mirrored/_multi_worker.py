@@ -132,8 +132,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def communication_options(self) -> CommunicationOptions:
-        """How the processes exchange what they reduce; the default ones, if none were
-        given."""
+        """The options of collectives between the processes."""
         return self._options
 
     @property

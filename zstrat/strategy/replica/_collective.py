@@ -72,7 +72,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        """How many replicas there are in all processes."""
+        """Number of replicas in all processes."""
         return self.local * (1 if self.channel is None else self.channel.size)
 
     @property

@@ -50,7 +50,8 @@ class MeshLayout:
         """The first one of each replica."""
         self._has_several = mesh.size > len(grid)
         self.rows: Any = SingleDeviceSharding(self.devices[0])
-        """Of an array ``[replicas * n, ...]``: n rows to each replica in turn."""
+        """The sharding of an array ``[replicas * n, ...]``: n rows to each replica in
+        turn."""
         if mesh.size > 1:
             made: Any = NamedSharding  # these two are untyped
             spec: Any = PartitionSpec

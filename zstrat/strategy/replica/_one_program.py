@@ -268,8 +268,8 @@ class TracedRegion:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a replica is given of its own, in a row: ``arguments`` arrays, its copies of
-    the variables ``own``, and rows that it looks up. All share ``variables``."""
+    """The arrays of one replica, in this order: ``count`` arguments, its copies of the
+    variables ``own``, and rows that it looks up. All replicas share ``variables``."""
 
     count: int
     variables: Sequence[VariableHandle]

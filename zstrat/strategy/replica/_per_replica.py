@@ -107,7 +107,7 @@ class DistributedValues:
 
     @property
     def replicas(self) -> int:
-        """How many values."""
+        """Number of values."""
         return self._count
 
     def __reduce__(self) -> Any:

@@ -265,7 +265,7 @@ class _SameCreations:
         self._first = self if first is None else first
         self._variables: list[tuple[VariableRequest, AbstractVariable]] = []
         self._optimizers: list[int] = []
-        """Of the first replica: what it has created so far."""
+        """Optimizers that the first replica has registered so far."""
         self._taken = self._registered = 0
 
     def create_variables(

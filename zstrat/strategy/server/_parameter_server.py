@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     has a name."""
 
 _MOST_STORES: Final = 64
-"""Of one ps: each has a port, a thread and a connection to every worker."""
+"""Largest number of stores of one ps: each has a port, a thread and a connection to
+every worker."""
 
 _LONGEST_NAME: Final = 200
 """Characters of the name of a session."""
@@ -240,7 +241,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if cluster_resolver.may_change:
             self._workers.follow(lambda: cluster_spec_of(cluster_resolver))
         self._ps_count = spec.num_tasks("ps") * int(stores_per_ps)
-        """How many stores there are, whichever processes serve them."""
+        """Number of stores, whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
         self._variables = variables = ServerVariables(

@@ -63,7 +63,8 @@ _TWINS: Final = {
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
-"""What `ClusterSession.run` and `run_async` take: the coroutine, and words for it."""
+"""The arguments of `ClusterSession.run` and `run_async`: the coroutine, and its
+description."""
 
 _colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
     "zstrat_colocated", default=None

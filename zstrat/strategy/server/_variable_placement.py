@@ -48,7 +48,7 @@ class VariablePlan:
 
     @property
     def parts(self) -> int:
-        """How many components there will be."""
+        """Number of components."""
         return 1 if self.offsets is None else len(self.offsets) - 1
 
     @property
