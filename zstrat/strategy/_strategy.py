@@ -2,7 +2,7 @@
 
 The methods are the same for all strategies; a subclass, which is final, defines the
 number of replicas, their devices, and the creator of variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._one_program`). A
+in one program over the local devices (`zstrat.strategy.replica._regions`). A
 strategy that holds a connection is a context manager that closes it.
 """
 
@@ -26,11 +26,15 @@ from .input._inputs import ProcessInputs
 from .mirrored._copies import by_copies, copies_of, reducible
 from .reduce._across import gather_across, reduce_across
 from .reduce._values import ValueContext, gather_values, reduce_values, reduction
-from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._fibers import NeedsSequential
 from .replica._mapped import mesh_of
-from .replica._one_program import as_one_program
+from .replica._one_program import (
+    ReplicaCall,
+    UnevenParts,
+    as_one_program,
+    require_known,
+)
 from .replica._per_replica import PerReplica, local_results, regroup, select_replica
 from .replica._replica_recorder import as_sole_replica
 from .replica._sequential import run_sequentially, uneven

@@ -23,9 +23,9 @@ from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
 from zstrat.variables import is_weak
 
-from ._arguments import is_known
 from ._collective import AXIS
 from ._mapped import one_array
+from ._one_program import is_known
 from ._per_replica import PerReplica, on_one_device
 
 if TYPE_CHECKING:

@@ -26,20 +26,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
-from ._arguments import (
+from ._collective import AXIS, Team
+from ._fibers import NeedsSequential
+from ._function_cache import FunctionCache, given, run_as
+from ._layout import MeshLayout
+from ._one_program import (
     NUMBERS,
     ReplicaCall,
     UnevenParts,
+    alone,
+    as_one_program,
     require_all_one_each,
     require_known,
     require_one_each,
     unwrapped,
 )
-from ._collective import AXIS, Team
-from ._fibers import NeedsSequential
-from ._function_cache import FunctionCache, given, run_as
-from ._layout import MeshLayout
-from ._one_program import alone, as_one_program
 from ._per_replica import (
     DistributedValues,
     PerReplica,

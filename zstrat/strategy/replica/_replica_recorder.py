@@ -5,7 +5,7 @@ combined here first, and the recorder outside of the replicas records the result
 replica updates a copy of its own at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
-program (`_one_program`) and the only one of its process (below) combine operands
+program (`_regions`) and the only one of its process (below) combine operands
 through their `Team`. A sequential one (`_sequential`) waits for the others.
 """
 

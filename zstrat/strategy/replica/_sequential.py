@@ -56,12 +56,18 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._arguments import UnevenParts, distribute_rows, require_all_one_each, unwrapped
 from ._barriers import optimizing, to_device, updating
 from ._fibers import run_fibers
 from ._mapped import in_stages
-from ._one_program import TracedRegion, needs_sequential
+from ._one_program import (
+    UnevenParts,
+    distribute_rows,
+    needs_sequential,
+    require_all_one_each,
+    unwrapped,
+)
 from ._per_replica import regroup, select_replica
+from ._regions import TracedRegion
 from ._replica_recorder import ReplicaRecorder
 
 if TYPE_CHECKING:
@@ -81,9 +87,9 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import UpdateOp
 
-    from ._arguments import ReplicaCall
     from ._collective import Team
     from ._fibers import ReplicaFiber
+    from ._one_program import ReplicaCall
 
 
 def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
