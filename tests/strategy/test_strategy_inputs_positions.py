@@ -39,7 +39,7 @@ def drawn(iterator, count=MOST):
 ENDS = {
     "": lambda d: d,
     "repeat": lambda d: d.repeat(2),
-    "for ever": lambda d: d.repeat(),
+    "endless": lambda d: d.repeat(),
     "map": lambda d: d.map(lambda x: x + 1, num_parallel_calls=2),
     "ragged": lambda d: d.map(lambda x: x[: 1 + int(x[0]) % 2]),
     "mixed batches": lambda d: d.shuffle(3, seed=2),
@@ -311,7 +311,7 @@ def test_a_closed_iterator_goes_nowhere():
 # several workers
 
 
-def test_workers_deal_the_rest_out_together():
+def test_workers_shard_the_rest_together():
     def program(strategy, rank, state=None):
         dataset = batches(6, rows=15, seed=1).repeat(2)
         distributed = strategy.experimental_distribute_dataset(dataset)

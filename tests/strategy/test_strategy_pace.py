@@ -13,7 +13,7 @@ from ranks import ranks
 from zstrat.data import Dataset, Elements
 from zstrat.strategy.input import PassLength, SynchronizedPass
 
-FOREVER = "for ever"
+FOREVER = "endless"
 DRAWN = 7
 """Of a pass without an end."""
 
@@ -88,7 +88,7 @@ def test_all_draw_as_often_and_ask_the_same(lengths, is_partial):
     forever = [length == FOREVER for length, _ in lengths]
     is_known = all(known or length == FOREVER for length, known in lengths)
     if any(forever) if is_partial else all(forever):
-        assert asked[0] == 1, "who has data for ever never asks again"
+        assert asked[0] == 1, "a worker with endless data asked again"
     elif is_known:
         assert asked[0] == 1
 
