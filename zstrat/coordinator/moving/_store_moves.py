@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
-    from zstrat.coordinator.replication import StorePlace
+    from zstrat.coordinator.replication import ReplicatedStore
     from zstrat.wire import PlainTree
 
 log = logging.getLogger("zstrat.coordinator")
@@ -305,7 +305,7 @@ class StoreMoves:
         become primary before another one is made."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
-        while held := [store for store in stores if me in store.processes]:
+        while held := [store for store in stores if me in store.copy_processes]:
             if any(store.primary.process == me for store in held):
                 await self._move_one(replication, process, tried)
             else:
@@ -343,7 +343,7 @@ class StoreMoves:
         await self._move(replication, store, target)
 
     async def _evict(
-        self, replication: Replication, place: StorePlace, process: int
+        self, replication: Replication, place: ReplicatedStore, process: int
     ) -> None:
         """Has the second copy of a store be in another process, unless it is first
         served here."""
@@ -352,7 +352,7 @@ class StoreMoves:
         await replication.wait_until(
             lambda: (
                 place.primary.process == process
-                or process not in place.processes
+                or process not in place.copy_processes
                 or self._cluster.outage_error is not None
             )
         )
@@ -414,7 +414,7 @@ def _words(replication: Replication, process: TaskSession) -> str:
     stores = [
         str(store.number)
         for store in replication.placement.stores
-        if process.place in store.processes
+        if process.place in store.copy_processes
     ]
     if not stores:
         return "not all workers have heard where its stores are now"

@@ -32,12 +32,7 @@ from zstrat.wire import (
 )
 
 from ._order_asking import OrderAsking
-from ._orders import (
-    CopyPhase,
-    Drop,
-    Lose,
-    Serve,
-)
+from ._orders import CopyPhase, Drop, Lose, Serve
 from ._orphaned_stores import OrphanedStores
 from ._placement import StorePlacement
 from ._store_processes import SessionStores, StoreProcesses
@@ -51,7 +46,7 @@ if TYPE_CHECKING:
     from zstrat.transport import MakeTaskLink
 
     from ._orders import PlacementOrder
-    from ._store_places import StorePlace
+    from ._replicated_store import ReplicatedStore
     from ._successors import Successor
 
 log = logging.getLogger("zstrat.coordinator")
@@ -292,7 +287,7 @@ class Replication:
         self._known.renew(session, farewells)
         self.carry_out(self.placement.create_stores())
 
-    def _send_home(self, store: StorePlace) -> None:
+    def _send_home(self, store: ReplicatedStore) -> None:
         """Nothing is left of the store: its session goes to where it begins anew, and
         is entered behind `TaskSession.renew`."""
         task, home = self._cluster.ps[store.number], self._known.addresses[store.home]
@@ -382,8 +377,8 @@ class Replication:
         """A notice from the process of a store's primary, or from its copy."""
         if isinstance(message, BackupLost) and message.session == self._session:
             # A process has its own store's number, whatever its place among processes.
-            store, view = task.task_number, message.view
-            self.carry_out(self.placement.backup_lost(store, view, message.reason))
+            store = self.placement.stores[task.task_number]
+            self.carry_out(store.backup_lost(message.view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)
         elif isinstance(message, Telemetry):

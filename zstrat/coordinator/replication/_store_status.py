@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._placement import StorePlacement
-    from ._store_places import StorePlace
+    from ._replicated_store import ReplicatedStore
 
 
 log = logging.getLogger("zstrat.coordinator")
@@ -168,12 +168,12 @@ class CopiesStatus:
             for store in self._placement.stores
         )
 
-    def _is_unknown(self, store: StorePlace) -> bool:
+    def _is_unknown(self, store: ReplicatedStore) -> bool:
         """Whether it has two copies, if its processes live, of which one is silent."""
         heard = all(self._processes[copy.process].is_heard for copy in store.copies)
         return store.is_paired and not heard
 
-    def _log_change(self, store: StorePlace) -> None:
+    def _log_change(self, store: ReplicatedStore) -> None:
         name, bare = self._servers[store.number].name, self._bare
         if store.is_paired and store.number in bare:
             level = bare.pop(store.number)
@@ -190,7 +190,7 @@ class CopiesStatus:
                 store.reason,
             )
 
-    def _told(self, store: StorePlace) -> PlainTree:
+    def _told(self, store: ReplicatedStore) -> PlainTree:
         backup = store.backup
         return {
             "store": store.number,
