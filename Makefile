@@ -18,6 +18,7 @@
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make metrics   the table of docs/observing.md, of the numbers that tasks report
 #   make messages  tests/messages.txt, of every sentence that the code may say
+#   make size     how many files, classes, functions and lines there are
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
 #   make docs     the documentation as a site, out/site/index.html; needs no network to be read
 #   make lint | units | clean
@@ -25,7 +26,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics lint pytest test-fast cluster bench bench-check scale api docs units clean
+.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics size lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -136,6 +137,10 @@ messages: $(VENV)/.dev
 
 metrics: $(VENV)/.dev
 	@$(PY) tests/telemetry/test_telemetry_metrics.py
+
+# A reader has to hold all of this in mind: look at it before and after a change.
+size: $(VENV)/.dev
+	@$(PY) tests/size.py
 
 # Warnings are errors. (The variable silences a notice that Material prints at each build:
 # it is mended until May 2027, and Zensical is its successor.)

@@ -1,4 +1,4 @@
-"""Log lines that say when, which task, and which life of that task."""
+"""Log lines with the time, the task and the incarnation of the task."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()
-        self._task, self._life = task, life(incarnation)
+        self._task, self._incarnation = task, short(incarnation)
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_time(record)} {record.levelname[0]} {self._task} {self._life}"
-        return f"{head} {_quiet(record.getMessage() + _trace(self, record))}"
+        head = f"{_time(record)} {record.levelname[0]} {self._task} {self._incarnation}"
+        return f"{head} {_escaped(record.getMessage() + _traceback(self, record))}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, for collectors."""
+    """One JSON object a line, for log collectors."""
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()
-        self._task, self._life = task, life(incarnation)
+        self._task, self._incarnation = task, short(incarnation)
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "task": self._task,
-            "incarnation": self._life,
+            "incarnation": self._incarnation,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if trace := _trace(self, record):
-            entry["traceback"] = trace.strip()
+        if traceback := _traceback(self, record):
+            entry["traceback"] = traceback.strip()
         return json.dumps(entry)
 
 
-def life(incarnation: int) -> str:
-    """An incarnation as people compare it: its first eight hex digits."""
+def short(incarnation: int) -> str:
+    """The first eight hex digits of an incarnation, enough for people to compare."""
     return f"{incarnation:016x}"[:8]
 
 
 def start_logging(task: str, incarnation: int, *, as_json: bool) -> None:
-    """Sends every record of level INFO and above to standard error."""
+    """Logs to standard error: zstrat from level INFO, other libraries from WARNING."""
     formatter = JsonFormatter if as_json else LineFormatter
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(task, incarnation))
@@ -63,9 +63,9 @@ def _time(record: logging.LogRecord) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
 
 
-def _quiet(text: str) -> str:
-    """The text, which may be a peer's, so that it looks like no other entry and does
-    nothing to a terminal: lines behind the first are indented, the rest is escaped."""
+def _escaped(text: str) -> str:
+    """Escapes control characters and indents all lines but the first: text from a peer
+    cannot forge a log entry or control the terminal."""
     if text.isprintable():
         return text
     lines = text.split("\n")
@@ -75,7 +75,7 @@ def _quiet(text: str) -> str:
     )
 
 
-def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     if record.exc_info is None or record.exc_info[0] is None:
         return ""
     return "\n" + formatter.formatException(record.exc_info)

@@ -1,16 +1,15 @@
-"""The life of a daemon: start, say so, serve, drain, exit code.
+"""The life of a daemon: start, report the address, serve, drain, exit.
 
-Law: only this package knows signals, logging set-up, the service manager and exit
-codes; what a worker prints is heard by its session, too (`ProcessOutput`). The first
-SIGTERM, SIGINT or SIGHUP drains what was accepted, within ``timeouts.drain``; a second
-one ends the process at once, as the kernel does it, but for SIGHUP, which a shell and
-its terminal may both send. Where SIGHUP is ignored from the start (``nohup``), it is;
-SIGUSR1 always is.
+Law: only this package handles signals, sets up logging, talks to the service manager
+and chooses exit codes. The first SIGTERM, SIGINT or SIGHUP drains the accepted requests
+within ``timeouts.drain``. A second SIGTERM or SIGINT kills the process; a second SIGHUP
+is ignored, because a shell and its terminal may both send one. A daemon that was
+started with SIGHUP ignored (``nohup``) keeps ignoring it; SIGUSR1 is always ignored.
 
-Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
-address), trying again will not help; 75 trying again may help: ended before all that
-was accepted was done, or this machine does not have the address (yet), or nobody knows
-its name (yet).
+Exit codes: 0 drained; 1 crashed; 2 invalid arguments, keys or address, so that a
+restart does not help; 75 a restart may help: the daemon ended before all accepted
+requests were done, or this machine does not have the address yet, or its name does not
+resolve yet.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from zstrat.errors import (
 )
 from zstrat.launch import (
     UNNUMBERED,
-    JoinPlace,
+    JoinAddresses,
     ProcessOutput,
     Task,
-    TaskPlace,
+    TaskAddress,
     WorkerJoin,
     kept_for_good,
 )
 from zstrat.signals import handle, handle_on
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
-from zstrat.transport.health import register, serve_as_told
+from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
 from ._log import start_logging
 from ._notify import Notifier
-from ._parent_watch import ParentWatch, die_with, is_there, watch_process
+from ._parent_watch import ParentWatch, die_with, is_running, watch_process
 from ._process_name import name_children
 
 if TYPE_CHECKING:
@@ -74,70 +73,71 @@ log = logging.getLogger("zstrat.daemon")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """All that the arguments of a daemon say.
+class DaemonOptions:
+    """The parsed arguments of a daemon.
 
-    ``parent`` is the process that it must not outlive, 0 for none; ``report`` is the
-    descriptor that the bound address is written to, -1 for none. With a report the
-    parent is the program that started it, and the daemon is killed with it; else any
-    process, and the daemon drains. ``passing``: a folder with the keys, which is
-    removed when they are read; None: they are where they stay. ``leash``: seconds for
-    which the program that started it may say nothing, 0 if it never says anything.
-    ``join``: where a worker reports itself that is in no program's cluster.
+    Args:
+        join: Where a worker that is in no program's cluster reports itself.
+        parent: Process id; the daemon ends with that process. 0: none. With ``report``
+            it is the launcher, and the kernel kills the daemon; without, it drains.
+        report: File descriptor to which the daemon writes its address; -1: none.
+        launcher_timeout: Seconds without a heartbeat of the launcher after which the
+            daemon drains; 0: the launcher sends none.
+        keys_to_remove: Folder with the keys, removed once they are read; None: the keys
+            stay where they are.
     """
 
-    place: TaskPlace
+    task: TaskAddress
     settings: Settings
-    join: JoinPlace | None = None
+    join: JoinAddresses | None = None
     parent: int = 0
     report: int = -1
-    leash: float = 0.0
-    passing: Path | None = None
+    launcher_timeout: float = 0.0
+    keys_to_remove: Path | None = None
 
 
-def run(order: Order) -> int:
-    """Serves the task of the order until it is told to end; returns the exit code."""
+def run(options: DaemonOptions) -> int:
+    """Serves the task until a signal or its coordinator ends it; returns the exit
+    code."""
     incarnation = new_incarnation()
-    start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
-    name_children(order.place.job)
-    tie = die_with if order.report >= 0 else is_there
-    if order.parent and not tie(order.parent):
-        log.error("the process %d, which started me, is gone already", order.parent)
+    task = options.task
+    start_logging(task.task, incarnation, as_json=options.settings.log_json)
+    name_children(task.job)
+    ends_with_parent = die_with if options.report >= 0 else is_running
+    if options.parent and not ends_with_parent(options.parent):
+        log.error("the parent process %d has already ended", options.parent)
         return CRASHED
-    _take_descriptors()
+    _raise_descriptor_limit()
     notifier = Notifier(environment())
     try:
-        return run_loop(_live(order, incarnation, notifier))
+        return run_loop(_serve(options, incarnation, notifier))
     except Exception:
-        # Goes to the log and, as the exit code, to whoever restarts us.
+        # Goes to the log and, as the exit code, to the service manager.
         log.exception("crashed")
         return CRASHED
     finally:
         notifier.close()
-        _forget(order.passing)
+        _remove(options.keys_to_remove)
 
 
 class Program(Protocol):
-    """What a daemon without an address does, on a thread of its own."""
+    """The work of a daemon that serves no address; runs on a thread of its own."""
 
     def start(self) -> None:
-        """Works until it is done, or until `stop`."""
+        """Works until everything is done, or until `stop`."""
         ...
 
     def stop(self) -> None:
-        """Has `start` end soon; from any thread."""
+        """Makes `start` return soon; may be called from any thread."""
         ...
 
     def summary(self) -> str:
-        """How far it is, in a few words."""
+        """Describes the progress in a few words."""
         ...
 
 
-@dataclass(frozen=True)
-class Accompanied:
-    """A program as others see it who ask over HTTP: it works, and counts nothing."""
-
-    program: Program
+class ProgramHealth:
+    """The answers of a `Program` over HTTP: always ready, without statistics."""
 
     def readiness(self) -> str:
         return ""
@@ -147,16 +147,16 @@ class Accompanied:
 
 
 def run_program(task: str, make: Callable[[], Program], settings: Settings) -> int:
-    """Runs a program until it is done or told to end; returns the exit code.
+    """Runs a program until it is done or a signal ends it; returns the exit code.
 
-    ``make`` is called when the log is there. What it raises as ValueError is a mistake
-    of whoever started the daemon.
+    Calls ``make`` once logging is set up. A ValueError from it means that the arguments
+    of the daemon are wrong: exit code 2.
     """
     start_logging(task, new_incarnation(), as_json=settings.log_json)
     name_children(task)
     notifier = Notifier(environment())
     try:
-        serve_as_told(settings)
+        serve_from_settings(settings)
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
@@ -168,7 +168,7 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
         log.error("cannot start: %s", error)
         return MISTAKEN
     except Exception:
-        # Goes to the log and, as the exit code, to whoever restarts us.
+        # Goes to the log and, as the exit code, to the service manager.
         log.exception("crashed")
         return CRASHED
     finally:
@@ -176,9 +176,9 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process, even if user code still holds a thread."""
-    # A daemon thread that is inside XLA when the interpreter ends may abort the
-    # process, and the exit code would be another one.
+    """Exits the process, even while user code still runs on another thread."""
+    # A daemon thread that is inside XLA when the interpreter shuts down may abort the
+    # process, which changes the exit code.
     logging.shutdown()
     sys.stdout.flush()
     others = set(threading.enumerate()) - {threading.current_thread()}
@@ -189,8 +189,8 @@ def leave(code: int) -> NoReturn:
 
 async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
-    watched = Accompanied(program)
-    register(watched, task, loop)
+    health = ProgramHealth()
+    register(health, task, loop)
 
     def end(reason: str) -> None:
         log.info("ending: %s", reason)
@@ -202,121 +202,119 @@ async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
         _listen_to_signals(loop, end)
         log.info("ready, pid %d", os.getpid())
         notifier.send("READY=1", "STATUS=working")
-        pulse = Pulse(loop, program, notifier)
+        heartbeat = ManagerHeartbeat(loop, program, notifier)
         try:
             await working
         except Exception:
-            # Goes to the log and the exit code. Not to `run_program`, for which a
-            # ValueError is something else.
+            # Goes to the log and the exit code; `run_program` must not see it, because
+            # it takes a ValueError for wrong arguments.
             log.exception("crashed")
             return CRASHED
         finally:
-            pulse.stop()
+            heartbeat.stop()
             _ignore_signals(loop)
     log.info("ended: %s", program.summary())
     return DRAINED
 
 
-async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
-    loop, is_told = asyncio.get_running_loop(), order.place.index != UNNUMBERED
+async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -> int:
+    loop = asyncio.get_running_loop()
+    has_given_index = options.task.index != UNNUMBERED
     try:
-        order, join = await _numbered(order, incarnation)
-        with kept_for_good():
-            task = _task(order, incarnation)
-        _forget(order.passing)
+        options, join = await _with_index(options, incarnation)
+        with kept_for_good():  # a worker imports jax here
+            task = _make_task(options, incarnation)
+        _remove(options.keys_to_remove)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     watch: ParentWatch | None = None
     _listen_to_signals(loop, task.end)
-    if order.parent and order.report >= 0:
-        watch = ParentWatch(loop, task.end, order.leash)
-    elif order.parent:
-        watch_process(loop, order.parent, task.end)
-    _report(order.report, task)
+    if options.parent and options.report >= 0:
+        watch = ParentWatch(loop, task.end, options.launcher_timeout)
+    elif options.parent:
+        watch_process(loop, options.parent, task.end)
+    _report_address(options.report, task)
     log.info("ready at %s, pid %d", task.address, os.getpid())
     notifier.send("READY=1", f"STATUS=serving at {task.address}")
-    pulse = Pulse(loop, task, notifier)
-    joining = None if join is None else JoiningTask(join, task)
+    heartbeat = ManagerHeartbeat(loop, task, notifier)
+    reporter = None if join is None else JoinReporter(join, task)
     reason = await task.wait_end()
     log.info("ending: %s", reason)
     notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
-    if joining is not None:
-        await joining.stop()
+    if reporter is not None:
+        await reporter.stop()
     drained = await task.stop()
-    pulse.stop()
+    heartbeat.stop()
     _ignore_signals(loop)
-    log.info("ended" if drained else "ended before everything was done")
-    if joining is not None and (refusal := joining.error) is not None:
-        # A number of another program may be somebody else's by now: there are more.
-        gets_another = isinstance(refusal, AlreadyExistsError) and not is_told
+    log.info("ended" if drained else "ended before all accepted requests were done")
+    if reporter is not None and (refusal := reporter.error) is not None:
+        # The index that an earlier program assigned may be taken in this one; after a
+        # restart the worker asks for a free index.
+        gets_another = isinstance(refusal, AlreadyExistsError) and not has_given_index
         return TRY_AGAIN if gets_another or _may_pass(refusal) else MISTAKEN
     if watch is not None and watch.is_late:
-        return TRY_AGAIN  # it may be there again, and wants us then
+        return TRY_AGAIN  # the launcher may come back and need this task
     return DRAINED if drained else TRY_AGAIN
 
 
-async def _numbered(order: Order, incarnation: int) -> tuple[Order, WorkerJoin | None]:
-    """A worker that no cluster names is told its number."""
-    if order.join is None:
-        return order, None
-    join = WorkerJoin(order.join, order.settings, incarnation)
-    if order.place.index != UNNUMBERED:
-        return order, join
-    place = replace(order.place, index=await join.number())
-    start_logging(place.task, incarnation, as_json=order.settings.log_json)
-    return replace(order, place=place), join
+async def _with_index(
+    options: DaemonOptions, incarnation: int
+) -> tuple[DaemonOptions, WorkerJoin | None]:
+    """Asks for the index of a worker that joins without one."""
+    if options.join is None:
+        return options, None
+    join = WorkerJoin(options.join, options.settings, incarnation)
+    if options.task.index != UNNUMBERED:
+        return options, join
+    task = replace(options.task, index=await join.number())
+    start_logging(task.task, incarnation, as_json=options.settings.log_json)
+    return replace(options, task=task), join
 
 
-class JoiningTask:
-    """Reports a worker for as long as it serves. ``error``: why it ended for that."""
+class JoinReporter:
+    """Reports a worker to its program while it serves. ``error``: why the program
+    refused it, None otherwise."""
 
     def __init__(self, join: WorkerJoin, task: Task) -> None:
         assert task.worker is not None, "a ps has no --join"
         self.error: Exception | None = None
         self._task = task
-        self._staying = asyncio.get_running_loop().create_task(
+        self._reports = asyncio.get_running_loop().create_task(
             join.stay(task.place.index, task.worker), name="reporting the worker"
         )
-        self._staying.add_done_callback(self._ended)
+        self._reports.add_done_callback(self._ended)
 
     async def stop(self) -> None:
-        """It is reported no more."""
-        self._staying.cancel()
-        await asyncio.wait([self._staying])
+        """Stops reporting the worker."""
+        self._reports.cancel()
+        await asyncio.wait([self._reports])
 
-    def _ended(self, staying: asyncio.Task[None]) -> None:
-        if not staying.cancelled() and (error := staying.exception()) is not None:
+    def _ended(self, reports: asyncio.Task[None]) -> None:
+        if not reports.cancelled() and (error := reports.exception()) is not None:
             assert isinstance(error, Exception), error
             self.error = error
-            self._task.end(f"no program takes it: {error}")
+            self._task.end(f"no program accepts this worker: {error}")
 
 
-def _task(order: Order, incarnation: int) -> Task:
-    """A worker imports jax here."""
-    output = _output(order)
-    listen = None if output is None else output.listen
-    return Task(order.place, order.settings, incarnation, is_alone=True, listen=listen)
+def _make_task(options: DaemonOptions, incarnation: int) -> Task:
+    task, listen = options.task, None
+    if task.job == Job.WORKER and options.settings.output == "program":
+        output = ProcessOutput()
+        output.install()
+        listen = output.listen
+    return Task(task, options.settings, incarnation, is_alone=True, listen=listen)
 
 
-def _output(order: Order) -> ProcessOutput | None:
-    """Of a worker, unless it is told to keep to its log."""
-    if order.place.job != Job.WORKER or order.settings.output != "program":
-        return None
-    output = ProcessOutput()
-    output.install()
-    return output
+class ManagerHeartbeat:
+    """Sends WATCHDOG=1 and a STATUS line to the service manager from the event loop.
 
-
-class Pulse:
-    """Tells the manager from the event loop itself that the loop turns, and how it is.
-
-    A loop that hangs sends no WATCHDOG=1, and the manager restarts the daemon.
+    A loop that hangs sends nothing, and the manager restarts the daemon.
     """
 
     interval: Final = 5.0
-    """Seconds between two STATUS lines when the manager keeps no watchdog."""
+    """Seconds between two STATUS lines if the manager sets no watchdog interval."""
 
     def __init__(
         self,
@@ -326,7 +324,7 @@ class Pulse:
     ) -> None:
         self._loop, self._task, self._notifier = loop, task, notifier
         self._timer: asyncio.TimerHandle | None = None
-        if notifier.is_heard:
+        if notifier.is_connected:
             self._beat()
 
     def stop(self) -> None:
@@ -340,21 +338,22 @@ class Pulse:
         )
 
 
-def _forget(keys: Path | None) -> None:
+def _remove(keys: Path | None) -> None:
     if keys is not None:
         shutil.rmtree(keys, ignore_errors=True)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is an address that this machine may get yet: its network comes up; or
-    a program may come that takes a worker."""
+    """Whether a restart may help: this machine may still get the address when its
+    network comes up, or a program that accepts the worker may start."""
     if isinstance(error, DeadlineExceededError | UnavailableError | BusyError):
         return True
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
 
 
-def _take_descriptors() -> None:
-    """As many as the system gives: shells leave 1024, and every peer takes one."""
+def _raise_descriptor_limit() -> None:
+    """Raises the soft limit of file descriptors, as every peer takes one, and shells
+    set it to 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, DESCRIPTORS):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
@@ -379,19 +378,19 @@ def _listen_to_signals(
 
     for each in signals:
         handle_on(loop, each, first, each)
-    # Engines send it to all tasks before they end a job; it is meant for the program,
-    # which saves what is here. Processes that a step forks ignore it, too.
+    # Slurm and Kubernetes send it to all tasks before they end a job, as a request to
+    # the program to save a checkpoint. Processes that a step forks ignore it, too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """All is done: a signal now must not turn the exit code into a failure."""
+    """Ignores signals at the end, so that a late one does not change the exit code."""
     for each in _SIGNALS:
         loop.remove_signal_handler(each)
         handle(each, signal.SIG_IGN)
 
 
-def _report(descriptor: int, task: Task) -> None:
+def _report_address(descriptor: int, task: Task) -> None:
     if descriptor < 0:
         return
     line = {"address": task.address, "incarnation": task.hello.incarnation}

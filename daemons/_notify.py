@@ -1,7 +1,7 @@
-"""What a daemon tells its service manager: systemd's notify protocol.
+"""Notifies the service manager of a daemon's state: systemd's notify protocol.
 
-A datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names. Without
-that variable every call is a no-op, so a daemon need not ask who started it.
+A notification is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET``
+names. Without that variable every call is a no-op.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Notifier:
-    """Sends states; never waits and never fails the daemon."""
+    """Sends states to the service manager; never blocks and never raises."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         path = env.get("NOTIFY_SOCKET", "")
@@ -25,10 +25,10 @@ class Notifier:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             self._socket = socket.socket(socket.AF_UNIX, kind)
         self.watchdog = _interval(env.get("WATCHDOG_USEC", ""))
-        """Seconds between two pings (half of what the manager allows), 0 for none."""
+        """Seconds between two pings, half of the manager's limit; 0: no watchdog."""
 
     @property
-    def is_heard(self) -> bool:
+    def is_connected(self) -> bool:
         return self._socket is not None
 
     def send(self, *states: str) -> None:
@@ -38,8 +38,8 @@ class Notifier:
         try:
             self._socket.sendto("\n".join(states).encode(), self._address)
         except OSError:
-            # The manager is gone or its queue is full. A lost STATUS costs nothing; a
-            # lost READY or WATCHDOG makes the manager act, which is right.
+            # The manager has ended or its queue is full. A lost STATUS is harmless; a
+            # lost READY or WATCHDOG makes the manager restart us, which is right.
             return
 
     def close(self) -> None:

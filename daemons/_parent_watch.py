@@ -1,10 +1,10 @@
-"""Watches the program that started a daemon, so that the daemon never outlives it; or
-any other process, such as the shell of an ssh client.
+"""Ends a daemon together with the program that started it, or with another process,
+such as the shell of an ssh client.
 
-For the program that started it there are two ways to learn of its end, because each
-alone can fail: the kernel kills the daemon when the parent's thread ends (even while
-the daemon is stopped), and the pipe at standard input ends. The pipe is for parents
-that were gone before the kernel was asked, and for systems without such a kernel.
+The end of the launching program is noticed in two ways, because each alone can fail:
+the kernel kills the daemon when the parent's thread ends (even while the daemon is
+stopped), and the pipe at standard input closes. The pipe covers a parent that ended
+before the kernel was asked, and systems other than Linux.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> bool:
-    """Asks the kernel to kill us when ``parent`` dies; false if it is dead already."""
+    """Asks the kernel to kill this process when ``parent`` dies; False if it is dead
+    already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # After the request: of a parent that died before it the kernel says nothing.
+    # After the request: the kernel sends no signal for a parent that died before it.
     return os.getppid() == parent
 
 
-def is_there(pid: int) -> bool:
-    """Whether there is a process of that number, whoever's it is."""
+def is_running(pid: int) -> bool:
+    """Whether a process with this id exists, of any user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -44,68 +45,72 @@ def is_there(pid: int) -> bool:
 def watch_process(
     loop: asyncio.AbstractEventLoop, pid: int, end: Callable[[str], None]
 ) -> None:
-    """Calls ``end`` with the reason once the process of that number is gone.
+    """Calls ``end`` with the reason once the process has ended.
 
-    Nothing of the daemon depends on whose child it is, so a shell may be in between.
+    It need not be the parent of this daemon: a shell may be in between.
     """
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError as error:  # an old kernel, too: rather an end than an orphan
-        end(f"the process {pid} of --parent cannot be watched: {error.strerror}")
+    except OSError as error:  # also on kernels before 5.3: better to end than to leak
+        end(f"cannot watch the process {pid} of --parent: {error.strerror}")
         return
 
     def gone() -> None:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-        end(f"the process {pid} of --parent is gone")
+        end(f"the process {pid} of --parent has ended")
 
     loop.add_reader(descriptor, gone)
 
 
 class ParentWatch:
-    """Calls ``end`` once with the reason: the other end of standard input is closed, or
-    nothing has come from there for ``leash`` seconds, if that is above 0.
+    """Calls ``end`` once, with the reason, when standard input closes, or when it
+    received nothing for ``timeout`` seconds (0: no limit).
 
-    ``is_late``: it was the silence.
+    ``is_late``: the timeout was the reason.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, end: Callable[[str], None], leash: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        end: Callable[[str], None],
+        timeout: float,
     ) -> None:
-        self._loop, self._end, self._leash = loop, end, leash
+        self._loop, self._end, self._timeout = loop, end, timeout
         self._stdin = sys.stdin.fileno()
         self._timer: asyncio.TimerHandle | None = None
         self.is_late = False
         os.set_blocking(self._stdin, False)
-        loop.add_reader(self._stdin, self._look)
-        self._wait()
+        loop.add_reader(self._stdin, self._read)
+        self._restart_timer()
 
-    def _wait(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._leash:
-            self._timer = self._loop.call_later(self._leash, self._late)
+        if self._timeout:
+            self._timer = self._loop.call_later(self._timeout, self._late)
 
-    def _look(self) -> bool:
-        """Reads what is there; whether it was anything, be it the end."""
+    def _read(self) -> bool:
+        """Reads the pending bytes; False if there were none, and no end of file."""
         try:
-            said = os.read(self._stdin, 4096)
+            data = os.read(self._stdin, 4096)
         except BlockingIOError:
             return False
-        if said:
-            self._wait()
+        if data:
+            self._restart_timer()
         else:
-            self._over("the program that started me is gone")
+            self._finish("the launching program has ended")
         return True
 
     def _late(self) -> None:
-        # Of a process that was stopped itself, what came meanwhile is still in there.
-        if not self._look():
+        # If this process itself was stopped, the heartbeats of that time are unread.
+        if not self._read():
             self.is_late = True
-            words = f"the program that started me said nothing for {self._leash:g} s"
-            self._over(words)
+            self._finish(
+                f"no heartbeat from the launching program for {self._timeout:g} s"
+            )
 
-    def _over(self, reason: str) -> None:
+    def _finish(self, reason: str) -> None:
         self._loop.remove_reader(self._stdin)
         if self._timer is not None:
             self._timer.cancel()

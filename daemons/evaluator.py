@@ -1,7 +1,7 @@
-"""``zstrat-evaluator``: evaluates the checkpoints of a training as they appear.
+"""``zstrat-evaluator``: evaluates the checkpoints of a training run as they appear.
 
-The user's program is a function that makes two things: a ``zs.Checkpoint`` of what is
-evaluated, and a function without arguments that returns metrics by name.
+The user passes a function that returns two things: a ``zs.Checkpoint`` of the evaluated
+objects, and a function without arguments that returns metrics by name.
 """
 
 from __future__ import annotations
@@ -41,58 +41,64 @@ def main(argv: Sequence[str] | None = None) -> None:
         "checkpoints",
         metavar="DIR",
         type=folder,
-        help="folder of the training's checkpoints",
+        help="folder in which the training saves its checkpoints",
     )
     add(
         "--metrics",
         metavar="FILE.jsonl",
         type=Path,
-        help="append a line for each evaluation",
+        help="append one line per evaluation to this file",
     )
     add("--tensorboard", metavar="DIR", type=folder, help="write TensorBoard events")
     add(
         "--max-evaluations",
         metavar="N",
         type=int,
-        help="end with checkpoint N or a later one",
+        help="exit after evaluating checkpoint N or a later one",
     )
-    add("--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)")
+    add(
+        "--platform",
+        metavar="NAME",
+        help="platform of jax: cpu, cuda, rocm or tpu (sets JAX_PLATFORMS)",
+    )
     parsed = arguments.parse_args(argv)
     env = environment()
     try:
-        index = place() if parsed.index is None else index_of(parsed.index)
+        index = task_index() if parsed.index is None else index_of(parsed.index)
         settings = settings_of(parsed, env)
     except ValueError as error:
         print(f"zstrat-evaluator: {error}", file=sys.stderr)
         leave(MISTAKEN)
     if parsed.platform is not None:
-        # jax reads this once, when it is imported: by the program, later.
+        # jax reads this once, when the user's program imports it, later.
         os.environ["JAX_PLATFORMS"] = parsed.platform
     leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), settings))
 
 
-def place() -> int:
-    """Which evaluator this is, by TF_CONFIG; 0 if it does not say.
+def task_index() -> int:
+    """Reads the index of this evaluator from TF_CONFIG; 0 if it has none.
 
     Raises:
-        ValueError: It says that this is another task, or its index is none.
+        ValueError: TF_CONFIG describes a task of another job, or its index is invalid.
     """
-    told = TFConfigClusterResolver()
-    if told.task_type is None:
+    resolver = TFConfigClusterResolver()
+    if resolver.task_type is None:
         return 0
-    if told.task_type != "evaluator":
-        raise ValueError(f"TF_CONFIG: task.type is {told.task_type!r}, not 'evaluator'")
-    return told.task_id or 0
+    if resolver.task_type != "evaluator":
+        raise ValueError(
+            f"TF_CONFIG: task.type is {resolver.task_type!r}, expected 'evaluator'"
+        )
+    return resolver.task_id or 0
 
 
 def evaluator(parsed: argparse.Namespace) -> Program:
-    """What the arguments ask for.
+    """Makes the evaluator that the arguments describe.
 
     Raises:
-        ValueError: The program cannot be had, or is something else, or a file is where
-            a folder has to be or the other way round; says what.
+        ValueError: The program cannot be imported or returns something else, or a path
+            is a file instead of a folder, or the other way round.
     """
-    # The user's modules and jax: after the arguments are known to be right.
+    # Imports jax: only after the arguments are known to be right.
     from zstrat.saving import (
         JsonLines,
         SidecarEvaluator,
@@ -100,10 +106,10 @@ def evaluator(parsed: argparse.Namespace) -> Program:
         latest_checkpoint,
     )
 
-    checkpoint, evaluate = made(parsed.program)
+    checkpoint, evaluate = load_program(parsed.program)
     writers: list[Any] = []
     try:
-        latest_checkpoint(parsed.checkpoints)  # there may be none yet
+        latest_checkpoint(parsed.checkpoints)  # checks the path; may find none yet
         if parsed.metrics is not None:
             writers.append(JsonLines(parsed.metrics))
         if parsed.tensorboard is not None:
@@ -119,8 +125,9 @@ def evaluator(parsed: argparse.Namespace) -> Program:
     )
 
 
-def made(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
-    """What ``MODULE:FUNCTION`` returns; the working folder counts, as for a script.
+def load_program(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
+    """Imports and calls ``MODULE:FUNCTION``; returns its checkpoint and its evaluation
+    function. Modules in the working folder are found, as for a script.
 
     Raises:
         ValueError: There is no such function, or it returns something else.
@@ -133,12 +140,12 @@ def made(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
         make = vars(importlib.import_module(name))[function]
     except (ModuleNotFoundError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{program}: expected MODULE:FUNCTION that can be imported ({error!r})"
+            f"{program}: cannot be imported ({error!r}); expected MODULE:FUNCTION"
         ) from error
     if not callable(make):
-        raise ValueError(f"{program} is {make!r:.80}: expected a function")
+        raise ValueError(f"{program}: expected a function, got {make!r:.80}")
     try:
-        with contextlib.suppress(ValueError):  # it does not say what it takes
+        with contextlib.suppress(ValueError):  # a builtin without a signature
             inspect.signature(make).bind()
     except TypeError as error:
         raise ValueError(
@@ -149,8 +156,8 @@ def made(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
             return checkpoint, evaluate
         case other:
             raise ValueError(
-                f"{program}() returned {type(other).__name__}: expected (zs.Checkpoint"
-                ", a function without arguments that returns metrics)"
+                f"{program}() returned {type(other).__name__}: expected a pair of a "
+                "zs.Checkpoint and a function without arguments that returns metrics"
             )
 
 

@@ -1,9 +1,9 @@
-"""``python -m zstrat.daemons.fork_server FD``: the process that the daemons of a
-`LocalCluster` are forked from (`zstrat.launch._fork_server` has the other side).
+"""``python -m zstrat.daemons.fork_server FD``: the process from which the daemons of a
+`LocalCluster` are forked (`zstrat.launch._fork_server` is its client).
 
-It imports what they need, and starts no thread and no backend of jax: what is forked is
-a process that has imported, and nothing else. It ends when the program does, and the
-kernel kills the daemons then, which have asked for that.
+It imports the modules of the daemons, but starts no thread and no backend of jax, as
+neither survives a fork. It ends when the program ends; then the kernel kills the
+daemons, which asked for that signal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 from zstrat.launch import (
     CONTINUED,
-    ORDER,
+    REQUEST,
     STOPPED,
     WORD,
     choose_devices,
@@ -36,8 +36,8 @@ MAINS: Final = {"ps": ps.main, "worker": worker.main}
 
 
 @dataclass(frozen=True, slots=True)
-class ForkOrder:
-    """A process that is to be forked: what it finds, and its descriptors."""
+class ForkRequest:
+    """A request to fork a daemon, with its environment and file descriptors."""
 
     job: str
     arguments: list[str]
@@ -45,117 +45,118 @@ class ForkOrder:
     stdin: int
     output: int
     report: int
-    told: int
+    status: int
     folder: int
 
 
 def main() -> None:
-    """Entry point; of each daemon, too."""
+    """Entry point of the fork server and of each process that it forks."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     with kept_for_good():
-        # What the code of a step function brings with it stands for a strategy.
+        # Step functions of users refer to strategies, which a worker then imports.
         from zstrat.strategy import Strategy  # noqa: F401
         from zstrat.worker import WorkerService  # noqa: F401
-    daemon = Forks(requests).forked()
+    daemon = ForkLoop(requests).run()
     if daemon is not None:
-        _take_place(daemon)
-        MAINS[daemon.job]([*daemon.arguments, *_ties(daemon)])
+        _become_daemon(daemon)
+        parent = "--parent", str(os.getppid()), "--report", str(daemon.report)
+        MAINS[daemon.job]([*daemon.arguments, *parent])
 
 
 @final
-class Forks:
-    """Forks what it is asked for, and tells how each has ended. ``requests`` is the end
-    of a socket of which a `zstrat.launch.ForkServer` has the other."""
+class ForkLoop:
+    """Forks the requested daemons, and reports when each of them stops, continues or
+    ends. ``requests`` is connected to a `zstrat.launch.ForkServer`."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests, self._running = requests, dict[int, int]()
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
-        # Where a process that the program has forked keeps the other end open.
-        with contextlib.suppress(OSError):  # an old kernel
+        # The socket alone is not enough: a process that the program forked may keep
+        # the other end open.
+        with contextlib.suppress(OSError):  # a kernel before 5.3
             parent = os.pidfd_open(os.getppid())
             self._selector.register(parent, selectors.EVENT_READ)
-        self._ends, told = os.pipe()
-        for end in (self._ends, told):
+        self._wakeups, self._wakeup_writer = os.pipe()
+        for end in (self._wakeups, self._wakeup_writer):
             os.set_blocking(end, False)
-        handle(signal.SIGCHLD, lambda number, frame: None)  # not in what is forked
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-        self._selector.register(self._ends, selectors.EVENT_READ)
-        self._own = self._ends, told
+        # `handle` resets it in the forked processes.
+        handle(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
+        self._selector.register(self._wakeups, selectors.EVENT_READ)
 
-    def forked(self) -> ForkOrder | None:
-        """Returns in each process that it forks with what that is; None when the
-        program has ended."""
+    def run(self) -> ForkRequest | None:
+        """Serves requests. Returns the request in each forked process, and None in the
+        fork server when the program has ended."""
         while True:
             for key, _ in self._selector.select():
-                if key.fd == self._ends:
-                    os.read(self._ends, 4096)
+                if key.fd == self._wakeups:
+                    os.read(self._wakeups, 4096)
                     self._reap()
                     continue
-                is_asked = key.fileobj is self._requests
-                daemon = self._asked() if is_asked else None
+                is_request = key.fileobj is self._requests
+                daemon = self._receive_request() if is_request else None
                 if daemon is None or self._fork(daemon):
                     return daemon
 
-    def _asked(self) -> ForkOrder | None:
-        head, descriptors, _, _ = socket.recv_fds(self._requests, len(ORDER), 6)
+    def _receive_request(self) -> ForkRequest | None:
+        head, descriptors, _, _ = socket.recv_fds(self._requests, len(REQUEST), 6)
         if not head:
             return None
         with open(descriptors.pop(), "rb") as text:
-            order: dict[str, Any] = json.load(text)
-        return ForkOrder(
-            order["job"], order["arguments"], order["environment"], *descriptors
+            request: dict[str, Any] = json.load(text)
+        return ForkRequest(
+            request["job"], request["arguments"], request["environment"], *descriptors
         )
 
-    def _fork(self, daemon: ForkOrder) -> bool:
-        """Whether this is the daemon."""
+    def _fork(self, daemon: ForkRequest) -> bool:
+        """Forks; returns True in the new process."""
         with warnings.catch_warnings():
-            # Python warns of other threads: numpy has those of its BLAS, which starts
-            # new ones behind a fork.
+            # Python warns because other threads run: those of numpy's BLAS, which
+            # starts new ones after a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._forget()
+            self._close_all()
             _reseed()
             return True
-        self._running[pid] = daemon.told
-        with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
-            os.write(daemon.told, WORD.pack(pid))
-        for each in (daemon.stdin, daemon.output, daemon.report, daemon.folder):
-            os.close(each)
+        self._running[pid] = daemon.status
+        with contextlib.suppress(BrokenPipeError):  # the program closed its end
+            os.write(daemon.status, WORD.pack(pid))
+        for descriptor in (daemon.stdin, daemon.output, daemon.report, daemon.folder):
+            os.close(descriptor)
         return False
 
-    def _forget(self) -> None:
-        """What only the fork server needs."""
+    def _close_all(self) -> None:
+        """Closes the descriptors of the fork server in a forked process."""
         for key in list(self._selector.get_map().values()):
             if key.fileobj is not self._requests:
                 os.close(key.fd)
-        os.close(self._own[1])
+        os.close(self._wakeup_writer)
         self._selector.close()
         self._requests.close()
-        for told in self._running.values():
-            os.close(told)
+        for status in self._running.values():
+            os.close(status)
 
     def _reap(self) -> None:
-        """Tells what has become of daemons."""
-        for pid, told in list(self._running.items()):
+        """Reports which daemons stopped, continued or ended."""
+        for pid, status_pipe in list(self._running.items()):
             while True:
                 flags = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
                 changed, status = os.waitpid(pid, flags)
                 if not changed:
                     break
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(told, WORD.pack(_word(status)))
+                    os.write(status_pipe, WORD.pack(_word(status)))
                 if os.WIFEXITED(status) or os.WIFSIGNALED(status):
                     del self._running[pid]
-                    os.close(told)
+                    os.close(status_pipe)
                     break
 
 
 def _reseed() -> None:
-    """Gives numpy's global generator the state of a process that has just imported it:
-    all that are forked would have the same. Python's `random` and what draws names and
-    ids do so by themselves."""
+    """Seeds numpy's global generator, or all forked processes would draw the same
+    numbers. Python's `random` and `uuid` do so by themselves."""
     if (module := sys.modules.get("numpy.random")) is not None:
         module.set_bit_generator(module.MT19937())
 
@@ -168,23 +169,20 @@ def _word(status: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _take_place(daemon: ForkOrder) -> None:
-    """Makes this process what the daemon would be if it were started."""
+def _become_daemon(daemon: ForkRequest) -> None:
+    """Gives the forked process the name, session, folder, streams and environment that
+    a newly started daemon has."""
     show_as(f"zstrat-{daemon.job}", *daemon.arguments)
-    # Ctrl-C at the terminal is for the program; it then ends its daemons.
+    # Ctrl-C in the terminal is for the program, which then ends its daemons.
     os.setsid()
     os.fchdir(daemon.folder)
     for number, descriptor in enumerate((daemon.stdin, daemon.output, daemon.output)):
         os.dup2(descriptor, number)
-    for each in {daemon.stdin, daemon.output, daemon.told, daemon.folder}:
-        os.close(each)
+    for descriptor in {daemon.stdin, daemon.output, daemon.status, daemon.folder}:
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(daemon.environment)
     choose_devices({"JAX_PLATFORMS": daemon.environment.get("JAX_PLATFORMS", "")})
-
-
-def _ties(daemon: ForkOrder) -> tuple[str, ...]:
-    return "--parent", str(os.getppid()), "--report", str(daemon.report)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""``python -m zstrat.daemons.launched ps|worker``: a daemon that a fleet has started,
-maybe on another machine, and that hears of it through its standard streams alone.
+"""``python -m zstrat.daemons.launched ps|worker``: a daemon that a fleet starts, here
+or on another machine, and that it talks to over the standard streams.
 
-What is said, one JSON object a line: the daemon its versions, before anything else; the
-fleet the keys and variables of the task, if the versions are the same; the daemon the
-address at which it serves. What is printed goes to standard error, which is the log.
+The conversation is one JSON object a line. First the daemon writes its versions. If
+they match, the fleet answers with the keys and environment variables of the task. Then
+the daemon writes the address at which it serves. Logs go to standard error.
 
-Law: keys come by standard input, never on a command line, and lie in a folder of this
-user alone for the moment in which they are read. The daemon never outlives who started
-it: it drains when standard input ends, or has been silent for ``--leash`` seconds, for
-which an empty line now and then will do; and is killed when its parent process ends.
+Law: keys arrive on standard input, never on a command line; they are stored in a folder
+that only this user can read, until the daemon has read them. The daemon never outlives
+its launcher: it drains when standard input closes or has brought no heartbeat (an empty
+line) for ``--launcher-timeout`` seconds, and is killed when its parent process ends.
 """
 
 from __future__ import annotations
@@ -40,54 +40,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     job, *arguments = sys.argv[1:] if argv is None else argv
     report = os.dup(1)
     os.dup2(2, 1)
-    mine = hello(job, 0, new_incarnation())
-    greeting = {"protocol": mine.protocol, "host": mine.host, "versions": mine.versions}
+    me = hello(job, 0, new_incarnation())
+    greeting = {"protocol": me.protocol, "host": me.host, "versions": me.versions}
     os.write(report, json.dumps(greeting).encode() + b"\n")
-    told = _told(float(arguments[arguments.index("--leash") + 1]))
-    os.environ.update(told["env"])
-    # As beside other workers of a `LocalCluster`; a ps takes one core and no GPU.
+    timeout = float(arguments[arguments.index("--launcher-timeout") + 1])
+    received = _receive_setup(timeout)
+    os.environ.update(received["env"])
+    # As the workers of a `LocalCluster` do; a ps uses one core and no GPU.
     if job == "worker":
-        _divide(int(told["beside"]["place"]), int(told["beside"]["count"]))
-    # Python has read it when it started.
-    paths = told["env"].get("PYTHONPATH", "").split(os.pathsep)
+        beside = received["beside"]
+        _take_share(int(beside["place"]), int(beside["count"]))
+    # Python read PYTHONPATH before this process received it.
+    paths = received["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path]
     arguments += ["--parent", str(os.getppid()), "--report", str(report)]
-    if told["keys"]:
-        place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-        passing = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
-        write_keys(passing / "keys", told["keys"])
-        arguments += ["--keys", str(passing / "keys"), "--passing", str(passing)]
+    if received["keys"]:
+        parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=parent))
+        write_keys(folder / "keys", received["keys"])
+        arguments += ["--keys", str(folder / "keys"), "--remove-keys", str(folder)]
     MAINS[job](arguments)
 
 
-def _divide(place: int, workers: int) -> None:
-    """Takes this worker's part of what the workers of this host share."""
+def _take_share(index: int, workers: int) -> None:
+    """Gives this worker its share of the cores and GPUs of the host; ``index`` counts
+    the workers on it."""
     os.environ.setdefault("NPROC", str(share(workers)))
     try:
-        gpus = take_part(place, workers)
+        gpus = take_part(index, workers)
     except RuntimeError as error:
         print(f"zstrat-worker: {error}", file=sys.stderr)
         sys.exit(2)
     if gpus:
-        words = f"worker {place} of the {workers} on this host has"
+        words = f"worker {index} of {workers} on this host uses"
         print(f"{words} GPU {', '.join(gpus)}", file=sys.stderr)
 
 
-def _told(leash: float) -> dict[str, dict[str, str]]:
-    """What the fleet says. It says nothing to a daemon that does not suit it."""
-    late = f"did not say within {leash:g} s what it is to do"
-    handle(signal.SIGALRM, lambda number, frame: _leave(late))
-    signal.setitimer(signal.ITIMER_REAL, leash)
+def _receive_setup(timeout: float) -> dict[str, dict[str, str]]:
+    """Reads the keys and variables of the task. A fleet whose versions do not match
+    closes the stream instead."""
+    late = f"sent no task description within {timeout:g} s"
+    handle(signal.SIGALRM, lambda number, frame: _exit(late))
+    signal.setitimer(signal.ITIMER_REAL, timeout)
     line = sys.stdin.buffer.readline()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if not line:
-        _leave("does not want it")
-    found: dict[str, dict[str, str]] = json.loads(line)
-    return found
+        _exit("rejected this daemon; its own error says why")
+    setup: dict[str, dict[str, str]] = json.loads(line)
+    return setup
 
 
-def _leave(why: str) -> NoReturn:
-    print(f"the program that started this daemon {why}", file=sys.stderr)
+def _exit(why: str) -> NoReturn:
+    print(f"the launching program {why}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""``zstrat-ps``: holds variables, answers pulls and pushes, runs optimizers."""
+"""``zstrat-ps``: stores variables, answers pulls and pushes, runs optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.launch import choose_devices
 
-from . import MISTAKEN, leave, order, parser, run
+from . import MISTAKEN, leave, options_from, parser, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,19 +18,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit codes of `_main`."""
     parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
     try:
-        asked = order(parsed, "ps")
+        options = options_from(parsed, "ps")
     except ValueError as error:
         print(f"zstrat-ps: {error}", file=sys.stderr)
         leave(MISTAKEN)
-    # Optimizers run where the variables are, in this machine's memory: a ps that took
-    # an accelerator would take it from the worker beside it.
+    # Optimizers run in main memory, where the variables are stored: a ps that claimed
+    # an accelerator would keep it from the worker on the same host.
     choose_devices({"JAX_PLATFORMS": "cpu"})
-    # XLA's own threads. A ps computes on one thread as it is; with more, XLA cuts
-    # updates of a few hundred KiB into pieces, and handing those out takes twice the
-    # processor time of the arithmetic (Adagrad on 8192 rows of 16: 340 us against
-    # 230), and milliseconds where all cores are busy.
+    # XLA's own threads. A ps computes on one thread anyway; with more, XLA splits
+    # updates of a few hundred KiB, and scheduling the pieces takes half as much
+    # processor time again (Adagrad on 8192 rows of 16: 340 us instead of 230), and
+    # milliseconds on a host whose cores are all busy.
     os.environ.setdefault("NPROC", "1")
-    leave(run(asked))
+    leave(run(options))
 
 
 if __name__ == "__main__":

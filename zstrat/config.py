@@ -26,7 +26,7 @@ class Timeouts:
 
     beat: float = 0.5
     """A peer that was sent nothing for so long is sent a Beat."""
-    patience: float = 5.0
+    liveness: float = 5.0
     """A peer that was silent for so long is lost. Ten beats: a loaded machine may delay
     some of them, and a false loss costs a retry of all that was in flight."""
     reconnect: float = 1.0
@@ -47,7 +47,7 @@ class Timeouts:
     handover: float = 60.0
     """A parameter server with a state folder that is told to stop has so long to write
     what it holds; who uses it then waits as long for the process that goes on."""
-    leash: float = 300.0
+    launcher: float = 300.0
     """A daemon that a program has started on another machine ends if it has heard
     nothing of that program for so long. Longer than a person stops a program for."""
 
@@ -55,7 +55,7 @@ class Timeouts:
     def notice(self) -> float:
         """How long it takes to miss a program that has ended in whatever way, or was
         cut off: who holds a cluster and is not heard is given so long."""
-        return self.patience + self.reconnect
+        return self.liveness + self.reconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Settings:
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
-    lane: str = "auto"
+    transport: str = "auto"
     prefetch: int = 0
     """Optimizer steps whose values and rows a worker fetches while one computes. Each
     makes gradients older by as many updates as there are workers."""
@@ -119,7 +119,7 @@ class Settings:
     it. None: what experience says."""
 
 
-LANES: Final = ("auto", "tcp", "ipc", "shm")
+TRANSPORTS: Final = ("auto", "tcp", "ipc", "shm")
 OUTPUTS: Final = ("program", "files")
 
 MISTAKEN: Final = 2
@@ -129,15 +129,17 @@ TRY_AGAIN: Final = 75
 started again: nothing is wrong."""
 
 
-def checked_lane(lane: str) -> str:
-    """The lane that a caller gave.
+def checked_transport(transport: str) -> str:
+    """The transport that a caller gave.
 
     Raises:
         ValueError: There is none of that name.
     """
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    return lane
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}"
+        )
+    return transport
 
 
 def environment() -> Mapping[str, str]:
@@ -232,7 +234,7 @@ def _seconds(name: str, text: str) -> float:
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
-    least = 2 * _BEAT if name == "ZSTRAT_PATIENCE" else 0.0
+    least = 2 * _BEAT if name == "ZSTRAT_LIVENESS" else 0.0
     if value < least:
         raise ValueError(
             f"{name}={text!r}: expected {least:g} seconds or more: peers that are well "
@@ -279,8 +281,8 @@ _DURATIONS: Final = {
     "ZSTRAT_CONNECT_TIMEOUT": "connect",
     "ZSTRAT_DRAIN": "drain",
     "ZSTRAT_HANDOVER": "handover",
-    "ZSTRAT_LEASH": "leash",
-    "ZSTRAT_PATIENCE": "patience",
+    "ZSTRAT_LAUNCHER_TIMEOUT": "launcher",
+    "ZSTRAT_LIVENESS": "liveness",
     "ZSTRAT_REQUEST": "request",
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
@@ -291,7 +293,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
     "ZSTRAT_HANDOVER",
-    "ZSTRAT_PATIENCE",
+    "ZSTRAT_LIVENESS",
     "ZSTRAT_REQUEST",
 )
 """Those that tasks have to agree on with their program, or obey for it."""
@@ -302,7 +304,7 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_HTTP_TOKEN": ("http_token", _text),
     "ZSTRAT_INSECURE": ("insecure", _is("1", "", "0")),
     "ZSTRAT_KEYS": ("keys", _path),
-    "ZSTRAT_LANE": ("lane", _one_of(*LANES)),
+    "ZSTRAT_TRANSPORT": ("transport", _one_of(*TRANSPORTS)),
     "ZSTRAT_LOG": ("log_json", _is("json", "", "text")),
     "ZSTRAT_OUTPUT": ("output", _one_of(*OUTPUTS)),
     "ZSTRAT_PREFETCH": ("prefetch", _prefetch),

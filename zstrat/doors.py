@@ -62,7 +62,7 @@ def fetched_late(
 
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
     """By name that is fetched late: the module that has it, and its name there. The
-    stub is read by the loader, as the package may lie in an archive."""
+    stub is read by the loader, as the package may be in an archive."""
     spec: Any = sys.modules[package].__spec__
     stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
     homes: dict[str, tuple[str, str]] = {}

@@ -402,7 +402,7 @@ def test_a_closed_group_says_so():
 async def test_groups_for_async_programs():
     with ranks_of(2) as ranks:
         make = zs.collectives.Group.create
-        options = {"rendezvous_timeout": 20, "lane": "tcp"}
+        options = {"rendezvous_timeout": 20, "transport": "tcp"}
         first, second = await asyncio.gather(
             make(ranks.resolver(0), **options), make(ranks.resolver(1), **options)
         )
@@ -502,7 +502,7 @@ def test_waits_in_the_memory_of_one_host_are_counted_as_those_by_message():
         return dict(group._runtime.node.statistics()["waited"])
 
     with ranks_of(2) as ranks:
-        groups = ranks.groups(lane="shm")
+        groups = ranks.groups(transport="shm")
         before = [waited(group) for group in groups]  # forming goes by messages
         while [waited(group) for group in groups] == before:
             ranks.each(lambda group: group.all_reduce(np.ones(4)), groups)

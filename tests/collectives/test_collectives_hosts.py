@@ -10,7 +10,7 @@ from shm_ranks import RankProcess, Ranks, given, reduced, run, same
 
 from zstrat import wire
 from zstrat.collectives import ReduceOp
-from zstrat.collectives.memory._engines import AHEAD, PART, RankPlace, places_of
+from zstrat.collectives.memory._engines import AHEAD, PART, LocalRank, local_ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +150,12 @@ def test_hosts_of_one_rank_have_nothing_to_share(ranks) -> None:
 
 
 def test_places() -> None:
-    places, leaders = places_of(["a", "b", "a", 3, "b"])
+    places, leaders = local_ranks_of(["a", "b", "a", 3, "b"])
     assert leaders == [0, 1, 3]
     assert places == [
-        RankPlace(0, 0),
-        RankPlace(1, 0),
-        RankPlace(0, 1),
-        RankPlace(2, 0),
-        RankPlace(1, 1),
+        LocalRank(0, 0),
+        LocalRank(1, 0),
+        LocalRank(0, 1),
+        LocalRank(2, 0),
+        LocalRank(1, 1),
     ]

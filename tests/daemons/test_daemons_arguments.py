@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zstrat.daemons import order, parser, worker
+from zstrat.daemons import options_from, parser, worker
 
 CLUSTER = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
 
@@ -18,7 +18,7 @@ def no_environment(monkeypatch):
 
 
 def told(*argv, job="ps"):
-    return order(parser(job, "").parse_args(argv), job)
+    return options_from(parser(job, "").parse_args(argv), job)
 
 
 def tf_config(monkeypatch, value):
@@ -35,19 +35,19 @@ def cluster_file(tmp_path, text='[cluster]\nps = ["h:1", "h:2"]\nworker = ["h:3"
 def test_tf_config(monkeypatch):
     task = {"type": "ps", "index": 1}
     tf_config(monkeypatch, {"cluster": CLUSTER, "task": task})
-    place = told().place
+    place = told().task
     assert (place.job, place.index, place.bind) == ("ps", 1, "127.0.0.1:2")
     assert place.task == "ps:1"
 
 
 def test_arguments_go_before_tf_config(monkeypatch):
     tf_config(monkeypatch, {"cluster": CLUSTER, "task": {"type": "ps", "index": 1}})
-    place = told("--index", "0", "--bind", "0.0.0.0:9").place
+    place = told("--index", "0", "--bind", "0.0.0.0:9").task
     assert (place.index, place.bind) == (0, "0.0.0.0:9")
 
 
 def test_cluster_file(tmp_path):
-    place = told("--cluster", cluster_file(tmp_path), "--index", "1").place
+    place = told("--cluster", cluster_file(tmp_path), "--index", "1").task
     assert (place.index, place.bind) == (1, "h:2")
 
 
@@ -84,17 +84,17 @@ def test_an_option_that_is_not_there(job, mistyped, meant, capsys):
     [
         ("--xyzzy", "did you mean"),
         ("bind", "did you mean"),
-        ("--leassh", "--leash"),  # for launchers alone
+        ("--launcher-timeoutt", "--launcher-timeout"),  # for launchers alone
     ],
 )
 def test_nothing_that_is_not_an_option_for_people_is_meant(mistyped, not_there, capsys):
     with pytest.raises(SystemExit):
         told(mistyped)
-    assert not_there not in capsys.readouterr().err.replace("--leassh", "")
+    assert not_there not in capsys.readouterr().err.replace("--launcher-timeoutt", "")
 
 
 def test_address_alone():
-    place = told("--index", "3", "--bind", "127.0.0.1:0").place
+    place = told("--index", "3", "--bind", "127.0.0.1:0").task
     assert (place.job, place.index, place.bind) == ("ps", 3, "127.0.0.1:0")
 
 
@@ -110,7 +110,7 @@ STEP = {
 def test_what_started_it(monkeypatch, how):
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
-    place = told("--resolver", how, "--jobs", "chief=1,ps=2").place
+    place = told("--resolver", how, "--jobs", "chief=1,ps=2").task
     assert (place.job, place.index, place.bind) == ("ps", 0, "n2:8888")
 
 
@@ -181,7 +181,7 @@ def test_cluster_file_of_another_job(tmp_path):
     path = cluster_file(tmp_path, text + "index = 0\n")
     with pytest.raises(ValueError, match=r"cluster\.toml.*'worker'"):
         told("--cluster", path)
-    assert told("--cluster", path, job="worker").place.bind == "h:2"
+    assert told("--cluster", path, job="worker").task.bind == "h:2"
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_devices_are_numbers():
 def test_a_worker_that_no_cluster_names():
     asked = told("--join", "ps:1", "--bind", "late:2", job="worker")
     assert (asked.join.servers, asked.join.address) == (("ps:1",), "late:2")
-    assert (asked.place.index, asked.place.bind) == (-1, "late:2")
+    assert (asked.task.index, asked.task.bind) == (-1, "late:2")
     several = told("--join", "ps:1,ps:2", "--bind", "late:2", job="worker")
     assert several.join.servers == ("ps:1", "ps:2")
     numbered = told("--join", "h:1", "--bind", "late:2", "--index", "7", job="worker")
-    assert numbered.place.index == 7
+    assert numbered.task.index == 7
     for wrong, words in {
         ("--join", "h:1"): "--bind",
         ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach this task",

@@ -85,8 +85,8 @@ def test_sigterm_ends_it(run, tmp_path):
     ("program", "code", "says"),
     [
         ("program:fails", 1, "ZeroDivisionError"),
-        ("program:wrong", 2, "returned int: expected (zs.Checkpoint"),
-        ("program:w", 2, "program:w is "),
+        ("program:wrong", 2, "returned int: expected a pair of a zs.Checkpoint"),
+        ("program:w", 2, "program:w: expected a function"),
     ],
 )
 def test_exit_codes(run, folder, program, code, says):
@@ -99,17 +99,17 @@ def test_exit_codes(run, folder, program, code, says):
 def test_a_program_that_is_not_there(program, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the working folder
     with pytest.raises(ValueError, match=r"MODULE.*FUNCTION"):
-        evaluator.made(program)
+        evaluator.load_program(program)
 
 
 def test_a_program_that_takes_arguments():
     with pytest.raises(ValueError, match="'s'"):
-        evaluator.made("json:loads")
+        evaluator.load_program("json:loads")
 
 
 def test_a_program_that_does_not_say_what_it_takes_is_called():
     with pytest.raises(ValueError, match=r"dict\(\)"):
-        evaluator.made("builtins:dict")  # as functions of C++ may be
+        evaluator.load_program("builtins:dict")  # as functions of C++ may be
 
 
 def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
@@ -126,7 +126,7 @@ def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([""], "argument DIR: expected a folder, got an empty text"),
+        ([""], "argument DIR: expected a folder, got an empty string"),
         ([".", "--tensorboard", ""], "argument --tensorboard: expected a folder"),
         (["gs://bucket/run"], "expected a path, got an address"),
     ],
@@ -140,10 +140,10 @@ def test_a_folder_that_is_none(run, words, says):
 def test_who_it_is(monkeypatch):
     def told(task):
         monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-        return evaluator.place()
+        return evaluator.task_index()
 
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert evaluator.place() == 0
+    assert evaluator.task_index() == 0
     assert told({"cluster": {}}) == 0
     assert told({"task": {"type": "evaluator"}}) == 0
     assert told({"task": {"type": "evaluator", "index": 2}}) == 2
@@ -155,4 +155,4 @@ def test_who_it_is(monkeypatch):
         told({"task": {"type": "worker", "index": 0}})
     monkeypatch.setenv("TF_CONFIG", "{")
     with pytest.raises(ValueError, match=r"TF_CONFIG.*JSON"):
-        evaluator.place()
+        evaluator.task_index()

@@ -126,7 +126,7 @@ def test_it_drains_when_the_process_that_it_was_told_ends(start):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shell:
         daemon = start("ps", *LOCAL, "--parent", str(shell.pid))
         daemon.hear("READY=1")
-    assert f"{shell.pid} of --parent is gone" in daemon.hear("STOPPING=1")
+    assert f"{shell.pid} of --parent has ended" in daemon.hear("STOPPING=1")
     assert daemon.process.wait(100) == 0
 
 
@@ -219,7 +219,7 @@ def test_second_signal_ends_at_once():
 import asyncio, os, signal
 from zstrat.config import Settings
 from zstrat.daemons import _main
-from zstrat.launch import TaskPlace
+from zstrat.launch import TaskAddress
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -234,7 +234,8 @@ class Stuck(_main.Task):
         await asyncio.get_running_loop().create_future()
 
 _main.Task = Stuck
-_main.leave(_main.run(_main.Order(TaskPlace("ps", 0, "127.0.0.1:0"), Settings())))
+task = TaskAddress("ps", 0, "127.0.0.1:0")
+_main.leave(_main.run(_main.DaemonOptions(task, Settings())))
 """
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

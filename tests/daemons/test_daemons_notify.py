@@ -39,7 +39,7 @@ def test_abstract_socket():
 
 def test_no_manager():
     notifier = Notifier({})
-    assert not notifier.is_heard
+    assert not notifier.is_connected
     notifier.send("READY=1")
     assert notifier.watchdog == 0
 

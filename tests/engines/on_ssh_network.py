@@ -60,7 +60,7 @@ def loses(file, link):
 
 def stays_cut(file, link):
     """The line to node2 goes down for good: seconds until nothing of ours is there."""
-    settings = Settings(Timeouts(leash=10.0))
+    settings = Settings(Timeouts(launcher=10.0))
     with zs.launch.ssh(file, settings=settings) as cluster:
         strategy = zs.ParameterServerStrategy(cluster)
         coordinator = zs.ClusterCoordinator(strategy)
@@ -82,7 +82,7 @@ def main():
     folder = Path(sys.argv[1])
     found = {each: refused(folder / f"{each}.toml") for each in ("hole", "versions")}
     done, seconds = loses(folder / "hosts.toml", sys.argv[2])
-    seconds["leash"] = stays_cut(folder / "hosts.toml", sys.argv[2])
+    seconds["launcher"] = stays_cut(folder / "hosts.toml", sys.argv[2])
     said(**found, done=done, seconds=seconds)
 
 

@@ -20,22 +20,22 @@ from zstrat.launch.fleet.state import (
     DrainTask,
     FleetNote,
     FleetOver,
-    FleetPatience,
     FleetReady,
     FleetStage,
+    FleetTimeouts,
     KillTask,
     StartTask,
     TaskPhase,
 )
 
 TASKS = ("ps:0", "worker:0", "worker:1")
-PATIENCE = FleetPatience(start=60, drain=12, restarts=3, window=100)
+TIMEOUTS = FleetTimeouts(start=60, drain=12, restarts=3, window=100)
 CRASH = End("ended with exit code 1", 1)
 
 
-def running(patience: FleetPatience = PATIENCE) -> FleetState:
+def running(timeouts: FleetTimeouts = TIMEOUTS) -> FleetState:
     """A fleet that serves since time 0."""
-    state = FleetState(TASKS, patience)
+    state = FleetState(TASKS, timeouts)
     state.begin(0)
     for number, task in enumerate(TASKS):
         state.bound(task, 1, f"host:{number}")
@@ -43,7 +43,7 @@ def running(patience: FleetPatience = PATIENCE) -> FleetState:
 
 
 def test_all_start_and_are_ready_when_the_last_one_serves():
-    state = FleetState(TASKS, PATIENCE)
+    state = FleetState(TASKS, TIMEOUTS)
     assert state.begin(0) == [StartTask(task, 1, "") for task in TASKS]
     assert state.bound("worker:0", 1, "a:1") == []
     assert state.bound("ps:0", 1, "a:2") == []
@@ -54,7 +54,7 @@ def test_all_start_and_are_ready_when_the_last_one_serves():
 
 
 def test_one_that_cannot_start_fails_all():
-    state = FleetState(TASKS, PATIENCE)
+    state = FleetState(TASKS, TIMEOUTS)
     state.begin(0)
     state.bound("ps:0", 1, "a:1")
     end = End("ended with exit code 255", 255, "the host is off")
@@ -70,7 +70,7 @@ def test_one_that_cannot_start_fails_all():
 
 
 def test_a_mistake_is_told_as_it_is():
-    state = FleetState(["ps:0"], PATIENCE)
+    state = FleetState(["ps:0"], TIMEOUTS)
     state.begin(0)
     mistake = VersionMismatchError("another zstrat")
     orders = state.ended("ps:0", 1, End("ended", 2, "", mistake), 1)
@@ -78,7 +78,7 @@ def test_a_mistake_is_told_as_it_is():
 
 
 def test_one_that_is_late_fails_all():
-    state = FleetState(TASKS, PATIENCE)
+    state = FleetState(TASKS, TIMEOUTS)
     state.begin(0)
     state.bound("ps:0", 1, "a:1")
     assert state.next_look() == 60
@@ -185,10 +185,10 @@ def test_a_fleet_that_ends_starts_nothing():
     ("name", "value"),
     [("start", 0), ("drain", -1), ("window", 0), ("restarts", -1)],
 )
-def test_a_patience_that_cannot_be(name, value):
+def test_a_timeout_that_cannot_be(name, value):
     told = {"start": 1.0, "drain": 1.0, "window": 1.0, "restarts": 1, name: value}
     with pytest.raises(ValueError, match=name):
-        FleetPatience(**told)
+        FleetTimeouts(**told)
 
 
 class Fleets(RuleBasedStateMachine):
@@ -197,7 +197,7 @@ class Fleets(RuleBasedStateMachine):
     @initialize(restarts=st.integers(0, 3))
     def begin(self, restarts: int) -> None:
         self.now = 0.0
-        self.state = FleetState(TASKS, FleetPatience(60, 12, restarts, 100))
+        self.state = FleetState(TASKS, FleetTimeouts(60, 12, restarts, 100))
         self.alive: dict[str, int] = {}
         self.killed: set[str] = set()
         self.starts: dict[str, list[float]] = {task: [] for task in TASKS}

@@ -15,7 +15,7 @@ from zstrat.errors import (
     StaleSessionError,
     UnavailableError,
 )
-from zstrat.launch import TaskPlace, serve
+from zstrat.launch import TaskAddress, serve
 from zstrat.transport import Link, Security, generate_keys, hello
 from zstrat.wire import (
     AttachBackup,
@@ -57,7 +57,7 @@ class World(contextlib.AsyncExitStack):
         await super().__aenter__()
         self.tasks = [
             await self.enter_async_context(
-                serve(TaskPlace("ps", index, bind), self.settings)
+                serve(TaskAddress("ps", index, bind), self.settings)
             )
             for index, bind in enumerate(self.binds)
         ]
@@ -337,7 +337,7 @@ async def test_copies_are_where_they_were_or_nothing_is_gone_on_with(
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind((host, int(port)))
             other.listen()
-        async with serve(TaskPlace("ps", 1, "127.0.0.1:0"), world.settings) as task:
+        async with serve(TaskAddress("ps", 1, "127.0.0.1:0"), world.settings) as task:
             copies = task.statistics()["copies"]
             assert (task.hello.incarnation == before) == (not is_taken)
             assert [each["address"] for each in copies] == (

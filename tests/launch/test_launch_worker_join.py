@@ -10,7 +10,7 @@ import pytest
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError
-from zstrat.launch import JoinPlace, Server, WorkerJoin
+from zstrat.launch import JoinAddresses, Server, WorkerJoin
 from zstrat.transport import Link, hello
 
 SETTINGS = Settings(timeouts=Timeouts(connect=0.1))
@@ -54,7 +54,7 @@ def server():
 
 @pytest.fixture
 def join(server):
-    return WorkerJoin(JoinPlace((server,), "127.0.0.1:1"), SETTINGS, 3)
+    return WorkerJoin(JoinAddresses((server,), "127.0.0.1:1"), SETTINGS, 3)
 
 
 async def test_a_worker_that_no_program_takes_ends(join):
@@ -82,14 +82,14 @@ async def test_whose_a_number_is_the_program_decides(server, join):
 
 
 async def test_where_one_server_is_away_the_next_is_asked(server, caplog, monkeypatch):
-    settings = Settings(timeouts=Timeouts(connect=100.0, patience=0.1))
+    settings = Settings(timeouts=Timeouts(connect=100.0, liveness=0.1))
     caplog.set_level(logging.INFO, "zstrat.task")
     waits = Told(f"reported at {server}: waits for its program")
     monkeypatch.setattr(logging.getLogger("zstrat.task"), "handlers", [waits])
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"127.0.0.1:{nobody.getsockname()[1]}"
-        join = WorkerJoin(JoinPlace((away, server), "127.0.0.1:1"), settings, 3)
+        join = WorkerJoin(JoinAddresses((away, server), "127.0.0.1:1"), settings, 3)
         asking = asyncio.create_task(join.number())
         await waits.said.wait()
         asking.cancel()

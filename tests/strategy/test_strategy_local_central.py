@@ -38,7 +38,7 @@ def test_it_computes_where_the_replica_is(central, variable):
     assert result.devices() == {jax.devices()[1]}
     np.testing.assert_array_equal(result, (START + 3) * 3)
     np.testing.assert_array_equal(variable.numpy(), START + 3)
-    assert variable.home.kept.device_set == {jax.devices()[0]}
+    assert variable.storage.kept.device_set == {jax.devices()[0]}
 
 
 @pytest.mark.parametrize("in_a_step", [True, False])
@@ -72,7 +72,7 @@ def test_what_an_optimizer_keeps_travels(central, variable):
         central.run(replica, args=(ones,))
     # The second step moves by 1 + 0.5.
     np.testing.assert_allclose(variable.numpy(), START - 0.5 * (1 + 1.5))
-    assert variable.home.kept.device_set == {jax.devices()[0]}
+    assert variable.storage.kept.device_set == {jax.devices()[0]}
 
 
 @pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]])
@@ -89,15 +89,15 @@ def test_a_traced_argument_is_refused_with_words(devices, transform):
 
 
 @pytest.mark.parametrize("with_variables", [True, False])
-@pytest.mark.parametrize("home", [0, 2])
-def test_an_argument_from_another_device(with_variables, home):
+@pytest.mark.parametrize("storage", [0, 2])
+def test_an_argument_from_another_device(with_variables, storage):
     strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         variable = zs.Variable(START)
     own = strategy.experimental_distribute_values_from_function(
         lambda context: np.full(2, context.replica_id_in_sync_group, np.float32)
     )
-    shared = jax.device_put(jnp.full(2, 5.0), jax.devices()[home])
+    shared = jax.device_put(jnp.full(2, 5.0), jax.devices()[storage])
 
     def replica(own, shared):
         return own + shared + (variable.value() if with_variables else 0)

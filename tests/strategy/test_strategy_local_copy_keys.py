@@ -53,11 +53,11 @@ def test_a_step_of_an_older_handle_finds_what_a_newer_one_wrote(two):
 
 def test_the_variable_goes_with_its_last_handle(two):
     v = variable(two)
-    home = weakref.ref(v.home)
+    storage = weakref.ref(v.storage)
     gc.disable()
     try:
         two.experimental_local_results(v)
         del v
-        assert home() is None
+        assert storage() is None
     finally:
         gc.enable()

@@ -41,7 +41,7 @@ def test_an_assignment_brings_the_value_back(two, is_apart, capfd):
         variable = zs.Variable(
             np.ones(3, np.float32), aggregation=zs.VariableAggregation.MEAN, **options
         )
-    variable.home.take_over(failing(variable.home.value()))
+    variable.storage.take_over(failing(variable.storage.value()))
     with pytest.raises(Exception, match="the disk is broken"):
         variable.numpy()
     variable.assign(np.full(3, 5, np.float32))
@@ -61,10 +61,12 @@ def test_slots_begin_anew_with_it(two, capfd):
         two.run(lambda: optimizer.apply_gradients([(jnp.ones(3) / 2, variable)]))
 
     step()
-    home = variable.home
+    storage = variable.storage
     rule = optimizer.slot_rule(variable)
-    home.take_over_slots(rule, [failing(leaf) for leaf in home.slots_before(rule)])
-    home.take_over(failing(home.value()))
+    storage.take_over_slots(
+        rule, [failing(leaf) for leaf in storage.slots_before(rule)]
+    )
+    storage.take_over(failing(storage.value()))
     variable.assign(np.zeros(3, np.float32))
     step()
     step()
@@ -77,7 +79,7 @@ def test_an_assignment_to_a_copy_brings_it_back(two, capfd):
     with two.scope():
         variable = zs.Variable(np.ones(3, np.float32))
     two.run(lambda: variable.assign(jnp.full(3, 2.0)))
-    variable.home.take_over(failing(variable.home.value()))
+    variable.storage.take_over(failing(variable.storage.value()))
     for n, copy in enumerate(two.experimental_local_results(variable)):
         copy.assign(np.full(3, n, np.float32))
     for n, copy in enumerate(two.experimental_local_results(variable)):

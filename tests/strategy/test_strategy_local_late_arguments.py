@@ -59,8 +59,8 @@ def test_a_step_waits_for_them_before_it_takes_the_variables(count):
         return x + variable.value()
 
     whole = late(jnp.arange(3.0 * count))
-    spy = Noting(variable.home.residence.turn, whole)
-    variable.home.residence.turn = spy
+    spy = Noting(variable.storage.pool.turn, whole)
+    variable.storage.pool.turn = spy
     timer = threading.Timer(0.2, goes_on.set)
     timer.start()
     result = strategy.run(step, (zs.PerReplica.of_whole(whole, count),))

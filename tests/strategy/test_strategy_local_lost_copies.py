@@ -32,7 +32,7 @@ def lost(request, two):
         v = zs.Variable(np.float32([2, 2]), name="gone", **options)
     if request.param == "apart":
         two.run(lambda: v.assign(jnp.full(2, number(), v.dtype)))
-    v.home.value().delete()
+    v.storage.value().delete()
     return v
 
 

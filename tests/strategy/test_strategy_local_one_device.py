@@ -60,8 +60,8 @@ def test_variables_are_on_their_device(make, where, inside):
     value, wanted = expected(3)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     np.testing.assert_allclose(w.numpy(), value, rtol=1e-5)
-    assert w.home._value.devices() == {jax.devices()[where]}
-    (beside,) = w.home._slots.values()
+    assert w.storage._value.devices() == {jax.devices()[where]}
+    (beside,) = w.storage._slots.values()
     for leaf in beside.leaves:
         assert leaf.devices() == {jax.devices()[where]}
 
@@ -155,4 +155,4 @@ def test_copies_with_central_storage():
 
     assert [float(x) for x in central.run(fn).values] == [1, 2]
     assert v.numpy() == 3
-    assert v.home._value.devices() == {jax.devices()[5]}
+    assert v.storage._value.devices() == {jax.devices()[5]}

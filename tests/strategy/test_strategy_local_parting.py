@@ -70,8 +70,8 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
         return variable.value() + 100
 
     step()
-    home = variable.home.residence
-    home.turn = Before(home.turn, parting(replicas, variable))
+    storage = variable.storage.pool
+    storage.turn = Before(storage.turn, parting(replicas, variable))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
@@ -108,18 +108,18 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
 
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
-    home = variable.home.residence
-    home.turn = Before(home.turn, parting(replicas, variable))
+    storage = variable.storage.pool
+    storage.turn = Before(storage.turn, parting(replicas, variable))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
 
 def test_two_threads_part_it_once(replicas, variable):
     part = parting(replicas, variable)
-    home = variable.home
-    home.residence.turn = Before(home.residence.turn, part)
-    home.part()  # it has found it whole, and waits for its turn
+    storage = variable.storage
+    storage.pool.turn = Before(storage.pool.turn, part)
+    storage.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
-    np.testing.assert_array_equal(home.copies(variable), copies)
+    np.testing.assert_array_equal(storage.copies(variable), copies)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])

@@ -70,7 +70,7 @@ def test_what_replicas_in_turns_return_of_their_copies(two):
 def test_copies_of_different_variables_stay_apart(two):
     v, w = apart(two), apart(two)
     parts = [two.experimental_local_results(x)[n] for n, x in enumerate((v, w))]
-    found = two.extended.update(v, lambda copy: parts[copy.home.number])
+    found = two.extended.update(v, lambda copy: parts[copy.storage.number])
     assert isinstance(found, zs.PerReplica)
     assert found.values == tuple(parts)
 

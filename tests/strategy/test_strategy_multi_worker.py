@@ -129,12 +129,12 @@ def test_values_are_overwritten_where_they_are():
         x = np.ones((64, 4), np.float32)
         train_step(x)
         train_step(x)
-        before = w.home.value()
+        before = w.storage.value()
         address = before.unsafe_buffer_pointer()
         train_step(x)
         assert before.is_deleted()
         del before
-        found = {w.home.value().unsafe_buffer_pointer() == address}
+        found = {w.storage.value().unsafe_buffer_pointer() == address}
         # A value that somebody looks at stays as it is.
         seen = w.numpy()
         copy = seen.copy()

@@ -91,14 +91,16 @@ def test_processes_train_as_one_by_xla(devices):
 
 
 @pytest.mark.parametrize(
-    ("lost", "size", "implementation", "devices", "lane"),
+    ("lost", "size", "implementation", "devices", "transport"),
     [(0, 3, "ring", 2, "tcp"), (1, 2, "tree", 1, "auto")],
 )
 def test_a_killed_task_is_named_and_takes_over_when_it_is_back(
-    lost, size, implementation, devices, lane
+    lost, size, implementation, devices, transport
 ):
     losses, w = by_one_process(10)
-    with Tasks(size, JAX_NUM_CPU_DEVICES=str(devices), ZSTRAT_LANE=lane) as tasks:
+    with Tasks(
+        size, JAX_NUM_CPU_DEVICES=str(devices), ZSTRAT_TRANSPORT=transport
+    ) as tasks:
         started = [
             tasks.start(rank, implementation, 10, 4 if rank == lost else -1)
             for rank in range(size)

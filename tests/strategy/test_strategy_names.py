@@ -149,7 +149,7 @@ def test_a_strategy_takes_what_a_launcher_returns(make_cluster, monkeypatch):
     running = Running()
     kept = weakref.ref(running)
     strategy = zs.ParameterServerStrategy(running, connect=connect)
-    other = Settings(lane="tcp")
+    other = Settings(transport="tcp")
     zs.ParameterServerStrategy(running, settings=other, connect=connect)
     assert told == [(2, Running.settings), (2, other)]
     assert strategy.cluster_resolver is fake.resolver

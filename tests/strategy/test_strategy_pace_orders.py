@@ -15,7 +15,7 @@ ROWS = 12
 WORDS = r"reform\(\)"
 
 
-class Meeting:
+class Barrier:
     """The accord of workers that are threads, for one question."""
 
     def __init__(self, size):
@@ -34,12 +34,12 @@ class Meeting:
     st.lists(st.sampled_from(["", "1.1", "1.2", "2.1, 1.1"]), min_size=1, max_size=3)
 )
 def test_all_are_told_if_two_that_deal_out_are_not_at_the_same_pass(orders):
-    meeting, found = Meeting(len(orders)), [None] * len(orders)
+    barrier, found = Barrier(len(orders)), [None] * len(orders)
 
     def one(worker, order):
         paced = SynchronizedPass(
             Elements([5]),
-            meeting,
+            barrier,
             length=PassLength(1),
             empty=lambda: -1,
             is_partial=True,
@@ -63,7 +63,7 @@ def test_all_are_told_if_two_that_deal_out_are_not_at_the_same_pass(orders):
         assert found == [[5]] * len(orders)
 
 
-def dealt(policy=AutoShardPolicy.DATA):
+def sharded_rows(policy=AutoShardPolicy.DATA):
     """A dataset that is in another order in each pass; batches of all rows."""
     dataset = Dataset.range(ROWS).shuffle(ROWS, seed=1)
     if policy is AutoShardPolicy.HINT:
@@ -88,10 +88,10 @@ def began_anew(strategy, rank, make):
 @pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, AutoShardPolicy.HINT])
 def test_who_came_anew_is_at_another_pass_until_the_dataset_is_made_anew(policy):
     def program(strategy, rank):
-        distributed = began_anew(strategy, rank, lambda: dealt(policy))
+        distributed = began_anew(strategy, rank, lambda: sharded_rows(policy))
         with pytest.raises(ValueError, match=WORDS):
             next(iter(distributed))
-        again = strategy.experimental_distribute_dataset(dealt(policy))
+        again = strategy.experimental_distribute_dataset(sharded_rows(policy))
         return [rows(again) for _ in range(2)]
 
     one, other = ranks(2, program)
@@ -102,7 +102,7 @@ def test_who_came_anew_is_at_another_pass_until_the_dataset_is_made_anew(policy)
 
 def test_distributed_again_it_is_at_another_pass_too():
     def program(strategy, rank):
-        dataset = dealt()
+        dataset = sharded_rows()
         for _ in range(2 - rank):
             distributed = strategy.experimental_distribute_dataset(dataset)
         with pytest.raises(ValueError, match=WORDS):

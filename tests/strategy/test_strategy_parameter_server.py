@@ -270,7 +270,7 @@ def test_colocation_needs_the_scope_and_its_own_variables(make_cluster):
     with pytest.raises(RuntimeError, match=r"strategy\.scope.*colocate_vars_with\(\)"):
         strategy.extended.colocate_vars_with(foreign)
     with strategy.scope():
-        for variable in (foreign, zv.detached(foreign.spec)):
+        for variable in (foreign, zv.unbound(foreign.spec)):
             with pytest.raises(ValueError, match=r"`colocate_vars_with`.*'Variable'"):
                 strategy.extended.colocate_vars_with(variable)
 

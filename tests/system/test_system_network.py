@@ -69,7 +69,7 @@ def shout(address, data):
 @pytest.fixture(scope="module")
 def local():
     """At ports, where anybody comes; no test kills or freezes a task of it."""
-    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as cluster:
+    with zs.LocalCluster(num_ps=1, num_workers=1, transport="tcp") as cluster:
         yield cluster
 
 
@@ -143,7 +143,7 @@ def test_a_program_says_who_has_the_place_of_its_worker():
         return link
 
     env = {"ZSTRAT_CONNECT_TIMEOUT": "1"}  # of the worker
-    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp", env=env) as local:
+    with zs.LocalCluster(num_ps=1, num_workers=1, transport="tcp", env=env) as local:
         stranger = do(take(local.spec.task_address("ps", 0)))
         try:
             hasty = Settings(timeouts=Timeouts(connect=5.0))

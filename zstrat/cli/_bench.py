@@ -33,7 +33,7 @@ _INTERRUPTED: Final = 130
 """What shells say of a program that Ctrl-C has ended."""
 
 _COUNTS: Final = {
-    True: "on one host without shared memory (ZSTRAT_LANE, containers); for what "
+    True: "on one host without shared memory (ZSTRAT_TRANSPORT, containers); for what "
     "goes between hosts run this on each of them, with its TF_CONFIG",
     False: "between hosts",
 }
@@ -59,7 +59,7 @@ def bench() -> None:
     help="of arrays, in bytes",
 )
 @click.option(
-    "--lane",
+    "--transport",
     type=click.Choice(["ipc", "tcp"]),
     default="tcp",
     show_default=True,
@@ -78,7 +78,11 @@ def bench() -> None:
     help="write what is found to a file for ZSTRAT_CHOICES",
 )
 def collectives(
-    ranks: int | None, sizes: str, lane: str, cluster: str | None, file: Path | None
+    ranks: int | None,
+    sizes: str,
+    transport: str,
+    cluster: str | None,
+    file: Path | None,
 ) -> None:
     """Compare the algorithms of collectives.
 
@@ -89,10 +93,10 @@ def collectives(
     with failures():
         resolver = _resolver(cluster)
         if resolver is None:
-            plan = Calibration(ranks or _PROCESSES, _sizes(sizes), lane)
+            plan = Calibration(ranks or _PROCESSES, _sizes(sizes), transport)
             code = _on_this_machine(plan, file)
         else:
-            code = _among_tasks(resolver, ranks, _sizes(sizes), lane, file)
+            code = _among_tasks(resolver, ranks, _sizes(sizes), transport, file)
     sys.exit(code)
 
 
@@ -125,7 +129,7 @@ def _among_tasks(
     resolver: ClusterResolver,
     ranks: int | None,
     sizes: tuple[int, ...],
-    lane: str,
+    transport: str,
     file: Path | None,
 ) -> int:
     """This task's part; the first one has the results."""
@@ -134,9 +138,11 @@ def _among_tasks(
     try:
         with (
             as_interrupts(),
-            Group(resolver, name="calibration", lane=lane, settings=chosen) as whole,
+            Group(
+                resolver, name="calibration", transport=transport, settings=chosen
+            ) as whole,
         ):
-            plan = Calibration(ranks or whole.size, sizes, lane)
+            plan = Calibration(ranks or whole.size, sizes, transport)
             if whole.rank == 0 and file is not None:
                 _check_writable(file)
             found = calibrate_tasks(whole, plan, resolver, chosen, _begins)

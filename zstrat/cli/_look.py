@@ -206,8 +206,8 @@ async def _serve(
     spec: ClusterSpec, settings: Settings, timeout: float, http: str
 ) -> int:
     async with Observer(spec, settings) as observer:
-        patience = settings.timeouts.patience
-        with ObservedRun(observer, patience) as run, serve_page(http) as server:
+        silence = settings.timeouts.liveness
+        with ObservedRun(observer, silence) as run, serve_page(http) as server:
             click.echo(server.url)
             run.take(await observer.look(timeout))
             if missing := run.readiness():

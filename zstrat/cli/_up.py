@@ -240,7 +240,7 @@ def held(folder: Path, queue: float = 0.0) -> Iterator[Path]:
         ValueError: Another process holds it, or there are files of somebody else.
     """
     with contextlib.ExitStack() as stack:
-        with _patience(folder, queue):
+        with _time_limit(folder, queue):
             lock = stack.enter_context(_locked(folder, waits=queue > 0))
         if lock is None:
             raise ValueError(
@@ -304,7 +304,7 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
 
 
 @contextlib.contextmanager
-def _patience(folder: Path, seconds: float) -> Iterator[None]:
+def _time_limit(folder: Path, seconds: float) -> Iterator[None]:
     """Ends what is in it by a ValueError when so many seconds have passed; 0: none."""
 
     def late(number: int, frame: object) -> NoReturn:

@@ -62,7 +62,7 @@ def build_service(
 _HOST: Final = "metadata.google.internal"
 _VARIABLES: Final = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
 _MARK: Final = "Metadata-Flavor"
-_PATIENCE: Final = 5.0
+_TIMEOUT: Final = 5.0
 """Seconds for connecting and for the answer: the server is on the same host."""
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
 """Bytes of an answer; the addresses of the largest TPU pod are a tenth of it."""
@@ -82,7 +82,7 @@ def ask_metadata(host: str, path: str) -> str | None:
     """
     import http.client
 
-    line = http.client.HTTPConnection(host, timeout=_PATIENCE)
+    line = http.client.HTTPConnection(host, timeout=_TIMEOUT)
     try:
         line.request("GET", f"/computeMetadata/v1/{path}", headers={_MARK: "Google"})
         answer = line.getresponse()

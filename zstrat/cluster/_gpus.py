@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
-_PATIENCE: Final = 60.0
+_TIMEOUT: Final = 60.0
 """Seconds for nvidia-smi, which loads the driver first if nothing keeps it loaded."""
 
 
@@ -58,7 +58,7 @@ def _ask_driver() -> int:
     command = ["nvidia-smi", "--list-gpus"]
     try:
         ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE, check=True
+            command, capture_output=True, text=True, timeout=_TIMEOUT, check=True
         )
     except FileNotFoundError:
         return 0

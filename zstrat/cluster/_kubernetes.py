@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
-_PATIENCE: Final = 30.0
+_TIMEOUT: Final = 30.0
 """Seconds for one answer: it is one list of some pods."""
 _NAMES: Final = ("POD_NAME", "HOSTNAME")
 """Of this pod: a variable that it may be given, else what Kubernetes calls its host."""
@@ -177,7 +177,7 @@ class _Client:
         try:
             with client.ApiClient(self._settings) as api:
                 return client.CoreV1Api(api).list_pod_for_all_namespaces(
-                    label_selector=label_selector, _request_timeout=_PATIENCE
+                    label_selector=label_selector, _request_timeout=_TIMEOUT
                 )
         except client.ApiException as error:
             raise RuntimeError(

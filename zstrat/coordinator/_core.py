@@ -218,10 +218,10 @@ class CoordinatorCore:
         metrics, replication = cluster.moves.metrics, cluster.replication
         if replication is None or name not in metrics or self.portal.is_here:
             return metrics
-        patience = 2 * self.session.settings.timeouts.beat
-        asking = replication.status.ask_without_backup(patience)
+        timeout = 2 * self.session.settings.timeouts.beat
+        asking = replication.status.ask_without_backup(timeout)
         try:
-            bare = self.portal.run(asking, 2 * patience, "asking parameter servers")
+            bare = self.portal.run(asking, 2 * timeout, "asking parameter servers")
         except DeadlineExceededError:  # nothing is known of any
             bare = len(cluster.ps)
         except ClosedError:

@@ -35,8 +35,7 @@ from ._outcomes import Outcomes
 from ._queue import QueueLeft
 from ._resources import Builder
 from ._run_status import short
-from ._shipping import ClosureShipping
-from ._worker_channel import WorkerChannel
+from ._shipping import ClosureShipping, WorkerChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,7 +89,7 @@ class Dispatcher:
         self.fences = fences
         self.turns, self._session = 0, session
         self._marking = Marking(session, servers)
-        self._patience = worker_wait_timeout
+        self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -206,10 +205,10 @@ class Dispatcher:
             self.builder.join(channel)
 
     async def retire_worker(
-        self, task: TaskSession, reason: str, patience: float
+        self, task: TaskSession, reason: str, timeout: float
     ) -> None:
         """Gives a worker nothing any more, and waits until it has ended what it runs,
-        or is lost, or ``patience`` seconds have passed.
+        or is lost, or ``timeout`` seconds have passed.
 
         Cancellation: it gets nothing all the same.
         """
@@ -224,14 +223,14 @@ class Dispatcher:
         idle = self._retiring[task.place] = asyncio.Event()
         self.turn_soon()
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await idle.wait()
         except TimeoutError:
             log.warning(
                 "%s still runs %d closures after %s s: others run them",
                 task.name,
                 len(channel.member.in_flight),
-                patience,
+                timeout,
             )
         finally:
             del self._retiring[task.place]
@@ -361,7 +360,7 @@ class Dispatcher:
         news = bool(arguments or resources or results)
         for channel in list(self.channels.values()):
             member = channel.member
-            if not (news or channel.unsaid) or not channel.task.is_ready:
+            if not (news or channel.pending_drops) or not channel.task.is_ready:
                 continue
             mine = [
                 kept.step
@@ -369,7 +368,7 @@ class Dispatcher:
                 if (kept.worker, kept.epoch) == (member.place, member.epoch)
             ]
             try:
-                channel.forget(arguments, resources, mine)
+                channel.send_drops(arguments, resources, mine)
             except BusyError as error:  # it is told with the next turns
                 log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:
@@ -395,7 +394,7 @@ class Dispatcher:
         return bool(
             self.retired
             or self.abandoned
-            or channel.unsaid
+            or channel.pending_drops
             or self._retiring
             or self._alarm is not None
             or self.members.alone_since is not None
@@ -416,7 +415,7 @@ class Dispatcher:
         waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()
-            self._alarm = loop.call_at(now + self._patience, self._deserted)
+            self._alarm = loop.call_at(now + self._worker_wait_timeout, self._deserted)
             log.warning("no worker is left; waiting for one: %s", self.members.absent())
         elif not waits and self._alarm is not None:
             self._alarm.cancel()
@@ -427,7 +426,7 @@ class Dispatcher:
         if self.members.usable or not self.engine.needs_worker:
             return
         error = UnavailableError(
-            f"no worker was there for {self._patience:.0f} s "
+            f"no worker was there for {self._worker_wait_timeout:.0f} s "
             f"({self.members.absent()}): start one, name one with "
             "strategy.workers.add, or give worker_wait_timeout= more seconds"
         )

@@ -192,16 +192,16 @@ class ClusterSession:
             # cancelled.
             self.portal.call_soon(pause.end, holder)
 
-    def recover(self, patience: float) -> None:
+    def recover(self, timeout: float) -> None:
         """From now on parameter servers that come back empty are filled from the last
         checkpoint that `remember` was told of.
 
         Args:
-            patience: Seconds that one has to come back.
+            timeout: Seconds that one has to come back.
         """
 
         async def begin() -> None:
-            self.cluster.recover(patience)
+            self.cluster.recover(timeout)
 
         self.run(begin(), "watching over the parameter servers")
 

@@ -65,13 +65,13 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         del backend_config
         keys = _fresh_keys()
         addresses = worker_group.execute(own_address)
-        told = [
+        started = [
             worker_group.execute_single_async(
                 index, become_worker, addresses, index, keys
             )
             for index in range(len(addresses))
         ]
-        ray.get(told)
+        ray.get(started)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray at the end; also if workers are lost."""

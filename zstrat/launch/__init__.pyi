@@ -10,7 +10,7 @@ from ._doctor import RunFindings as RunFindings
 from ._doctor import examine as examine
 from ._doctor import examine_run as examine_run
 from ._fork_server import CONTINUED as CONTINUED
-from ._fork_server import ORDER as ORDER
+from ._fork_server import REQUEST as REQUEST
 from ._fork_server import STOPPED as STOPPED
 from ._fork_server import WORD as WORD
 from ._fork_server import ForkServer as ForkServer
@@ -27,11 +27,11 @@ from ._process_output import ProcessOutput as ProcessOutput
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
 from ._task import Task as Task
-from ._task import TaskPlace as TaskPlace
+from ._task import TaskAddress as TaskAddress
 from ._task import serve as serve
 from ._units import write_units as write_units
 from ._worker_join import UNNUMBERED as UNNUMBERED
-from ._worker_join import JoinPlace as JoinPlace
+from ._worker_join import JoinAddresses as JoinAddresses
 from ._worker_join import WorkerJoin as WorkerJoin
 from .fleet import GPUS_BY_NODE as GPUS_BY_NODE
 from .fleet import Fleet as Fleet

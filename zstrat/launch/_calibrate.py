@@ -118,7 +118,7 @@ def calibrate_tasks(
                 resolver,
                 name=f"{whole.name} of {ranks}",
                 tasks=whole.members[:ranks],
-                lane=plan.sockets,
+                transport=plan.sockets,
                 settings=settings,
             ) as group:
                 for timing in timings(group, sorted(plan.sizes)):

@@ -48,7 +48,7 @@ _SET_BY_JAX: Final = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """What jax sets when it is imported, where nobody has: a program that has imported it
 since its last cluster finds the same as the fork server, which imports it, too."""
 
-ORDER: Final = b"\0"
+REQUEST: Final = b"\0"
 """What an order is on the socket; its text is in the last of the descriptors that come
 with it. So Ctrl-C finds all of it sent, or nothing: half of one would be taken for the
 beginning of the next."""
@@ -140,7 +140,7 @@ class ForkServer:
             closing.callback(os.close, here)
             text = closing.enter_context(_file_of(body))
             descriptors = [stdin, output, report, told, here, text.fileno()]
-            socket.send_fds(self._socket, [ORDER], descriptors)
+            socket.send_fds(self._socket, [REQUEST], descriptors)
         return process
 
     def wait(self) -> int:

@@ -53,10 +53,10 @@ class LocalCluster(StartedTasks[Child]):
     Args:
         num_ps, num_workers: How many of each. No workers: for programs that train by
             themselves, as with `BetweenGraphStrategy`.
-        lane: How bodies and messages travel: "tcp" (loopback ports, open to every user
-            of this machine), "ipc" (sockets in a folder that only this user can
+        transport: How bodies and messages travel: "tcp" (loopback ports, open to every
+            user of this machine), "ipc" (sockets in a folder that only this user can
             enter), "shm" (the same, and large bodies through shared memory) or "auto"
-            (the last one that the system has). Default: ``ZSTRAT_LANE``.
+            (the last one that the system has). Default: ``ZSTRAT_TRANSPORT``.
         env: Variables for the daemons, over those of this process. The folder of the
             program comes before a ``PYTHONPATH``. ``NPROC`` is the number of XLA's
             threads; if it is in neither, the workers share the cores. They divide the
@@ -86,7 +86,7 @@ class LocalCluster(StartedTasks[Child]):
         num_ps: int = 1,
         num_workers: int = 1,
         *,
-        lane: str | None = None,
+        transport: str | None = None,
         env: Mapping[str, str] | None = None,
         worker_devices: int | None = None,
         logs: Literal["files", "terminal"] = "files",
@@ -100,10 +100,10 @@ class LocalCluster(StartedTasks[Child]):
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
-        self.lane = lane or self._settings.lane
+        self.transport = transport or self._settings.transport
         self._coordinates = coordinates
         self._extra = () if worker_devices is None else virtual(worker_devices)
-        daemons = daemon_environment(self._settings, self.lane, env or {})
+        daemons = daemon_environment(self._settings, self.transport, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:
             workers["JAX_PLATFORMS"] = "cpu"
@@ -113,12 +113,14 @@ class LocalCluster(StartedTasks[Child]):
         }
         fork_server(daemons)  # so that it ends behind us when the program does
         folder = RunFolder(directory)
-        place = RuntimeDir.of(self.lane, folder.path)
+        place = RuntimeDir.of(self.transport, folder.path)
         self.directory = place.folder
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
         remove = self.directory if directory is None else None
-        super().__init__(children, f"over {self.lane}", _end, children, drain, remove)
+        super().__init__(
+            children, f"over {self.transport}", _end, children, drain, remove
+        )
         kept = KeptLogs(directory is None)
         try:
             folder.make()
@@ -171,11 +173,11 @@ class LocalCluster(StartedTasks[Child]):
         """
         child = self._task(task)
         child.signal(signal.SIGTERM)
-        patience = 2 * self._settings.timeouts.drain
-        code = child.wait(time.monotonic() + patience)
+        timeout = 2 * self._settings.timeouts.drain
+        code = child.wait(time.monotonic() + timeout)
         if code is None:
             raise DeadlineExceededError(
-                f"{task} did not end in {patience:g}s; {child.tail()}"
+                f"{task} did not end in {timeout:g}s; {child.tail()}"
             )
         return code
 

@@ -151,17 +151,17 @@ class ObservedRun:
     manager, on the loop: in the block whoever asks this process is answered.
 
     Args:
-        patience: Seconds of silence after which a task that has answered is lost, as
+        timeout: Seconds of silence after which a task that has answered is lost, as
             its peers would take it.
     """
 
     def __init__(
         self,
         observer: Observer,
-        patience: float = 0.0,
+        timeout: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observer, self._patience, self._clock = observer, patience, clock
+        self._observer, self._timeout, self._clock = observer, timeout, clock
         self._began = clock()
         self._seen: dict[str, TaskReport] = {}
         self._answered: dict[str, float] = {}
@@ -189,7 +189,7 @@ class ObservedRun:
             told, before = told_by(status), self._seen.get(status.task)
             if not status.problem:
                 self._answered[status.task] = self._clock()
-            elif self._is_patient(status.task):
+            elif self._has_time(status.task):
                 continue
             elif before is not None:
                 told = replace(told, values={"log": before.values.get("log")})
@@ -197,9 +197,9 @@ class ObservedRun:
                 self._line(status.task, told)
             self._seen[status.task] = told
 
-    def _is_patient(self, task: str) -> bool:
+    def _has_time(self, task: str) -> bool:
         answered = self._answered.get(task)
-        return answered is not None and self._clock() - answered < self._patience
+        return answered is not None and self._clock() - answered < self._timeout
 
     async def look_on(self) -> NoReturn:
         """Looks once a second, until cancelled."""

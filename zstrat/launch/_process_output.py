@@ -4,7 +4,7 @@ The streams ``sys.stdout`` and ``sys.stderr`` of the process are replaced by oth
 write to the same place, line by line, and tell. So the log keeps everything, in time,
 also what was printed before a crash. What native code writes to the descriptors, and
 what child processes write, is in the log alone: to hear it the descriptors would have
-to be pipes, and the last words of a process that aborts would be lost in them.
+to be pipes, and the last lines of a process that aborts would be lost in them.
 
 Records of logging are heard as the program of a session would show them, and warnings,
 which `logging.captureWarnings` makes records; those of zstrat itself are not.

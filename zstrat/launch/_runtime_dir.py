@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
-from zstrat.config import checked_lane, daemon_variables
+from zstrat.config import checked_transport, daemon_variables
 from zstrat.paths import explained
 
 from ._child import inherited
@@ -37,14 +37,15 @@ class RuntimeDir:
     sockets: str
 
     @classmethod
-    def of(cls, lane: str, folder: Path) -> RuntimeDir:
-        """That folder, which need not be there yet, for sockets of this lane.
+    def of(cls, transport: str, folder: Path) -> RuntimeDir:
+        """That folder, which need not be there yet, for sockets of this transport.
 
         Raises:
-            ValueError: There is no such lane, or the path is too long for its sockets.
+            ValueError: There is no such transport, or the path is too long for its
+                sockets.
         """
-        checked_lane(lane)
-        return cls(folder, _sockets(lane, folder))
+        checked_transport(transport)
+        return cls(folder, _sockets(transport, folder))
 
     def address(self, name: str) -> str:
         """The address that a daemon of that name binds."""
@@ -82,7 +83,7 @@ def divided(env: Mapping[str, str], tasks: int) -> list[Mapping[str, str]]:
 
 
 def daemon_environment(
-    settings: Settings, lane: str, extra: Mapping[str, str]
+    settings: Settings, transport: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
     """What the daemons find: our environment, our settings, then the caller's words;
     and our own modules, as the processes of `multiprocessing` do.
@@ -95,7 +96,7 @@ def daemon_environment(
             raise TypeError(f"env: {name!r}: {value!r:.80}: expected texts, as '1'")
     # Several jax processes share this machine's accelerator if there is one.
     usual = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    ours = {**daemon_variables(settings), "ZSTRAT_LANE": lane}
+    ours = {**daemon_variables(settings), "ZSTRAT_TRANSPORT": transport}
     told = {**usual, **inherited(), **ours, **extra}
     if folder := own_folder():
         path = told.get("PYTHONPATH")
@@ -140,15 +141,15 @@ class RunFolder:
             self.path.mkdir(0o700, parents=True, exist_ok=not self._is_new)
 
 
-def _sockets(lane: str, folder: Path) -> str:
+def _sockets(transport: str, folder: Path) -> str:
     fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
-    if lane == "tcp":
+    if transport == "tcp":
         return "tcp"
-    if lane == "auto":
+    if transport == "auto":
         return "ipc" if os.name == "posix" and fits else "tcp"
     if not fits:
         raise ValueError(
             f"{folder} is too long a path for ipc sockets (over {LONGEST_SOCKET_PATH} "
-            "bytes): give a shorter directory, or lane='tcp'"
+            "bytes): give a shorter directory, or transport='tcp'"
         )
     return "ipc"

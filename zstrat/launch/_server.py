@@ -24,7 +24,7 @@ from zstrat.threads import Promise, SteadyThread
 from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
 
-from ._task import TaskPlace, serve
+from ._task import TaskAddress, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -247,7 +247,7 @@ class ServerRun:
 
     async def _serve(self) -> None:
         mine = self._def
-        place = TaskPlace(mine.job_name, mine.task_index, mine.address)
+        place = TaskAddress(mine.job_name, mine.task_index, mine.address)
         async with serve(place, self._settings) as task:
             self.task = task
             if self._reason:

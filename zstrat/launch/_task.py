@@ -21,7 +21,7 @@ from zstrat.config import GRACE, environment
 from zstrat.ps import RESTART, PsProcess, PsService
 from zstrat.telemetry import resident_bytes
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
-from zstrat.transport.health import register, serve_as_told, unregister
+from zstrat.transport.health import register, serve_from_settings, unregister
 from zstrat.wire import Inspect, Job, Statistics
 
 from ._imports import kept_for_good
@@ -43,8 +43,8 @@ SERVED = (Job.PS, Job.WORKER)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskPlace:
-    """Which task this is, and the address that it binds."""
+class TaskAddress:
+    """Job and index of a task, and the address that it binds."""
 
     job: str
     index: int
@@ -61,7 +61,7 @@ class Task:
 
     def __init__(
         self,
-        place: TaskPlace,
+        place: TaskAddress,
         settings: Settings,
         incarnation: int | None = None,
         *,
@@ -119,7 +119,7 @@ class Task:
 
     async def start(self) -> None:
         """Binds; from now on the task answers, over HTTP too if it is told to."""
-        serve_as_told(self._settings)
+        serve_from_settings(self._settings)
         if self._ps is not None and not await self._ps.inherit():
             self._face(self._ps.me)
         self.address = await self._endpoint.bind(self.place.bind)
@@ -154,7 +154,7 @@ class Task:
 
         Returns whether everything was finished in time.
         """
-        patience = longest = self._settings.timeouts.drain
+        drain = longest = self._settings.timeouts.drain
         if self._ps is not None and self._settings.state is not None:
             longest += self._settings.timeouts.handover
         drained = False
@@ -177,7 +177,7 @@ class Task:
             else:
                 await self._endpoint.close()
         if not drained:
-            log.warning("not everything was done in %gs", patience)
+            log.warning("not everything was done in %gs", drain)
         return drained
 
     def readiness(self) -> str:
@@ -285,7 +285,7 @@ def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
 
 
 @contextlib.asynccontextmanager
-async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
+async def serve(place: TaskAddress, settings: Settings) -> AsyncIterator[Task]:
     """Serves one task: bound on entry, drained and closed on exit.
 
     Raises:

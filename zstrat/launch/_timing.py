@@ -1,8 +1,8 @@
 """How long the algorithms of collectives take in one group: what a rank of it does.
 
-``python -m zstrat.launch._timing SIZES LANE`` is one rank. SIZES are bytes, with commas
-between. Rank 0 prints a line of JSON for each algorithm and size: a list of the fields
-of a `Measurement` for every time.
+``python -m zstrat.launch._timing SIZES TRANSPORT`` is one rank. SIZES are bytes, with
+commas between. Rank 0 prints a line of JSON for each algorithm and size: a list of
+the fields of a `Measurement` for every time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _operation(
 
 
 def main() -> None:
-    sizes, lane = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
-    with Group(name="calibration", lane=lane) as group:
+    sizes, transport = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
+    with Group(name="calibration", transport=transport) as group:
         for found in timings(group, sizes):
             if group.rank == 0:
                 print(json.dumps(found), flush=True)

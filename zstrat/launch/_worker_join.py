@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import DeadlineExceededError, PeerLostError
-from zstrat.transport import Link, check_address, check_told, hello
+from zstrat.transport import Link, check_address, check_reachable, hello
 from zstrat.wire import AnswerReport, Job, ReportWorker
 
 from ._task import load_keys
@@ -35,11 +35,11 @@ _TURN: Final = 30.0
 """Seconds that it waits at one of several servers, which may serve no program any more
 while the others do, before it asks at the next."""
 _SLACK: Final = 5.0
-"""Seconds for the server to say that the patience is over, beyond that time."""
+"""Seconds for the server to report that the time is up, beyond the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
-class JoinPlace:
+class JoinAddresses:
     """``servers``: the addresses of parameter servers, one at least; ``address``: where
     others reach the worker.
 
@@ -53,14 +53,16 @@ class JoinPlace:
     def __post_init__(self) -> None:
         for server in self.servers:
             check_address(server)
-        check_told(self.address)
+        check_reachable(self.address)
 
 
 @final
 class WorkerJoin:
     """Brings one process in. ``incarnation`` is that of its task."""
 
-    def __init__(self, place: JoinPlace, settings: Settings, incarnation: int) -> None:
+    def __init__(
+        self, place: JoinAddresses, settings: Settings, incarnation: int
+    ) -> None:
         self._place, self._settings = place, settings
         self._incarnation = incarnation
 
@@ -84,31 +86,31 @@ class WorkerJoin:
 
         Cancellation: it is reported no more.
         """
-        patience = self._settings.timeouts.connect
+        timeout = self._settings.timeouts.connect
         while True:
             before = worker.sessions
             try:
-                await self._report(index, patience)
+                await self._report(index, timeout)
             except DeadlineExceededError:
                 if worker.sessions == before:
-                    if patience != _PROGRAM_WAIT:
+                    if timeout != _PROGRAM_WAIT:
                         raise
                     continue
                 # The program has come, and its answer was lost with the server.
             log.info("in the session of the program as worker %d", index)
             await worker.wait_left(before)
-            patience = _PROGRAM_WAIT
+            timeout = _PROGRAM_WAIT
 
-    async def _report(self, index: int, patience: float) -> int:
+    async def _report(self, index: int, timeout: float) -> int:
         """Reports at one server after the other; the number that the program says."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
+        deadline = loop.time() + timeout
         servers = self._place.servers
         failures: dict[str, str] = {}
         for server in itertools.cycle(servers):
             greeted = until = deadline
             if len(servers) > 1:
-                greeted = min(until, loop.time() + self._settings.timeouts.patience)
+                greeted = min(until, loop.time() + self._settings.timeouts.liveness)
                 until = min(until, loop.time() + _TURN)
             try:
                 return await self._report_at(server, index, greeted, until)

@@ -1,4 +1,4 @@
-"""What a parameter server is told of the tree of an optimizer, as data.
+"""What a parameter server needs to know of the tree of an optimizer, as data.
 
 The transformation itself is there already, shipped by a coordinator. Whoever applies
 gradients, a worker too, tells which variables are its leaves and what the tree looks
@@ -92,25 +92,25 @@ class Binding:
                 f"is {MAX_DESCRIPTION_BYTES}"
             )
         try:
-            told = json.loads(data)
-            further = TreeStructure.from_plain(told["further"]).treedef
-            kinds = tuple([_kind(plain) for plain in told["further_kinds"]])
+            described = json.loads(data)
+            further = TreeStructure.from_plain(described["further"]).treedef
+            kinds = tuple([_kind(plain) for plain in described["further_kinds"]])
             rule = TreeRule(
                 name,
                 transformation,
-                TreeStructure.from_plain(told["structure"]),
-                tuple([_kind(plain) for plain in told["kinds"]]),
-                tuple([jnp.dtype(plain) for plain in told["gradients"]]),
+                TreeStructure.from_plain(described["structure"]),
+                tuple([_kind(plain) for plain in described["kinds"]]),
+                tuple([jnp.dtype(plain) for plain in described["gradients"]]),
                 Extras(further, kinds),
-                bool(told["wide"]),
-                bool(told["early"]),
-                bool(told["grows"]),
-                random=_random(*told["random"]),
+                bool(described["wide"]),
+                bool(described["early"]),
+                bool(described["grows"]),
+                random=_random(*described["random"]),
             )
-            keys = tuple([tuple(map(int, each)) for each in told["keys"]])
+            keys = tuple([tuple(map(int, each)) for each in described["keys"]])
             if not len(rule.kinds) == len(rule.gradients) == len(keys):
                 raise ValueError("lists of different lengths")
-            wanted = told["cut"]
+            wanted = described["cut"]
         except _MALFORMED as error:
             raise InvalidArgumentError(
                 f"not the tree of optimizer {name!r}: {type(error).__name__}: {error}"
@@ -125,7 +125,7 @@ class Binding:
 
 def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
     found = RandomNumbers(str(kind), bool(is_partitionable))
-    if found.is_told:
+    if found.is_set:
         jax.random.key(0, impl=found.kind)  # refuses what is none
     return found
 

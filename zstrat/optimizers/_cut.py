@@ -12,7 +12,7 @@ the tree can be moved with
 - *operands*: values that depend on gradients and further arguments alone, as a global
   norm does. They are computed once, where the gradients are.
 
-Where an operand lies inside of a branch, the branches are computed all and selected
+Where an operand is inside of a branch, the branches are computed all and selected
 from, so that it can be computed outside. What depends on values or on the state of
 several leaves (clipping behind Adam, accumulation around clipping) is coupled: only who
 holds the whole tree can run it.

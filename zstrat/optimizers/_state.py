@@ -6,7 +6,7 @@ has them from the start here, zeros at first; that is only done where the update
 same program with them as without.
 
 An array of the state belongs to one leaf of the tree, or to nobody. Law of owners: that
-is told by where the array lies in the state, and by what the program makes of it; never
+is told by where the array is in the state, and by what the program makes of it; never
 by its shape.
 """
 
@@ -277,7 +277,7 @@ def owners_in(
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do
-    with. A count that lies where a leaf of such a subtree would is told by what looks
+    with. A count that is where a leaf of such a subtree would is told by what looks
     at it: it is made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(structure), len(state.leaves)
@@ -315,7 +315,7 @@ def _inherit(
 
 
 def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
-    """The leaves of the state that lie in copies of the structure of the tree."""
+    """The leaves of the state that are in copies of the structure of the tree."""
     numbered = state.treedef.unflatten(list(range(len(state.leaves))))
     found: dict[int, StateOwner] = {}
     _match(structure.treedef, numbered, 0, found)

@@ -66,7 +66,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """What jax is told of the numbers that it draws, for optimizers that draw some.
+    """The settings of jax for random numbers, for optimizers that draw some.
 
     ``kind`` of keys, and whether arrays of them may be drawn in parts: as jax's
     settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. The defaults
@@ -78,19 +78,20 @@ class RandomNumbers:
 
     @staticmethod
     def of_this_thread() -> RandomNumbers:
-        """As the program has told jax, by ``jax.config.update`` or in a ``with``."""
+        """Returns what the program has set, by ``jax.config.update`` or in a
+        ``with``."""
         config: Any = jax.config
         return RandomNumbers(
             config.jax_default_prng_impl, config.jax_threefry_partitionable
         )
 
     @property
-    def is_told(self) -> bool:
-        """Whether the program has told jax anything."""
+    def is_set(self) -> bool:
+        """Whether they differ from the defaults of jax."""
         return self.kind != RandomNumbers.kind or not self.is_partitionable
 
     def enter(self, entered: contextlib.ExitStack) -> None:
-        """Has jax draw so until what was entered is left."""
+        """Sets them until the stack is closed."""
         if self.kind != RandomNumbers.kind:
             entered.enter_context(jax.default_prng_impl(self.kind))
         if not self.is_partitionable:
@@ -188,7 +189,7 @@ class TreeTransformation:
         """In which its programs are compiled and called: with 64 bits if it has some,
         as jax would take a float64 variable and give back a float32 one, and with the
         random numbers that it draws where it was made."""
-        if not (self.wide or self.random.is_told):
+        if not (self.wide or self.random.is_set):
             return contextlib.nullcontext()  # with each update
         entered = contextlib.ExitStack()
         if self.wide:

@@ -98,7 +98,7 @@ class TreeRule(TreeTransformation):
         )
 
     def place(self, state: int) -> tuple[int | None, str]:
-        """The leaf of the tree in whose place a leaf of the state lies, if it is in a
+        """The leaf of the tree in whose place a leaf of the state is, if it is in a
         copy of the tree's structure, and its path without the leaf's own."""
         found: dict[int, StateOwner]
         found = self.remembered(

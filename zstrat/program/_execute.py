@@ -45,7 +45,7 @@ from .trace._structure import ResultLayout, is_described, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Home, VariableSpec
+    from zstrat.variables import Storage, VariableSpec
 
     from ._programs import CompiledPrograms
     from .trace._iterator import Draws
@@ -108,9 +108,9 @@ class Prepared:
         self.wanted = Wanted(self.plan.reads)
         """What the step asks for now; at first, what it can know without an answer."""
         self._lookups: Lookups | None = None
-        if self.plan.narrowed:
+        if self.plan.downcast_leaves:
             given = [*inputs, *_leaves(draws)]
-            require_fitting(self.plan.function, given, self.plan.narrowed)
+            require_fitting(self.plan.function, given, self.plan.downcast_leaves)
         if self.plan.watch is not None:
             self.plan.watch([*inputs, *_leaves(draws)])
         if isinstance(program, RowsProgram):
@@ -183,16 +183,16 @@ def run_eager(
     function: ExecutedFunction,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    home: Home | None = None,
+    storage: Storage | None = None,
     draw: Callable[[StepIterator], Any] = StepIterator.draw,
 ) -> StepResult:
-    """Runs the Python body at once: reads and updates go to ``home`` as they occur.
+    """Runs the Python body at once: reads and updates go to ``storage`` as they occur.
 
     For debugging with print and pdb. An eager step draws and updates as it goes, so it
     has no plan, and ``updates`` is empty.
 
     Args:
-        home: Of all variables; None for each variable's own.
+        storage: Of all variables; None for each variable's own.
         draw: Gives the next element of an iterator.
 
     Raises:
@@ -200,7 +200,7 @@ def run_eager(
         Exception: Whatever the body raises.
     """
     words = variables_in_our_words(function.name)
-    with words, Immediate(home, draw).recording() as eager:
+    with words, Immediate(storage, draw).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs), eager.read)
     plain = structure.plain
     if not is_described(plain):
@@ -232,8 +232,8 @@ def _examples(leaves: Sequence[Any]) -> int:
 def run_here(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a step in this process, through the home of each variable. One that creates
-    its variables when it is first called runs as an eager one that time.
+    """Runs a step in this process, through the storage of each variable. One that
+    creates its variables when it is first called runs as an eager one that time.
 
     Returns what the body returns, its arrays as ``jax.Array``.
     """
@@ -276,8 +276,8 @@ def _run_body(
 
 def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     elements, plan = _leaves(draws), program.plan
-    if plan.narrowed:
-        require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
+    if plan.downcast_leaves:
+        require_fitting(plan.function, [*inputs, *elements], plan.downcast_leaves)
     if plan.watch is not None:
         plan.watch([*inputs, *elements])
     try:
@@ -292,7 +292,7 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
 
 
 def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
-    """The last answer that the step wants, through the home of each variable."""
+    """The last answer that the step wants, through the storage of each variable."""
     handles = {v.spec.key: v for v in plan.variables}
     for lookup in plan.lookups:
         handles.update((v.spec.key, v) for v in lookup.table.components)
@@ -317,9 +317,9 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
         return  # as of every step whose variables live here
     # First: a server takes gradients of the leaves of a tree that it was told.
     for call in plan.calls:
-        for home in {id(v.home): v.home for v in call.variables}.values():
-            assert isinstance(home, Binds), home
-            home.bind(call)
+        for storage in {id(v.storage): v.storage for v in call.variables}.values():
+            assert isinstance(storage, Binds), storage
+            storage.bind(call)
     handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
     rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
     waiting: dict[int, Any] = {}
@@ -333,7 +333,7 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
             waiting.clear()
             apply_now(update.call.with_arrays(update.arrays))
             continue
-        if key in waiting:  # a home takes updates of different variables together
+        if key in waiting:  # a storage takes updates of different variables together
             update_all(list(waiting.values()))
             waiting.clear()
         rule = rules.get(update.optimizer)

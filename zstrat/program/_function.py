@@ -101,7 +101,7 @@ class Function:
     - Inside another step it is inlined.
     - Scheduled by a coordinator it runs on a worker.
     - As a dataset function, or in one, it is its body: it returns no arrays.
-    - Called elsewhere it runs here: values are pulled from each variable's home,
+    - Called elsewhere it runs here: values are pulled from each variable's storage,
       computed with, and updates are sent back; the result's arrays are ``jax.Array``.
 
     What the body captures (globals, closure) is taken when it is first traced or
@@ -168,7 +168,7 @@ class Function:
             Exception: Whatever the body raises while it is traced.
 
         Warns:
-            NarrowingWarning: An argument loses bits.
+            DowncastWarning: An argument loses bits.
         """
         if self.eager:
             raise ValueError(

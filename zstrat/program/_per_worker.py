@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from zstrat.variables import (
     AbstractVariable,
-    Detached,
+    UnboundStorage,
     Variable,
     handle,
     read_all,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.variables import (
-        HomeRows,
-        HomeUpdate,
         OptimizerHandle,
+        StorageRows,
+        StorageUpdate,
         Table,
         TraceRecorder,
         VariableHandle,
@@ -125,7 +125,7 @@ class PerWorkerVariable(AbstractVariable):
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         return self._own()._updates(op, value, optimizer)
 
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
@@ -145,8 +145,8 @@ class PerWorkerVariable(AbstractVariable):
         )
 
 
-class _OnWorkers(Detached):
-    """The home of what a step reads that was called, and not scheduled."""
+class _OnWorkers(UnboundStorage):
+    """The storage of what a step reads that was called, and not scheduled."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_not_scheduled(variable))
@@ -160,7 +160,7 @@ class _OnWorkers(Detached):
     ) -> None:
         raise RuntimeError(_not_scheduled(variable))
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         raise RuntimeError(_not_scheduled(parts[0][0]))
 
 

@@ -30,7 +30,7 @@ from .trace._alike import (
     is_plain,
     with_others,
 )
-from .trace._context import surrounding, worker_context
+from .trace._context import current_fingerprint, worker_context
 from .trace._discover import Staged, Traced, discover
 from .trace._int32_checks import watch
 from .trace._iterator import Draws, Element
@@ -84,7 +84,7 @@ class ProgramsOfCall:
         return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one, of variables that lie otherwise now."""
+        """Whether there is one, of variables that are elsewhere."""
         found = self.programs.get(self._name(elements))
         return found is not None and not found.is_current
 
@@ -130,10 +130,10 @@ class CompiledPrograms:
         self._fn = fn
         self._calls: OrderedDict[Hashable, ProgramsOfCall] = OrderedDict()
         self._words: dict[str, str] = {}
-        self._around: Hashable = None
+        self._fingerprint: Hashable = None
         self._shared: dict[Hashable, list[SharedTrace]] = {}
         """By what calls with other variables have in common (`given_variables`), the
-        newest first: they drew other elements, or came when variables lay otherwise."""
+        newest first: they drew other elements, or came when variables were apart."""
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
 
@@ -292,7 +292,7 @@ class CompiledPrograms:
         otherwise: str,
     ) -> None:
         before, self._words = self._words, words
-        last, self._around = self._around, surrounding()
+        last, self._fingerprint = self._fingerprint, current_fingerprint()
         self.trace_count += 1
         if self.trace_count not in WARN_AT and self.trace_count % WARN_AT[-1]:
             return
@@ -306,7 +306,7 @@ class CompiledPrograms:
             f"{words.get(place, 'not there')}"
             for place in others
         ]
-        if last != self._around:
+        if last != self._fingerprint:
             changed.append(
                 "it is called in another strategy's scope or replica context"
             )

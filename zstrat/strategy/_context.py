@@ -27,10 +27,10 @@ from ._frames import (
 from ._keras import watch_keras
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
+from .replica._barriers import gathering, merging, own, reducing
 from .replica._columns import as_of_several, require_axes
-from .replica._meetings import gathering, merging, own, reducing
+from .replica._fibers import NeedsSequential, current_fiber
 from .replica._replica_recorder import merged
-from .replica._turns import NeedsTurns, turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,10 +121,10 @@ class ReplicaContext(AbstractReplicaContext):
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        if (fiber := turn.get()) is not None:
+        if (fiber := current_fiber.get()) is not None:
             return (devices[fiber.number],)
         if self._is_one_of_many:
-            raise NeedsTurns("it asks for the device of its replica")
+            raise NeedsSequential("it asks for the device of its replica")
         return (devices[0],)
 
     def all_reduce(
@@ -149,22 +149,23 @@ class ReplicaContext(AbstractReplicaContext):
         one between the processes of the strategy, if there are several.
 
         Raises:
-            ValueError: ``reduce_op`` is no reduction; replicas that run in turns bring
-                different structures or shapes; in a step, processes bring different
-                numbers of rows; ``options`` ask for an implementation that the strategy
-                was not made for, or, in a step that XLA carries out, for a timeout.
+            ValueError: ``reduce_op`` is no reduction; replicas that run sequentially
+                bring different structures or shapes; in a step, processes bring
+                different numbers of rows; ``options`` ask for an implementation that
+                the strategy was not made for, or, in a step that XLA carries out, for a
+                timeout.
             TypeError: ``options`` are no `CommunicationOptions`.
             InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
             RuntimeError: This is not the replica context that is current; or, where
-                replicas run in turns, a function that jax transforms calls it.
+                replicas run sequentially, a function that jax transforms calls it.
         """
         self._require_current()
         op = reduction(reduce_op)
         team = called_with(self._strategy._team(), options, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return reduce_values(op, jax.tree.map(as_of_several, value), None, 1)
-        if (fiber := turn.get()) is not None:
-            return own(fiber.meet(reducing(team, op, value)))
+        if (fiber := current_fiber.get()) is not None:
+            return own(fiber.wait_at(reducing(team, op, value)))
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
@@ -172,7 +173,7 @@ class ReplicaContext(AbstractReplicaContext):
         each of them.
 
         Replicas that are one program give arrays of the same shape. Their lengths along
-        ``axis`` may differ where replicas run in turns, and from process to process
+        ``axis`` may differ where replicas run sequentially, and from process to process
         outside of a step. A compiled step has one shape for all processes: with
         implementation=XLA it is theirs to keep to it, else what differs is refused.
         Differentiable, if nothing differs: a replica's gradient is its part of the sum
@@ -188,14 +189,14 @@ class ReplicaContext(AbstractReplicaContext):
             TypeError: ``axis`` is no integer; ``options`` are no
                 `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
-            ValueError: A leaf has rank 0 or no such axis; replicas that run in turns
-                bring different structures, or arrays that differ in another dimension;
-                in a step, the processes give arrays of different lengths; ``options``
-                as in `all_reduce`.
+            ValueError: A leaf has rank 0 or no such axis; replicas that run
+                sequentially bring different structures, or arrays that differ in
+                another dimension; in a step, the processes give arrays of different
+                lengths; ``options`` as in `all_reduce`.
             InvalidArgumentError: Arrays of processes differ in another dimension, or in
                 their dtype.
             RuntimeError: This is not the replica context that is current; or, where
-                replicas run in turns, a function that jax transforms calls it.
+                replicas run sequentially, a function that jax transforms calls it.
         """
         self._require_current()
         team = called_with(self._strategy._team(), options, "all_gather")
@@ -205,8 +206,8 @@ class ReplicaContext(AbstractReplicaContext):
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:
             return jax.tree.map(as_of_several, value)
-        if (fiber := turn.get()) is not None:
-            return own(fiber.meet(gathering(team, value, along)))
+        if (fiber := current_fiber.get()) is not None:
+            return own(fiber.wait_at(gathering(team, value, along)))
         return team.all_gather(value, along)
 
     def merge_call(
@@ -219,8 +220,8 @@ class ReplicaContext(AbstractReplicaContext):
 
         All replicas of this process come here first. Of ``args`` and ``kwargs`` it gets
         the values of all replicas, merged as those that ``run`` returns; each replica
-        gets its part of what it returns. A replica function that does this runs in
-        turns with the others, not as one program for all.
+        gets its part of what it returns. A replica function that does this runs
+        sequentially, not as one program for all.
 
         Raises:
             RuntimeError: This is not the replica context that is current, the replicas
@@ -229,18 +230,18 @@ class ReplicaContext(AbstractReplicaContext):
         """
         self._require_current()
         named = kwargs or {}
-        if (fiber := turn.get()) is not None:
-            return fiber.meet(merging(self._strategy, merge_fn, args, named))
+        if (fiber := current_fiber.get()) is not None:
+            return fiber.wait_at(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
-            raise NeedsTurns("it calls merge_call")
+            raise NeedsSequential("it calls merge_call")
         with entered(Frame(self._strategy)), merged():
             return merge_fn(self._strategy, *args, **named)
 
     @property
     def _is_one_of_many(self) -> bool:
         """Whether this process has other replicas in the same program."""
-        # Replicas that are one program have a traced number; alone, or in turns, it is
-        # an int.
+        # Replicas that are one program have a traced number; alone, or sequentially, it
+        # is an int.
         is_traced = not isinstance(self._replica_id, int)
         return is_traced and self._strategy._team().local > 1
 

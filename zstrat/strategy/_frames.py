@@ -4,7 +4,7 @@ Outside everything the code is in the replica context of the default strategy. A
 is the cross-replica context of its strategy; the body of ``run`` is the replica
 context; what ``extended.update`` calls is in the update context, which is a
 cross-replica context that knows its copy. A context variable holds the stack, so each
-thread and each asyncio task has its own; beneath all of them is the strategy that
+thread and each asyncio task has its own; the default is the strategy that
 `experimental_set_strategy` made current, if any.
 
 Law of the file: frames are pushed and popped here alone, and popped in reverse order;
@@ -19,7 +19,11 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.program.trace import Mark, beneath, surroundings
+from zstrat.program.trace import (
+    StrategyFingerprint,
+    set_default_fingerprint,
+    strategy_fingerprint,
+)
 from zstrat.variables import creator
 
 if TYPE_CHECKING:
@@ -40,9 +44,11 @@ class Frame:
     update: int | None = None
 
     @property
-    def mark(self) -> Mark:
+    def fingerprint(self) -> StrategyFingerprint:
         """What a step that is called here is traced for."""
-        return Mark(weakref.ref(self.strategy), (self._side, self.update))
+        return StrategyFingerprint(
+            weakref.ref(self.strategy), (self._side, self.update)
+        )
 
     @property
     def _side(self) -> int | str:
@@ -55,25 +61,20 @@ class Frame:
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
 
 
-class _Beneath:
-    """What is current where nothing was entered."""
-
-    frame: Frame | None = None
-
-
-_beneath: Final = _Beneath()
+_default: Frame | None = None
+"""The current context of code that has entered none."""
 
 
 def current() -> Frame | None:
     """The innermost context, None outside of all."""
     frames = _frames.get()
-    return frames[-1] if frames else _beneath.frame
+    return frames[-1] if frames else _default
 
 
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
-    surroundings.set(frame.mark)
+    strategy_fingerprint.set(frame.fingerprint)
 
 
 def pop(frame: Frame) -> None:
@@ -91,7 +92,7 @@ def pop(frame: Frame) -> None:
             "same thread and task"
         )
     _frames.set(frames[:-1])
-    surroundings.set(frames[-2].mark if len(frames) > 1 else None)
+    strategy_fingerprint.set(frames[-2].fingerprint if len(frames) > 1 else None)
 
 
 def leave_for(before: Context) -> None:
@@ -117,8 +118,9 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope: "
             "experimental_set_strategy is for programs that enter none"
         )
-    _beneath.frame = None if strategy is None else Frame(strategy)
-    beneath.mark = None if _beneath.frame is None else _beneath.frame.mark
+    global _default
+    _default = None if strategy is None else Frame(strategy)
+    set_default_fingerprint(None if _default is None else _default.fingerprint)
     creator.install(own)
 
 

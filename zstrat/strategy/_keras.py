@@ -62,7 +62,7 @@ def watch_keras() -> None:
 
 def _warning(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def warned(*args: Any, **kwargs: Any) -> Any:
         frame = current()
         is_ours = frame is not None and not frame.strategy.is_default
         if frame is not None and is_ours and not _inside.get():
@@ -74,4 +74,4 @@ def _warning(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _inside.reset(token)
 
-    return told
+    return warned

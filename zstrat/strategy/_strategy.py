@@ -29,13 +29,13 @@ from .reduce._values import ValueContext, gather_values, reduce_values, reductio
 from .replica import _spread
 from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
-from .replica._in_turns import in_turns
+from .replica._fibers import NeedsSequential
 from .replica._one_program import as_one_program
 from .replica._per_replica import PerReplica, local_results, select_replica
 from .replica._regroup import regroup
 from .replica._replica_recorder import as_sole_replica
-from .replica._turns import NeedsTurns
-from .replica._turns_region import uneven
+from .replica._sequential import run_sequentially
+from .replica._sequential_region import uneven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ _log: Final = logging.getLogger(__name__)
 class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
-    _is_pace_told = False
+    _is_pace_reported = False
     """It was said that replicas outside of a step are slow."""
 
     @property
@@ -126,7 +126,7 @@ class Strategy(FirstVersion):
         one process compile it elsewhere, too, and find it again by its code and what it
         has captured. A global or captured name, of its own or of a function or class of
         its module that it calls by its name, may be bound anew: it is compiled again,
-        then. What changes inside of an object, or lies in a container or another
+        then. What changes inside of an object, or is in a container or another
         module, is not seen, and what Python does in it beside computing (prints, lists
         that grow) happens when it is traced, as in ``tf.function``. Python numbers
         among its arguments stay numbers in it, there, and each value is compiled as a
@@ -134,7 +134,7 @@ class Strategy(FirstVersion):
         step, a learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning`
         tells. Numbers in a `PerReplica` that differ between the replicas are arrays.
 
-        Replicas run one after the other, in turns, if ``fn`` is not pure, that is, if
+        Replicas run sequentially, if ``fn`` is not pure, that is, if
 
         - it calls ``merge_call``;
         - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
@@ -149,7 +149,7 @@ class Strategy(FirstVersion):
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
         call; several compute one operation at a time, which is slow, and logging says
-        so. Context variables that replicas set in turns do not reach the caller.
+        so. Context variables that replicas set sequentially do not reach the caller.
 
         ``options`` change nothing: TF's are for the compiler, and jax compiles for each
         shape as it comes.
@@ -241,7 +241,7 @@ class Strategy(FirstVersion):
 
         - *Rebatch.* Under the policy DATA, which AUTO is where no files are read, also
           with one worker, each batch is cut by itself into equal pieces, the last of
-          which may be shorter. Otherwise rows are dealt out in batches of the global
+          which may be shorter. Otherwise rows are distributed in batches of the global
           size divided by the number of replicas, the first ones larger if that has a
           remainder; if nobody knows that size (behind `map` and `rebatch`), as under
           DATA. With one replica nothing is cut.
@@ -362,10 +362,10 @@ class Strategy(FirstVersion):
                 # looks.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
-                    self._tell_of_pace(fn)
+                    self._report_pace(fn)
                 return as_one_program(call, _spread.mesh_of(devices, team.local))
-            except NeedsTurns:  # found while it was traced: nothing was computed yet
-                return regroup(in_turns(call, devices))
+            except NeedsSequential:  # raised by the trace: nothing was computed yet
+                return regroup(run_sequentially(call, devices))
             except UnevenParts:
                 return uneven(call, devices)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
@@ -373,10 +373,10 @@ class Strategy(FirstVersion):
         with ReplicaContext(self, team.replica_id()), sole:
             return fn(*args, **kwargs)
 
-    def _tell_of_pace(self, fn: Callable[..., Any]) -> None:
-        if self._is_pace_told:
+    def _report_pace(self, fn: Callable[..., Any]) -> None:
+        if self._is_pace_reported:
             return
-        self._is_pace_told = True
+        self._is_pace_reported = True
         _log.warning(
             "%s.run of %s outside of a step: its replicas compute one operation at a "
             "time, which is compiled anew in each call. Call run in a zs.function",

@@ -79,15 +79,15 @@ class Throughput:
         for longer than that."""
         marks = list(self._marks)
         times = [mark.at for mark in marks]
-        patience, gap = window(times, now), usual_gap(times, now)
-        if not marks or now - times[-1] > patience:
+        span, gap = window(times, now), usual_gap(times, now)
+        if not marks or now - times[-1] > span:
             return 0.0
         if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
             now, _, total = marks[-1]  # the next one is under way, and has not ended
-        first = max(0, bisect_right(times, now - patience) - 1)
+        first = max(0, bisect_right(times, now - span) - 1)
         began, had = times[first], marks[first].after if first else marks[0].before
-        if now - patience - began > 1.5 * max(gap, MARK):  # it begins in a pause
-            began, had = now - patience, marks[first + 1].before
+        if now - span - began > 1.5 * max(gap, MARK):  # it begins in a pause
+            began, had = now - span, marks[first + 1].before
         return (total - had) / max(now - began, MARK)
 
 

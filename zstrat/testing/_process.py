@@ -78,14 +78,14 @@ class ProcessResources(NamedTuple):
 
 
 @contextlib.contextmanager
-def leak_check(patience: float = _ON_ITS_WAY) -> Iterator[None]:
+def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
     """Fails a test that leaves a thread or a child process behind.
 
     Daemon threads of other libraries may stay; those of zstrat, all other threads, and
     all child processes have to end. What is there on the way in is not looked at.
 
     Args:
-        patience: Seconds for a thread that was told to end.
+        timeout: Seconds for a thread that was told to end.
 
     Raises:
         AssertionError: Names what was left, on the way out.
@@ -94,7 +94,7 @@ def leak_check(patience: float = _ON_ITS_WAY) -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t not in threads and _must_end(t)]
     for thread in left:
-        thread.join(patience)  # it may be on its way out; a join is no sleep
+        thread.join(timeout)  # it may be on its way out; a join is no sleep
     names = [thread.name for thread in left if thread.is_alive()]
     if names:
         raise AssertionError(f"the test left threads behind: {names}")

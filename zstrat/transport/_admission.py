@@ -30,8 +30,8 @@ from zstrat.wire import Hello, Job
 from zstrat.wire.connection import Closed, described
 
 from ._address import Address, check_directory, check_unused, is_local
+from ._rate_limit import RateLimit
 from ._remote import Remote
-from ._seldom import Seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -98,19 +98,19 @@ def role_of(
     )
 
 
-class Complaints:
+class RefusalLog:
     """Counts whom ``task`` refused; logs no more often than a person can read."""
 
     def __init__(self, task: str, clock: Callable[[], float]) -> None:
-        self._task, self._seldom = task, Seldom(clock)
+        self._task, self._rate_limit = task, RateLimit(clock)
 
     @property
     def count(self) -> int:
-        return self._seldom.count
+        return self._rate_limit.count
 
     def add(self, reason: str) -> None:
         """Counts a refused connection, and logs the reason if it may."""
-        if self._seldom.may_say():
+        if self._rate_limit.may_log():
             _LOG.warning(
                 "%s refused a connection: %s (%d so far)",
                 self._task,
@@ -225,12 +225,12 @@ class Attendance:
         task: str,
         connections: dict[bytes, Connection],
         ended: OrderedDict[bytes, None],
-        complaints: Complaints,
+        refusals: RefusalLog,
         on_lost: Callable[[Remote, str], None],
         security: Security | None,
     ) -> None:
         self._task, self._connections, self._ended = task, connections, ended
-        self._complaints, self._on_lost = complaints, on_lost
+        self._refusals, self._on_lost = refusals, on_lost
         self._security = security
         self._remotes: dict[Identity, Remote] = {}
         self._roster = Roster()
@@ -273,7 +273,7 @@ class Attendance:
         self._drop(connection)
         remote = connection.remote
         if remote is None:
-            self._complaints.add(reason)
+            self._refusals.add(reason)
             return
         connection.remote = None
         remote.alive = False

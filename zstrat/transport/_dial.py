@@ -18,7 +18,7 @@ import zmq
 
 from ._address import is_name, looked_up, unknown
 from ._opening import NOTHING, NOTHING_AT_IPV4
-from ._socket import ZEROMQ, Event, Happening, Sockets
+from ._socket import ZEROMQ, Event, EventKind, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,7 @@ class Dial:
             socket = self._socket(zmq.DEALER)
             undo.callback(socket.close, 0)
             self._arm(socket)
-            watched = tuple(Happening)
+            watched = tuple(EventKind)
             monitor = self._sockets.monitor(socket, watched, self._happened)
             undo.callback(monitor.close)
             socket.connect(self._where.endpoint)

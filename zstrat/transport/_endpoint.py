@@ -34,14 +34,15 @@ from zstrat.wire.connection import (
 )
 
 from ._address import bindable, parse
-from ._admission import Attendance, Complaints, check_exposure
+from ._admission import Attendance, RefusalLog, check_exposure
 from ._curve import Authenticator
-from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
+from ._descriptors import Accepted, allowed
+from ._listener import IN_ALL, BoundSocket, Newcomers
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote
-from ._shared_memory import lane_of
-from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
+from ._shared_memory import channel_of
+from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,9 +95,9 @@ class Endpoint:
         self._connections: dict[bytes, Connection] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         task = task_name(me)
-        self._complaints = Complaints(task, time.monotonic)
+        self._refusals = RefusalLog(task, time.monotonic)
         self._attendance = Attendance(
-            task, self._connections, self._ended, self._complaints, on_lost, security
+            task, self._connections, self._ended, self._refusals, on_lost, security
         )
         self._handling = Handling(task, handler)
         self._newcomers: Newcomers[Accepted] = Newcomers(
@@ -206,7 +207,7 @@ class Endpoint:
             "counts": {
                 **self._attendance.counts,
                 "messages": self._handling.messages,
-                "refused": self._complaints.count,
+                "refused": self._refusals.count,
                 "impostors": self._impostors,
                 "newcomers": len(self._newcomers),
                 "probes": self._probes,
@@ -278,9 +279,7 @@ class Endpoint:
         what it wrote. None if it is refused unread."""
         # A client that chose its own id could come back as somebody else's.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
-            self._complaints.add(
-                "it sent an empty message, or chose its own routing id"
-            )
+            self._refusals.add("it sent an empty message, or chose its own routing id")
             return None
         assert self._pump is not None
         # What broke before this HELLO was sent must be known before it is judged.
@@ -289,9 +288,7 @@ class Endpoint:
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
         except zmq.ZMQError:  # it does not speak ZMTP 3: not one of our tasks
-            self._complaints.add(
-                "it speaks another version of ZeroMQ's protocol than 3"
-            )
+            self._refusals.add("it speaks another version of ZeroMQ's protocol than 3")
             return None
         line = self._sockets.accepted(descriptor)
         peer: Peer[None] = Peer(
@@ -303,7 +300,7 @@ class Endpoint:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
-            lane=lane_of(self._settings, self._me),
+            channel=channel_of(self._settings, self._me),
             absorb=partial(self._absorb, routing),
             carrier=line,
         )
@@ -315,19 +312,19 @@ class Endpoint:
 
     def _happened(self, event: Event) -> None:
         now = self._loop.time()
-        match event.happening:
-            case Happening.ACCEPTED:
+        match event.kind:
+            case EventKind.ACCEPTED:
                 line = self._sockets.accepted(event.value)
                 crowded = self._newcomers.came(event.value, line, line.address, now)
                 if crowded is not None:
-                    self._complaints.add(
+                    self._refusals.add(
                         "too many connections wait, and this one did not greet"
                     )
                     crowded.hang_up()
-            case Happening.UNBOUND:
+            case EventKind.UNBOUND:
                 if self._binding is not None:
                     self._binding.freed()
-            case Happening.BROKEN:
+            case EventKind.BROKEN:
                 self._gone += 1
                 self._newcomers.gone(event.value)
                 if self._parting is not None:
@@ -336,11 +333,11 @@ class Endpoint:
                     if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
             case (
-                Happening.FAILED
+                EventKind.FAILED
             ):  # a load balancer or an engine that looks who listens
                 self._probes += 1
             case _:
-                self._complaints.add(_WITHOUT if self._security is None else _WITH)
+                self._refusals.add(_WITHOUT if self._security is None else _WITH)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._interval, self._tick)
@@ -353,10 +350,10 @@ class Endpoint:
         now = self._loop.time()
         POOL.age(now)
         for line in self._newcomers.late(now):
-            self._complaints.add("it did not greet")
+            self._refusals.add("it did not greet")
             line.hang_up()
         for line in self._endless():
-            self._complaints.add("it sends a message without an end")
+            self._refusals.add("it sends a message without an end")
             line.hang_up()
             self._gone = _CROWD
         if self._gone >= _CROWD and self._trimmed_at + _FREED <= now:
@@ -466,10 +463,10 @@ _WITHOUT: Final = (
 )
 
 _WATCHED: Final = (
-    Happening.ACCEPTED,
-    Happening.BROKEN,
-    Happening.FAILED,
-    Happening.MISMATCHED,
-    Happening.UNAUTHORISED,
-    Happening.UNBOUND,
+    EventKind.ACCEPTED,
+    EventKind.BROKEN,
+    EventKind.FAILED,
+    EventKind.MISMATCHED,
+    EventKind.UNAUTHORISED,
+    EventKind.UNBOUND,
 )

@@ -34,8 +34,8 @@ from ._dial import Dial
 from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
-from ._shared_memory import lane_of
-from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
+from ._shared_memory import channel_of
+from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._curve import Security
-    from ._listener import Accepted
+    from ._descriptors import Accepted
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
-_LAST_WORDS: Final = 0.01
+_LAST_READ_SECONDS: Final = 0.01
 """Seconds in which what arrived before the end of a connection can still be read."""
 
 Reply = asyncio.Future[Message]
 
 _OPEN: Final = OrderState.OPEN
 
-Told = TypeVar("Told")
+Argument = TypeVar("Argument")
 
 
 def _ignore(_: object) -> None:
@@ -145,7 +145,7 @@ class Link:
             raise ValueError(f"address {address!r}: a link needs a port above 0")
         self._me = replace(me, link=next(_NUMBERS))
         self._settings, self._security, self._expect = settings, security, expect
-        self._patience = settings.timeouts.request
+        self._idle_timeout = settings.timeouts.request
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_flushed = on_flushed
         if security is not None and expect is None:
@@ -249,11 +249,11 @@ class Link:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
         future = self._loop.create_future()
-        patience = 0.0
+        idle_timeout = 0.0
         if deadline is None:
-            patience = self._patience
-            deadline = self._loop.time() + patience
-        outlet.peer.request(message, future, deadline, patience)
+            idle_timeout = self._idle_timeout
+            deadline = self._loop.time() + idle_timeout
+        outlet.peer.request(message, future, deadline, idle_timeout)
         outlet.flush()
         if deadline < self._armed_for:
             self._arm(outlet.peer.due)
@@ -332,47 +332,47 @@ class Link:
         _LOG.warning("%s: %s", self._target, self._opening.trouble)
 
     def _happened(self, event: Event) -> None:
-        match event.happening:
-            case Happening.READY:
+        match event.kind:
+            case EventKind.READY:
                 self.is_refused = False
                 if self._outlet is None:
                     self._greet()
                 else:
                     # libzmq connected again by itself before we heard of the break.
                     self._broke(self._outlet)
-            case Happening.BROKEN:
+            case EventKind.BROKEN:
                 # Said before the last message can be read, which may be the goodbye.
                 if self._outlet is not None:
-                    self._loop.call_later(_LAST_WORDS, self._broke, self._outlet)
-            case Happening.UNAUTHORISED:
+                    self._loop.call_later(_LAST_READ_SECONDS, self._broke, self._outlet)
+            case EventKind.UNAUTHORISED:
                 assert self._security is not None
                 self._opening.refuse(self._security.denied(self._target))
                 self._loop.call_soon(self._redial)
-            case Happening.MISMATCHED:
+            case EventKind.MISMATCHED:
                 self._handshake_failed(by_task=True)
-            case Happening.FAILED:
+            case EventKind.FAILED:
                 if self._has_timed_out(event):
                     self._opening.handshake_timed_out()
                     self._dial.end_question()
                     self._loop.call_soon(self._redial)
                 else:
                     self._handshake_failed(by_task=self._dial.is_task)
-            case Happening.RETRIED:
+            case EventKind.RETRIED:
                 self.is_refused = True
                 self._dial.look_up(self._redial, self._opening.looked_up)
-            case Happening.CONNECTED:
+            case EventKind.CONNECTED:
                 self._line = self._sockets.accepted(event.value)
                 self._connected_at = self._loop.time()
                 self._opening.connected()
-            case Happening.ACCEPTED | Happening.UNBOUND:
+            case EventKind.ACCEPTED | EventKind.UNBOUND:
                 pass
 
     def _has_timed_out(self, event: Event) -> bool:
         # The number is that of an error of any socket, if there was none of this one;
         # the time is wrong if the loop has been busy.
         waited = self._loop.time() - self._connected_at
-        patience = 0.9 * self._settings.timeouts.handshake
-        return event.value == errno.EAGAIN or waited > patience
+        limit = 0.9 * self._settings.timeouts.handshake
+        return event.value == errno.EAGAIN or waited > limit
 
     def _handshake_failed(self, by_task: bool) -> None:
         self._failed += 1
@@ -401,7 +401,7 @@ class Link:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
-            lane=lane_of(self._settings, self._me),
+            channel=channel_of(self._settings, self._me),
             carrier=self._line,
         )
         self._opening.trouble = (
@@ -508,7 +508,7 @@ class Link:
             error = PeerLostError(self.name, reason, closed.left, closed.returns)
             self._tell(self._on_lost, error)
 
-    def _tell(self, callback: Callable[[Told], None], what: Told) -> None:
+    def _tell(self, callback: Callable[[Argument], None], what: Argument) -> None:
         try:
             callback(what)
         except Exception:  # to the log: one bad callback must not stop the others

@@ -55,7 +55,7 @@ class Opening:
         self._target = target
         self._refusal: Exception | None = None
         self._waiters: set[asyncio.Future[Hello]] = set()
-        self._is_told = False
+        self._is_logged = False
         self._failed, self._failed_at = 0, 0.0
         self._nothing = NOTHING
         self.trouble = NOTHING
@@ -92,7 +92,7 @@ class Opening:
 
     def opened(self, hello: Hello) -> None:
         """The task greeted."""
-        self._refusal, self._is_told = None, False
+        self._refusal, self._is_logged = None, False
         self._failed = 0
         self.trouble = "it was connected before"
         for waiter in self._waiters:
@@ -157,8 +157,8 @@ class Opening:
     def refuse(self, error: Exception) -> None:
         """Ends the wait of all with the reason why one side refuses the other. If
         nobody waits, the log says it, once until the task greets."""
-        if not self._waiters and not self._is_told:
-            self._is_told = True
+        if not self._waiters and not self._is_logged:
+            self._is_logged = True
             _LOG.warning("%s", error)
         self._refusal = error
         self.fail(error)

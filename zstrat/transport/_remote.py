@@ -23,7 +23,7 @@ from zstrat.wire import Done, Message
 from zstrat.wire.connection import OrderState, described, failure, task_name
 
 from ._pool import trim
-from ._seldom import Seldom
+from ._rate_limit import RateLimit
 from ._socket import LINGER
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Hello, Job, Sink
 
-    from ._listener import Accepted
+    from ._descriptors import Accepted
     from ._pump import Outlet
 
 
@@ -199,7 +199,7 @@ class Handling:
         self._task, self._handler = task, handler
         self._tasks: set[asyncio.Task[Message]] = set()
         self._is_over = False
-        self._seldom = Seldom(time.monotonic)
+        self._rate_limit = RateLimit(time.monotonic)
         self.messages = 0
         """Handed on since the start."""
 
@@ -282,12 +282,12 @@ class Handling:
         if number is not None:
             connection.outlet.peer.reply(number, failure(error))
             return
-        if self._seldom.may_say():
+        if self._rate_limit.may_log():
             _LOG.error(
                 "%s: a notice of %s failed (%d so far): %s",
                 self._task,
                 connection.outlet.peer.name,  # which may be gone by now
-                self._seldom.count,
+                self._rate_limit.count,
                 error,
                 # An error of ours says all; any other is a defect of somebody's.
                 exc_info=None if isinstance(error, ZstratError) else error,

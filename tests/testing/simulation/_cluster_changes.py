@@ -17,9 +17,8 @@ from zstrat.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.coordinator.unthreaded import LoopCoordinator
-
     from ._contract import Training
+    from ._loop_coordinator import LoopCoordinator
     from ._scenario import Scenario
     from ._script import Scripts
 

@@ -4,7 +4,7 @@ With second copies any one server may be lost at any moment. So where the contra
 held against that, what befalls a server waits until each store has two copies that are
 well: in processes that have had no trouble for a while, and which the program knows.
 A program that goes on with what a killed one has left is held against the same, if a
-server is lost no sooner after that one than `Timeouts.patience` and ``reconnect``.
+server is lost no sooner after that one than `Timeouts.liveness` and ``reconnect``.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Faults:
         process = self._processes[name]
         if name == "chief0" and process.is_alive:
             self._program.died()
-            noticed = self._world.now + (TIMES.patience if silently else 0.0)
+            noticed = self._world.now + (TIMES.liveness if silently else 0.0)
             self._ill_until[name] = max(self._ill_until.get(name, 0.0), noticed)
         elif name.startswith("ps"):
             self._program.hurt(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.coordinator.unthreaded import LoopCoordinator
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -17,6 +16,7 @@ from zstrat.errors import (
 )
 
 from ._contract import Training
+from ._loop_coordinator import LoopCoordinator
 from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ _ASKING: Final = 12
 """Of each forty seeds that in which programs change their coordinator."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
 """Messages about an optimizer that a program sends once, also to copies."""
-RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
+RESUMED: Final = frozenset({"ChangeProgram", "CopyKept"})
 """Messages of a program that goes on with what another one has left."""
 
 

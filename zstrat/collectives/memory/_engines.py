@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 import numpy as np
 
 from zstrat.collectives._engine import CallKind
-from zstrat.collectives._reduction import Reduction, reduction_of
-from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives._reduction import ReduceOp, Reduction, reduction_of
 from zstrat.transport import Arena
 
-from ._futex import IS_AVAILABLE
+from ._barrier import IS_AVAILABLE
 from ._shm_collectives import CAPACITY, RankMemory, ShmCollectives, segment_of
 
 if TYPE_CHECKING:
@@ -132,14 +131,14 @@ _KINDS: Final = (CallKind.ALL_REDUCE, CallKind.BROADCAST, CallKind.BARRIER)
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank is: which host, counted by first ranks, and which rank on it."""
+class LocalRank:
+    """The host of a rank, counted by first ranks, and the number of the rank on it."""
 
     host: int
-    place: int
+    rank: int
 
 
-def places_of(hosts: Sequence[object]) -> tuple[list[RankPlace], list[int]]:
+def local_ranks_of(hosts: Sequence[object]) -> tuple[list[LocalRank], list[int]]:
     """Place of each rank, and the first rank of each host; ``hosts`` is, by rank, what
     the ranks of one host have alike."""
     seen: dict[object, list[int]] = {}
@@ -147,7 +146,7 @@ def places_of(hosts: Sequence[object]) -> tuple[list[RankPlace], list[int]]:
         seen.setdefault(host, []).append(rank)
     numbers = {host: number for number, host in enumerate(seen)}
     places = [
-        RankPlace(numbers[host], seen[host].index(rank))
+        LocalRank(numbers[host], seen[host].index(rank))
         for rank, host in enumerate(hosts)
     ]
     return places, [ranks[0] for ranks in seen.values()]
@@ -161,14 +160,14 @@ class HostsEngine(OneHost):
         self,
         shared: ShmCollectives,
         rank: int,
-        places: Sequence[RankPlace],
+        places: Sequence[LocalRank],
         leaders: Sequence[int],
         between: Between,
         closed: Callable[[], object],
     ) -> None:
         super().__init__(shared, closed)
         self._places, self._leaders = tuple(places), tuple(leaders)
-        self._host, self._leads = places[rank].host, places[rank].place == 0
+        self._host, self._leads = places[rank].host, places[rank].rank == 0
         self._others = tuple(leader for leader in leaders if leader != rank)
         self._between = between
         self._is_between = False
@@ -225,7 +224,7 @@ class HostsEngine(OneHost):
                     # written to what is one and the same.
                     is_same = call.source is call.target
                     source = target if is_same else call.source[part]
-                    shared.broadcast(root.place, source, target)
+                    shared.broadcast(root.rank, source, target)
                 if self._leads:
                     across = replace(call, source=target, target=target, root=root.host)
                     between = self._between.start(across, self._leaders, number)
@@ -304,7 +303,7 @@ class SharedMemory:
     ) -> CollectiveEngine:
         """The engine of one generation, behind `reach`. ``hosts`` is `hosts_of` what
         all ranks have reached."""
-        places, leaders = places_of(hosts)
+        places, leaders = local_ranks_of(hosts)
         me = places[rank]
         segments = [
             self._segments[other]
@@ -312,7 +311,7 @@ class SharedMemory:
             if place.host == me.host
         ]
         self._segments = {}
-        shared = ShmCollectives(me.place, segments, len(os.sched_getaffinity(0)))
+        shared = ShmCollectives(me.rank, segments, len(os.sched_getaffinity(0)))
         if len(leaders) == 1:
             return OneHost(shared, self.close)
         return HostsEngine(shared, rank, places, leaders, between, self.close)
@@ -341,9 +340,9 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     return hosts
 
 
-def host_memory(lane: str) -> SharedMemory | None:
+def host_memory(transport: str) -> SharedMemory | None:
     """What this rank shares with ranks of its host, None where all goes by messages."""
-    if lane not in ("auto", "shm") or not IS_AVAILABLE:
+    if transport not in ("auto", "shm") or not IS_AVAILABLE:
         return None
     try:
         return SharedMemory()

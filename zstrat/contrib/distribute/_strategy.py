@@ -205,7 +205,7 @@ class DistributionStrategy:
     def distribute_dataset(
         self, dataset_fn: Callable[[], Iterable[Any]]
     ) -> PerDeviceDataset:
-        """The dataset that ``dataset_fn`` makes, dealt out to the towers: each step
+        """The dataset that ``dataset_fn`` makes, distributed to the towers: each step
         takes one element for each of them."""
         return PerDeviceDataset(dataset_fn, self.num_towers)
 

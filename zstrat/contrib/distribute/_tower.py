@@ -54,7 +54,7 @@ class TowerContext:
     @property
     def device(self) -> str:
         """TF's name of the device that the tower runs on. A function that asks for it
-        runs in turns, tower by tower."""
+        runs sequentially, tower by tower."""
         (device,) = self._replica.devices
         return device
 

@@ -228,14 +228,14 @@ async def probe(
     ps: Sequence[str],
     workers: Mapping[int, str],
     make_link: MakeTaskLink,
-    patience: float,
+    timeout: float,
 ) -> None:
     """Whether a program could have this cluster: all parameter servers and one worker
     greet, over links of their own, which are closed again. No session is opened, so
     nothing changes for the program that has the cluster.
 
     Args:
-        patience: Seconds.
+        timeout: Seconds.
 
     Raises:
         DeadlineExceededError: Tasks did not answer in time; each one is named.
@@ -245,7 +245,7 @@ async def probe(
     """
     servers = [ProbedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
     others = [ProbedTask("worker", n, at, make_link) for n, at in workers.items()]
-    deadline = asyncio.get_running_loop().time() + patience
+    deadline = asyncio.get_running_loop().time() + timeout
     try:
         await arrive(servers, others, deadline)
     finally:

@@ -17,7 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError
-from zstrat.variables import line_outside
+from zstrat.variables import user_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +36,7 @@ class SessionClaim:
 
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
-        self.made_at = "{}:{}".format(*line_outside())
+        self.made_at = "{}:{}".format(*user_line())
         self._session: weakref.ref[ClusterSession] | None = None
         self._portal: weakref.ref[Portal] | None = None
 

@@ -40,7 +40,7 @@ class SessionOptions:
     """What the session is called. It goes on with what a program before has left under
     that name, and is left there itself, unless that is ended (`Cluster.end_on_close`).
     """
-    begins_anew: bool = False
+    restart_partial: bool = False
     """It begins with nothing if only a part is left under its name."""
     program: str = ""
     """What others are told of the program that holds the cluster."""

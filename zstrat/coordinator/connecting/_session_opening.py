@@ -18,7 +18,7 @@ from zstrat.coordinator._cluster import Cluster
 from zstrat.coordinator._servers import session_of
 from zstrat.coordinator._session import ClusterSession
 from zstrat.transport import Portal, new_incarnation, program_name
-from zstrat.transport.health import register, serve_as_told
+from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
 from ._arrival import probe
@@ -49,7 +49,7 @@ def connect_session(
     stores_per_ps: int = 1,
     make_link: MakeTaskLink | None = None,
     resume: str = "",
-    begins_anew: bool = False,
+    restart_partial: bool = False,
 ) -> ClusterSession:
     """Takes the cluster: all its parameter servers, and a worker at least.
 
@@ -68,7 +68,7 @@ def connect_session(
         stores_per_ps: Logical servers of each parameter server.
             All are made when this returns.
         make_link: How a task is reached; left out: over ZeroMQ.
-        resume, begins_anew: What the session is called, and what becomes of it if
+        resume, restart_partial: What the session is called, and what becomes of it if
             only a part is left, as of `SessionOptions`.
 
     Raises:
@@ -91,7 +91,7 @@ def connect_session(
         replicas=replicas,
         stores_per_ps=stores_per_ps,
         name=resume,
-        begins_anew=begins_anew,
+        restart_partial=restart_partial,
         program=program_name(),
     )
     return _taken(session, ps, workers, settings, make, options)
@@ -191,7 +191,7 @@ def _opened(
         BusyError: One of them has something unfinished.
         ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
     """
-    serve_as_told(settings)
+    serve_from_settings(settings)
     claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)

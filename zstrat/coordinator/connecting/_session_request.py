@@ -61,9 +61,9 @@ class SessionRequest:
         self._opening = self._reopening = opening
         # A task that was in the session has it still, or has lost it for good.
         if isinstance(opening, JoinSession):
-            self._reopening = replace(opening, patience=0.0)
+            self._reopening = replace(opening, timeout=0.0)
         self._turn, self._notice, self._on_answer = turn, notice, on_answer
-        self._farewells: Sequence[CloseSession] = ()
+        self._close_messages: Sequence[CloseSession] = ()
         """What the task is told before it is asked in."""
         self._pause = FIRST_PAUSE_SECONDS
         self._held_since: float | None = None
@@ -93,14 +93,14 @@ class SessionRequest:
         assert isinstance(self._opening, OpenSession), self._opening
         self._opening = self._reopening = replace(self._opening, origin=origin)
 
-    def enter(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def enter(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """From now on another session is opened.
 
         Args:
-            farewells: Close the sessions before.
+            close_messages: Close the sessions before.
         """
         self._opening = self._reopening = replace(self._opening, session=session)
-        self._farewells = farewells
+        self._close_messages = close_messages
         self.restart_pauses()
 
     def restart_pauses(self) -> None:
@@ -117,8 +117,8 @@ class SessionRequest:
         self.early.clear()
         opening = self._reopening if resumes else self._opening
         if not resumes:
-            for farewell in self._farewells:
-                link.submit(_sent_now(farewell)).add_done_callback(_ignore_outcome)
+            for message in self._close_messages:
+                link.submit(_sent_now(message)).add_done_callback(_ignore_outcome)
         if isinstance(opening, OpenSession):
             opening = _sent_now(opening)
         self._sent = link.submit(opening)
@@ -154,7 +154,7 @@ class SessionRequest:
         told what comes before. Told once more it would lose what the session has there
         by then, which may have the number of the one before."""
         self._held_since = None
-        self._farewells = ()
+        self._close_messages = ()
 
     def stop(self) -> None:
         """Asks nothing any more, and heeds no answer to what was asked."""

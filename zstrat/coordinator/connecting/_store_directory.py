@@ -56,7 +56,7 @@ class StoreDirectory:
             if worker.link.is_open:  # else it is told when its session is opened
                 self._tell(worker, MoveServer(worker.session, store, view, address))
 
-    def begin_anew(self, addresses: Iterable[str]) -> None:
+    def reset_addresses(self, addresses: Iterable[str]) -> None:
         """The stores are filled again at these addresses, in another session, which the
         workers are to enter: they are told then."""
         self.addresses[:] = addresses

@@ -243,12 +243,12 @@ class TaskSession:
             self._leave(reason)
             self._ask()
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """Enters another session of ours, in which the task has nothing yet, whatever
         it had, and whichever process it is.
 
         Args:
-            farewells: Close the sessions before.
+            close_messages: Close the sessions before.
         """
         if self._closed:
             return
@@ -264,7 +264,7 @@ class TaskSession:
                 self.give_up("it enters another session of the program")
         self.gone = self.lives_on = self.is_moved = self._emptied = False
         self._life, self.refusal = None, None
-        self._request.enter(session, farewells)
+        self._request.enter(session, close_messages)
         if self.link.is_open:
             self._ask()
 

@@ -1,7 +1,7 @@
 """Which store goes to which process, when one comes or goes. Decides only.
 
-Stores count alike: variables are dealt out to them evenly (`placement=`), so a process
-that serves as many as another one has about as much to do.
+Stores count alike: variables are distributed to them evenly (`placement=`), so a
+process that serves as many as another one has about as much to do.
 """
 
 from __future__ import annotations

@@ -90,13 +90,13 @@ class StoreMoves:
         ]
         return {"stores_moved": 0, "stores": stores}
 
-    async def add(self, address: str, number: int | None, patience: float) -> int:
+    async def add(self, address: str, number: int | None, timeout: float) -> int:
         """Takes a process in, and has it serve some stores, if others serve two more
         than it would; returns its number.
 
         Raises:
             AlreadyExistsError, InvalidArgumentError: It cannot be one of the cluster.
-            DeadlineExceededError: It did not answer within ``patience`` seconds of the
+            DeadlineExceededError: It did not answer within ``timeout`` seconds of the
                 end of changes that were under way.
             BusyError: It belongs to another coordinator.
             VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
@@ -107,7 +107,7 @@ class StoreMoves:
         Cancellation: stores that serve already stay there; it is let go if none does.
         """
         async with self._changing:
-            deadline = asyncio.get_running_loop().time() + patience
+            deadline = asyncio.get_running_loop().time() + timeout
             number = self._new_number(address, number)
             replication = await self._watched(deadline)
             process = replication.enter(number, address)
@@ -121,28 +121,28 @@ class StoreMoves:
             await self._rebalance(replication)
         return number
 
-    async def rebalance(self, patience: float) -> None:
+    async def rebalance(self, timeout: float) -> None:
         """Has those that serve two stores more than another one give some to it.
 
         Raises:
-            DeadlineExceededError: A process is away, for ``patience`` seconds.
+            DeadlineExceededError: A process is away, for ``timeout`` seconds.
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: One is lost.
 
         Cancellation: stores that have moved stay there.
         """
         async with self._changing:
-            deadline = asyncio.get_running_loop().time() + patience
+            deadline = asyncio.get_running_loop().time() + timeout
             await self._rebalance(await self._watched(deadline))
 
-    async def vacate(self, address: str, patience: float | None) -> None:
+    async def vacate(self, address: str, timeout: float | None) -> None:
         """Has others serve all stores of a process, and lets it go.
 
         Raises:
             NotFoundError: There is none of that address.
             InvalidArgumentError: It is one of the last.
             BusyError: It is drained already.
-            DeadlineExceededError: Something is left there after ``patience`` seconds,
+            DeadlineExceededError: Something is left there after ``timeout`` seconds,
                 or another change was under way for so long.
             UnavailableError: No other process takes what it has.
             PSUnavailableError: One is lost.
@@ -155,16 +155,16 @@ class StoreMoves:
             raise BusyError(f"ps {number} at {address} is being drained already")
         self._leaving.add(address)
         now = asyncio.get_running_loop().time()
-        deadline = None if patience is None else now + patience
+        deadline = None if timeout is None else now + timeout
         try:
-            async with self._turn(deadline, f"ps {number} at {address}", patience):
-                await self._vacate(number, address, patience, deadline)
+            async with self._turn(deadline, f"ps {number} at {address}", timeout):
+                await self._vacate(number, address, timeout, deadline)
         finally:
             self._leaving.discard(address)
 
     @contextlib.asynccontextmanager
     async def _turn(
-        self, deadline: float | None, who: str, patience: float | None
+        self, deadline: float | None, who: str, seconds: float | None
     ) -> AsyncIterator[None]:
         """Waits until no other change is under way, and keeps others from it."""
         try:
@@ -172,7 +172,7 @@ class StoreMoves:
                 await self._changing.acquire()
         except TimeoutError:
             raise DeadlineExceededError(
-                f"{who} stays as it is: for {patience:g} s another change of the "
+                f"{who} stays as it is: for {seconds:g} s another change of the "
                 "parameter servers was under way (one at a time); call drain again, "
                 "with a longer timeout"
             ) from None
@@ -182,7 +182,7 @@ class StoreMoves:
             self._changing.release()
 
     async def _vacate(
-        self, number: int, address: str, patience: float | None, deadline: float | None
+        self, number: int, address: str, seconds: float | None, deadline: float | None
     ) -> None:
         connecting = asyncio.get_running_loop().time() + self._timeouts.connect
         replication = await self._watched(min(deadline or connecting, connecting))
@@ -204,7 +204,7 @@ class StoreMoves:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     f"{process.name} at {address} has something left after "
-                    f"{patience:g} s, and stays: {_words(replication, process)}; call "
+                    f"{seconds:g} s, and stays: {_words(replication, process)}; call "
                     "drain again, with a longer timeout"
                 ) from None
             raise

@@ -154,7 +154,7 @@ class OrderAsking:
 
     async def _promote(self, order: Promote) -> Message:
         """Over a link of its own: the program's line goes there when it is done."""
-        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
+        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self._stores.servers[order.store].name, order.backup
         backup = ProbedTask(
             "ps", order.store, copy.address, self._make_link, name, copy.incarnation

@@ -17,7 +17,7 @@
         ──promoted──▶ PAIRED. If the backup is lost the partner is promoted.
     in all of these ──primary lost──▶ PROMOTING: a copy that cannot lack anything
     any phase ──no live copy is complete──▶ EMPTY: requests for the store fail.
-    any phase ──another session (`begin_anew`)──▶ ALONE, or CREATING.
+    any phase ──another session (`ReplicatedStore.reset`)──▶ ALONE, or CREATING.
 
 `NEXT_PHASES` is this drawing as data, and `COPIES_IN` says which copies there are in a
 phase: `ReplicatedStore.validate` checks a store against both.

@@ -83,7 +83,7 @@ class OrphanedStores:
         Cancellation: nothing has changed.
         """
         told, loop = self._told, asyncio.get_running_loop()
-        noticed_within = self._timeouts.patience + self._timeouts.reconnect
+        noticed_within = self._timeouts.liveness + self._timeouts.reconnect
         until: float | None = None
         while True:
             lives = list(self._stores.known.lives)

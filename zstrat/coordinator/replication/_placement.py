@@ -143,7 +143,7 @@ class StorePlacement:
         decided. Views continue."""
         self._is_started = False
         for store in self.stores:
-            store.begin_anew()
+            store.reset()
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """The process is in the session. Its ``life`` is the same number as before if

@@ -150,7 +150,7 @@ class ReplicatedStore:
 
     # Steps: each changes the phase.
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Begins empty and without a backup at its home, in another session. Views
         continue."""
         self.target = None

@@ -233,7 +233,7 @@ class Replication:
         index = self.placement.enter(address)
         return self._known.enter(number, index, address)
 
-    async def dismiss(self, process: TaskSession, patience: float) -> None:
+    async def dismiss(self, process: TaskSession, timeout: float) -> None:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
         comes next.
 
@@ -242,7 +242,7 @@ class Replication:
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was let go")
         self.placement.abandon(process.place)
-        await self._known.leave(process, patience)
+        await self._known.leave(process, timeout)
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
@@ -275,7 +275,7 @@ class Replication:
         """Whether it decides what becomes of the store if that is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
         when they are filled."""
         self._session = self._orders.session = session
@@ -284,7 +284,7 @@ class Replication:
         self.placement.enter_session()
         for store in self.placement.stores:
             self._send_home(store)
-        self._known.renew(session, farewells)
+        self._known.renew(session, close_messages)
         self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: ReplicatedStore) -> None:

@@ -125,15 +125,15 @@ class StoreProcesses:
         self._served_elsewhere[process.place][:] = [] if view is None else [view]
         process.renew(self._session, ())
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """Has all enter another session of the program, where each has its own."""
         self._session = session
         for views in self._served_elsewhere:
             views.clear()
         for each in self.sessions:
-            each.renew(session, farewells)
+            each.renew(session, close_messages)
 
-    async def leave(self, process: TaskSession, patience: float) -> None:
+    async def leave(self, process: TaskSession, timeout: float) -> None:
         """Says goodbye to one, and waits so many seconds for its answer.
 
         Cancellation: it is left all the same, and does not say whether it heard so.
@@ -142,7 +142,7 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                await asyncio.wait([process.say_goodbye(patience)])
+                await asyncio.wait([process.say_goodbye(timeout)])
         finally:
             await process.close()
 

@@ -142,16 +142,16 @@ class CopiesStatus:
             counts["stores_without_backup"] = self._not_known_whole(heard)
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
-    async def ask_without_backup(self, patience: float) -> int:
+    async def ask_without_backup(self, timeout: float) -> int:
         """Counts the stores of which not both processes answer now. A process that was
         killed a moment ago may not be missed yet.
 
         Args:
-            patience: Seconds that a process has to answer.
+            timeout: Seconds that a process has to answer.
 
         Cancellation: nothing has changed.
         """
-        deadline = asyncio.get_running_loop().time() + patience
+        deadline = asyncio.get_running_loop().time() + timeout
         answers = await asyncio.gather(
             *(_answers(process, deadline) for process in self._processes)
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import UnavailableError
 
-from ._engine import End, dealt
+from ._engine import End, distribute_tasks
 from ._fleet import Fleet
 from ._piped import TaskHost
 
@@ -167,8 +167,8 @@ def dask(
             strategy = zs.ParameterServerStrategy(cluster)
 
     The tasks are processes of their own beside the workers of Dask, which go on with
-    what they have to do; they are dealt out to these in turn, and each run has keys of
-    its own. What they log is where the workers of Dask log.
+    what they have to do; they are distributed to these in turn, and each run has keys
+    of its own. What they log is where the workers of Dask log.
 
     Args:
         client: A `distributed.Client`, a synchronous one.
@@ -203,7 +203,7 @@ def dask(
         )
     return Fleet(
         DaskEngine(client),
-        _dealt(client.nthreads(), num_ps, num_workers),
+        _distribute_tasks(client.nthreads(), num_ps, num_workers),
         restarts=restarts,
         window=window,
         env=env,
@@ -212,7 +212,9 @@ def dask(
     )
 
 
-def _dealt(workers: Iterable[str], num_ps: int, num_workers: int) -> list[FleetTask]:
+def _distribute_tasks(
+    workers: Iterable[str], num_ps: int, num_workers: int
+) -> list[FleetTask]:
     """The tasks, to the machines of Dask's workers in turn.
 
     Raises:
@@ -224,4 +226,4 @@ def _dealt(workers: Iterable[str], num_ps: int, num_workers: int) -> list[FleetT
             "the cluster of Dask has no worker: start one (dask worker ADDRESS), or "
             "scale the cluster and wait for it (client.wait_for_workers(1))"
         )
-    return dealt(num_ps, num_workers, itertools.cycle(hosts))
+    return distribute_tasks(num_ps, num_workers, itertools.cycle(hosts))

@@ -34,7 +34,9 @@ class FleetTask:
         return f"{self.job}:{self.index}"
 
 
-def dealt(num_ps: int, num_workers: int, places: Iterable[str]) -> list[FleetTask]:
+def distribute_tasks(
+    num_ps: int, num_workers: int, places: Iterable[str]
+) -> list[FleetTask]:
     """The tasks, each at the next of the places, parameter servers first."""
     names = [("ps", n) for n in range(num_ps)]
     names += [("worker", n) for n in range(num_workers)]
@@ -51,10 +53,9 @@ class TaskLaunch:
     halves. ``env`` are variables for it. ``beside`` is how many tasks of its job are on
     the same host, which share its cores and GPUs, ``place`` its own number among them.
     ``log`` is the file that takes what it prints; None: it goes where this process's
-    own errors go.
-    ``logged`` is the size of that file, in bytes, when this attempt began: what is in
-    it is of others. ``leash``: the task ends if it has not heard of this program for so
-    many seconds, as it may be cut off.
+    own errors go. ``logged`` is the size of that file, in bytes, when this attempt
+    began: what is in it is of others. ``launcher_timeout``: the task ends if it has not
+    heard of this program for so many seconds, as it may be cut off.
     """
 
     task: FleetTask
@@ -65,7 +66,7 @@ class TaskLaunch:
     place: int
     log: Path | None
     logged: int = 0
-    leash: float = Timeouts().leash
+    launcher_timeout: float = Timeouts().launcher
 
     def said(self) -> str:
         """The log of this attempt so far, its last 64 KiB; "" if it is elsewhere."""

@@ -35,10 +35,10 @@ from .state import (
     DrainTask,
     FleetNote,
     FleetOver,
-    FleetPatience,
     FleetReady,
     FleetStage,
     FleetState,
+    FleetTimeouts,
     KillTask,
     StartTask,
     TaskPhase,
@@ -83,7 +83,7 @@ class FleetPlan:
     keys: RunKeys
     env: Mapping[str, str]
     logs: Path | None
-    leash: float
+    launcher_timeout: float
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
@@ -101,7 +101,7 @@ class FleetPlan:
             beside.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
-            self.leash,
+            self.launcher_timeout,
         )
 
     def log(self, name: str) -> Path | None:
@@ -266,8 +266,8 @@ class Fleet(StartedTasks[FleetTask]):
         drain = times.drain + 2 * GRACE
         if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
             drain += float(told["ZSTRAT_HANDOVER"])
-        patience = FleetPatience(times.connect, drain, restarts, window)
-        state = FleetState([task.name for task in tasks], patience)
+        timeouts = FleetTimeouts(times.connect, drain, restarts, window)
+        state = FleetState([task.name for task in tasks], timeouts)
         folder = RunFolder(directory)
         self.directory = folder.path
         keys = RunKeys(self.directory / "keys")
@@ -281,7 +281,7 @@ class Fleet(StartedTasks[FleetTask]):
             keys,
             told,
             self.directory if logs == "files" else None,
-            times.leash,
+            times.launcher,
         )
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)

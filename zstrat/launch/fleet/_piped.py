@@ -4,9 +4,10 @@ The command runs `zstrat.daemons.launched` somewhere, and ends when that does. I
 standard input and output are the conversation with the daemon (see there), its standard
 error is the log of the task, into which the kernel writes it: what the command itself
 has to say, that it cannot reach a host, say, is there, too. The conversation is the
-leash: the daemon drains when its standard input ends, however we end, and when it has
-heard nothing for long, as on a host that is cut off. So it is sent an empty line now
-and then, by a thread of its own: we may be busy, or stopped for a while.
+heartbeat of the launcher: the daemon drains when its standard input ends, however we
+end, and when it has heard nothing for long, as on a host that is cut off. So it is sent
+an empty line now and then, by a thread of its own: we may be busy, or stopped for a
+while.
 
 Engines that have actors (Ray, Dask) make a `TaskHost` in the actor, which is on the
 machine where the task is to be: it starts the daemon there as a process of its own,
@@ -96,7 +97,7 @@ class Piped(ABC):
         # -P: the folder in which it happens to run must not shadow modules.
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
-        daemon += ["--leash", str(launch.leash)]
+        daemon += ["--launcher-timeout", str(launch.launcher_timeout)]
         return _Conversation(self, launch, hear, self.command(launch, daemon))
 
     @final
@@ -278,7 +279,7 @@ class _Conversation:
         """Lets the daemon hear of us, until it has ended or is to end."""
         assert self._process is not None
         stdin = _stream(self._process.stdin)
-        while not self._over.wait(self._launch.leash / BEATS):
+        while not self._over.wait(self._launch.launcher_timeout / BEATS):
             with self._lock:
                 if stdin.closed:
                     return

@@ -188,21 +188,21 @@ def ray(
     engine = _ray()
     if not engine.is_initialized():
         engine.init()
-    rooms = _PlacementGroups(engine, time.monotonic() + wait)
+    reserved = _PlacementGroups(engine, time.monotonic() + wait)
     try:
-        ps = rooms.group([dict(ps_resources or {"CPU": 1})] * num_ps)
+        ps = reserved.group([dict(ps_resources or {"CPU": 1})] * num_ps)
         workers = [
-            rooms.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
+            reserved.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
         ]
-        there = rooms.found(ps, workers, least)
+        there = reserved.found(ps, workers, least)
         places = {f"ps:{n}": (ps, n) for n in range(num_ps)}
         places |= {f"worker:{n}": (group, 0) for n, group in enumerate(there)}
         tasks = [
-            FleetTask(*_named(name), rooms.host(*place))
+            FleetTask(*_named(name), reserved.host(*place))
             for name, place in places.items()
         ]
         return Fleet(
-            RayEngine(engine, places, rooms.groups),
+            RayEngine(engine, places, reserved.groups),
             tasks,
             restarts=restarts,
             window=window,
@@ -211,7 +211,7 @@ def ray(
             settings=settings,
         )
     except BaseException:  # to the caller, who has no fleet that would give them back
-        rooms.give_back()
+        reserved.give_back()
         raise
 
 

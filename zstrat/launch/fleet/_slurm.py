@@ -1,8 +1,8 @@
 """A fleet in an allocation of Slurm: a step for each task, by `srun`.
 
 Steps overlap: a task that ends is started again on its node while the others hold
-theirs, and the batch script itself needs a core, too. The leash is the conversation
-with srun; besides, all steps end with the job.
+theirs, and the batch script itself needs a core, too. The launcher's heartbeat goes
+over the pipes of srun; besides, all steps end with the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zstrat.config import environment
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 
-from ._engine import FleetTask, dealt
+from ._engine import FleetTask, distribute_tasks
 from ._fleet import Fleet
 from ._piped import Piped
 
@@ -37,13 +37,13 @@ GPUS_BY_NODE: Final = (
 
 _GPUS_BY_TASK: Final = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 
-PATIENCE: Final = 30.0
+TIMEOUT: Final = 30.0
 """Seconds for a question to Slurm's controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What Slurm gave to this job: its number, and node -> tasks that it has room for.
+    """What Slurm gave to this job: its number, and node -> task slots.
 
     Each task is a step of its own. A step of a job that has its GPUs by task gets one
     of them, all steps the same one; where it has so many on several nodes together,
@@ -54,7 +54,7 @@ class Allocation:
     """
 
     job: str
-    room: Mapping[str, int]
+    slots: Mapping[str, int]
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation:
@@ -79,7 +79,7 @@ class Allocation:
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
     def tasks(self, num_ps: int, num_workers: int) -> list[FleetTask]:
-        """Who runs where: dealt out to the nodes in turn, parameter servers first.
+        """Who runs where: distributed to the nodes in turn, parameter servers first.
 
         Raises:
             ValueError: A number cannot be, or there is no room for so many.
@@ -91,21 +91,21 @@ class Allocation:
                 "and 0 or more"
             )
         wanted = num_ps + num_workers
-        turns = max(self.room.values(), default=0)
+        turns = max(self.slots.values(), default=0)
         places = [
             node
             for turn in range(turns)
-            for node, count in self.room.items()
+            for node, count in self.slots.items()
             if turn < count
         ]
         if len(places) < wanted:
-            rooms = ", ".join(f"{node}: {n}" for node, n in self.room.items())
+            by_node = ", ".join(f"{node}: {n}" for node, n in self.slots.items())
             raise ValueError(
-                f"job {self.job} has room for {len(places)} tasks ({rooms}), and "
+                f"job {self.job} has room for {len(places)} tasks ({by_node}), and "
                 f"{num_ps} ps and {num_workers} workers are {wanted}: ask Slurm "
                 f"for --ntasks={wanted}"
             )
-        return dealt(num_ps, num_workers, places)
+        return distribute_tasks(num_ps, num_workers, places)
 
 
 @final
@@ -173,7 +173,7 @@ def _addresses(nodes: Sequence[str]) -> dict[str, str]:
     asked = [slurm_program("scontrol"), "show", "node", "--oneliner", ",".join(nodes)]
     try:
         said = subprocess.run(
-            asked, capture_output=True, text=True, check=True, timeout=PATIENCE
+            asked, capture_output=True, text=True, check=True, timeout=TIMEOUT
         ).stdout
     except subprocess.CalledProcessError as error:
         raise UnavailableError(
@@ -181,7 +181,7 @@ def _addresses(nodes: Sequence[str]) -> dict[str, str]:
         ) from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(
-            f"Slurm's controller did not answer scontrol within {PATIENCE:g} s"
+            f"Slurm's controller did not answer scontrol within {TIMEOUT:g} s"
         ) from None
     found = {}
     for line in said.splitlines():
@@ -231,7 +231,7 @@ def slurm(
     found = environment()
     allocation = Allocation.of(found)
     tasks = allocation.tasks(num_ps, num_workers)
-    engine = SlurmEngine(list(allocation.room), found.get("SLURM_CPUS_PER_TASK", ""))
+    engine = SlurmEngine(list(allocation.slots), found.get("SLURM_CPUS_PER_TASK", ""))
     told = dict(env or {})
     paths = [own_folder(), told.get("PYTHONPATH") or found.get("PYTHONPATH", "")]
     told["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

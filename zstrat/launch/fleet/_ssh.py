@@ -1,9 +1,10 @@
 """A fleet on hosts that ssh reaches: the `ssh` program itself, with its own settings.
 
 There is one ssh client for each task. Nothing asks for a password: a key that ssh finds
-without a person, or an agent, lets it in. The leash is the connection. When the client
-or this program ends, the daemon's standard input ends there, and its parent, the ssh
-server's process for this client, which takes a daemon along that does not hear it.
+without a person, or an agent, lets it in. The launcher's heartbeat goes over the
+connection. When the client or this program ends, the daemon's standard input ends
+there, and its parent, the ssh server's process for this client, which takes a daemon
+along that does not hear it.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def ssh(
 
     Args:
         hosts: A TOML file (docs/engines.md), or names as ssh knows them; tasks are
-            dealt out to them in turn.
+            distributed to them in turn.
         num_ps, num_workers: How many of each; default: as the file says.
         restarts, window: A task that ends by itself is started again at its address, so
             often at most within so many seconds.

@@ -92,7 +92,7 @@ class SshHosts:
 
     def tasks(self, num_ps: int | None, num_workers: int | None) -> list[FleetTask]:
         """Who runs where. Hosts that say how many tasks they have get so many, the
-        others the rest, dealt out in turn, the workers behind the ps.
+        others the rest, distributed in turn, the workers behind the ps.
 
         Raises:
             ValueError: Nobody says how many, no host takes a job, or a host has fewer

@@ -103,7 +103,7 @@ class FleetStage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPatience:
+class FleetTimeouts:
     """How long a fleet waits, in seconds, and how often it tries again."""
 
     start: float
@@ -136,11 +136,11 @@ class _TaskState:
 class FleetState:
     """The tasks of a fleet, by name, and how far each is."""
 
-    def __init__(self, tasks: Iterable[str], patience: FleetPatience) -> None:
+    def __init__(self, tasks: Iterable[str], timeouts: FleetTimeouts) -> None:
         self._tasks = {task: _TaskState() for task in tasks}
         if not self._tasks:
             raise ValueError("a fleet of no tasks: expected one or more")
-        self._patience = patience
+        self._timeouts = timeouts
         self._stage = FleetStage.BEGINNING
         self._wave: list[str] = []
         """The tasks whose turn it is to end, by the deadline."""
@@ -241,11 +241,11 @@ class FleetState:
         known = self._tasks[task]
         known.phase, known.is_killed = TaskPhase.STARTING, False
         known.attempt += 1
-        known.due = now + self._patience.start
+        known.due = now + self._timeouts.start
         return StartTask(task, known.attempt, known.address)
 
     def _late_words(self) -> str:
-        return f"was not ready in {self._patience.start:g} s"
+        return f"was not ready in {self._timeouts.start:g} s"
 
     def _late(self, task: str, known: _TaskState, now: float) -> list[FleetOrder]:
         """A restart took too long: it is killed, and its end heard of as any other."""
@@ -269,7 +269,7 @@ class FleetState:
             words = f"{end.words}; not started again: {end.mistake}"
             note = FleetNote(f"{task} {words}", task)
             return self._over_if_all_down([note])
-        window, most = self._patience.window, self._patience.restarts
+        window, most = self._timeouts.window, self._timeouts.restarts
         known.failures.append(now)
         # The one just noted stops it.
         while known.failures[0] < now - window:
@@ -309,7 +309,7 @@ class FleetState:
         # Workers first: what they push on their way out still finds its servers.
         first = [task for task in self._tasks if not task.startswith("ps:")]
         self._wave = self._up(first) or self._up(self._tasks)
-        self._deadline = now + self._patience.drain
+        self._deadline = now + self._timeouts.drain
         return self._over_if_all_down([DrainTask(task) for task in self._wave])
 
     def _press(self, now: float) -> list[FleetOrder]:

@@ -23,8 +23,8 @@ from zstrat.variables import (
     Variable,
     VariableHandle,
     is_staging,
-    outside,
     rows_of_component,
+    user_stacklevel,
 )
 
 from ._lookup_discovery import (
@@ -75,7 +75,7 @@ class Differentiated:
 
     @staticmethod
     def of(tree: Any, name: str) -> Differentiated:
-        """Reads the variables in the tree, through the step or their home."""
+        """Reads the variables in the tree, through the step or their storage."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [leaf for _, leaf in paths]
         arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
@@ -312,7 +312,7 @@ def _warn_of_unused(variable: AbstractVariable) -> None:
         "rows, and an optimizer moves nothing of it. A variable in one part has zeros, "
         "which momentum and weight decay move; of a table they would be as large as "
         "the table. Leave it out of what is differentiated",
-        stacklevel=outside(),
+        stacklevel=user_stacklevel(),
     )
 
 

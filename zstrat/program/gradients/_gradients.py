@@ -10,7 +10,7 @@ A function that looks rows up is looked through first (`_lookup_discovery`), and
 gradient of a table that it only looked up is one of those rows (`_difference`).
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
-are captured) and outside of one (reads go to the home, at each call).
+are captured) and outside of one (reads go to the storage, at each call).
 """
 
 from __future__ import annotations

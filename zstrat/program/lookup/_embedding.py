@@ -66,7 +66,7 @@ def embedding_lookup(
             arrays that are a table in parts.
         ids: Integers of any shape, in ``[0, rows of the table)``: an array, or lists.
         max_norm: Rows of a larger L2 norm are scaled down to it.
-        partition_strategy: How the rows lie in a list: ``"div"``, one part after the
+        partition_strategy: How a list has the rows: ``"div"``, one part after the
             other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
             ``i % n``.
 
@@ -198,7 +198,7 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
         table = parts[0].table
         if layout is TableLayout.MOD and len(table.components) > 1:
             raise ValueError(
-                f"partition_strategy='mod' is for lists; the rows of {table} lie one "
+                f"partition_strategy='mod' is for lists; the rows of {table} are one "
                 "part after the other"
             )
         return table, [None] * len(table.components)
@@ -255,11 +255,11 @@ def _require_alike(
         )
     heights = [shape[0] for shape in shapes]
     rows, count = sum(heights), len(heights)
-    dealt = [-(-(rows - n) // count) for n in range(count)]
-    if layout is TableLayout.MOD and heights != dealt:
+    expected = [-(-(rows - n) // count) for n in range(count)]
+    if layout is TableLayout.MOD and heights != expected:
         raise ValueError(
-            f"partition_strategy='mod' deals {rows} rows out in turn, {dealt} to the "
-            f"parts; these have {heights}"
+            f"partition_strategy='mod' distributes {rows} rows in turn, {expected} to "
+            f"the parts; these have {heights}"
         )
 
 

@@ -8,8 +8,8 @@ The lookups of one level are one batch: ids become rows that are wanted, and ans
 become rows. All ids of a level are one vector, table after table, and each row of each
 component has a number of its own in it: the rows of the first component, then those of
 the second, and so on. One sort of these numbers finds what is asked for twice in any
-table, in which component it lies, and where each row goes when it is there. Tables
-whose rows are alike lie next to each other: their rows are one array, a *block*, which
+table, in which component it is, and where each row goes when it is there. Tables
+whose rows are alike are next to each other: their rows are one array, a *block*, which
 the program takes as one input and cuts.
 
 Law of the file: what a level looks like is computed once; per step there is no work per
@@ -101,12 +101,13 @@ class LookupBlock(NamedTuple):
 class LevelRequest(NamedTuple):
     """What one step wants of a level. ``cuts[c]`` is where the rows of component c
     begin among ``found.unique``; ``rows`` are those of components that have some.
-    ``left_out`` says which ids are `ABSENT`, if any: they are in none of the runs."""
+    ``absent_mask`` says which ids are `ABSENT`, if any: they are in none of the
+    runs."""
 
     found: Runs
     cuts: list[int]
     rows: tuple[WantedRows, ...]
-    left_out: np.ndarray | None = None
+    absent_mask: np.ndarray | None = None
 
 
 class Level:
@@ -131,7 +132,7 @@ class Level:
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
         self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
-        self._dealt = [s for s in self._full if s.table.layout is TableLayout.MOD]
+        self._modular = [s for s in self._full if s.table.layout is TableLayout.MOD]
 
     def ask(self, ids: np.ndarray) -> LevelRequest:
         """What is wanted for ids ``[size]``, int64.
@@ -139,14 +140,14 @@ class Level:
         Raises:
             IndexError: A table has no such row. Names the table and the user's line.
         """
-        left_out = absent(ids) if self._require_inside(ids) else None
+        absent_mask = absent(ids) if self._require_inside(ids) else None
         keys = ids + self._base
-        for segment in self._dealt:
+        for segment in self._modular:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
             keys[own] = bounds[ids[own] % count] + ids[own] // count
-        found = runs(keys) if left_out is None else _runs_of_some(keys, ~left_out)
+        found = runs(keys) if absent_mask is None else _runs_of_some(keys, ~absent_mask)
         cuts = np.searchsorted(found.unique, self._bounds).tolist()
         wanted = [
             WantedRows(component.spec, found.unique[start:stop] - self._bounds[c])
@@ -155,7 +156,7 @@ class Level:
             )
             if start < stop
         ]
-        return LevelRequest(found, cuts, tuple(wanted), left_out)
+        return LevelRequest(found, cuts, tuple(wanted), absent_mask)
 
     def assembled(
         self, asked: LevelRequest, answers: Sequence[np.ndarray]
@@ -184,8 +185,8 @@ class Level:
                 # Clipped: the places are right, and numpy need not check them.
                 places = places - first if first else places
                 rows = rows.take(places, 0, own, mode="clip")
-                if asked.left_out is not None:
-                    rows[asked.left_out[block.start : block.stop]] = 0
+                if asked.absent_mask is not None:
+                    rows[asked.absent_mask[block.start : block.stop]] = 0
             blocks.append(rows)
         return blocks
 
@@ -196,7 +197,7 @@ class Level:
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
         found, ids = asked.found, slice(first.start, last.stop)
-        if asked.left_out is not None:
+        if asked.absent_mask is not None:
             before = int(found.counts[:low].sum())
             ids = slice(before, before + int(found.counts[low:high].sum()))
         return Runs(
@@ -255,7 +256,7 @@ def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
 def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
     """For each id of the level its place among the unique ones; some place, if it is
     left out."""
-    if asked.left_out is None:
+    if asked.absent_mask is None:
         return asked.found.inverse()
     found = asked.found
     inverse = np.zeros(size, np.intp)

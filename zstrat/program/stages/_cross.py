@@ -1,9 +1,9 @@
-"""What processes do together in a step: a mark in the traced program, where it is cut.
+"""Collectives between processes in a step: equations at which the program is cut.
 
 A step of several processes is traced as one program, in which each collective between
 them is one equation of a primitive of ours. Nothing compiles that equation: the program
-is cut there (`_stages`), and what lies before it runs, then the collective, then what
-lies behind. Where nothing is traced, the collective happens at once.
+is cut there (`_stages`), and what is before it runs, then the collective, then what
+is after it. Where nothing is traced, the collective happens at once.
 
 Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
 mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from zstrat.program.trace._where import here
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from jax.sharding import Mesh
 
@@ -99,9 +99,9 @@ class CrossKind(enum.Enum):
 class Channel:
     """The processes of a strategy, as traced programs know them.
 
-    The collective behind it may change (a group that is formed anew): ``mark`` is what
-    a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
-    `PROCESS` and that of the replicas, XLA carries out what steps do.
+    The collective behind it may change (a group that is formed anew): ``fingerprint``
+    is what a trace depends on. With a ``mesh`` of the devices of all processes, whose
+    axes are `PROCESS` and that of the replicas, XLA carries out what steps do.
 
     Calls that are to be carried out with options of their own go through a channel of
     their own (`under`), so they are one call with no others.
@@ -138,7 +138,7 @@ class Channel:
         return self.collective.size
 
     @property
-    def mark(self) -> tuple[int, int]:
+    def fingerprint(self) -> tuple[int, int]:
         """A program that was traced under another one is not used."""
         return self.rank, self.size
 
@@ -161,9 +161,15 @@ class Channel:
                 return list(collective.broadcast(given, 0))
 
 
-def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums over all processes. Differentiable: gradients are summed as well."""
-    return list(_differentiable(channel, here())(tuple(arrays)))
+def sum_over(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
+    """The sums over all processes. Differentiable: gradients are summed as well.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
+    """
+    return list(_differentiable(channel, here(), axis)(tuple(arrays)))
 
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -171,12 +177,17 @@ def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return _bound(channel, CrossKind.FIRST, here(), arrays)
 
 
-def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def gather_from(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
     """The arrays of all processes, ``[size * n, ...]`` of ``[n, ...]`` each.
 
     Differentiable: a process is given the sum of all gradients of its part.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
     """
-    return list(_gathering(channel, here())(tuple(arrays)))
+    return list(_gathering(channel, here(), axis)(tuple(arrays)))
 
 
 crossing: Final[Any] = Primitive("zstrat_crossing")
@@ -252,27 +263,48 @@ def gathered(array: jax.Array, axis: str) -> jax.Array:
     )
 
 
-def _differentiable(channel: Channel, where: str) -> Any:
+def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
         lambda arrays: (reduced(arrays), None),
-        lambda _, gradients: (reduced(gradients),),
+        lambda _, gradients: (_summed_once(reduced, gradients, axis),),
     )
     return summed
 
 
-def _gathering(channel: Channel, where: str) -> Any:
+def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
-    def mine(_: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+    def mine(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
-        return (tuple(jnp.split(x, size)[rank] for x in whole),)
+        return tuple(jnp.split(x, size)[rank] for x in whole)
 
     both = jax.custom_vjp(gathered)
-    both.defvjp(lambda arrays: (gathered(arrays), None), mine)
+    both.defvjp(
+        lambda arrays: (gathered(arrays), None),
+        lambda _, gradients: (_summed_once(mine, gradients, axis),),
+    )
     return both
+
+
+def _summed_once(
+    cross: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    gradients: tuple[Any, ...],
+    axis: str | None,
+) -> tuple[Any, ...]:
+    """The gradients of all processes, and of all replicas of a mapped axis.
+
+    What crosses is taken from one replica, so the gradients of all are added before.
+    The first replica gets the sum and the others zeros, because the gradient of what
+    made the arrays equal (a sum over the axis, say) adds them up once more.
+    """
+    if axis is None:
+        return cross(gradients)
+    whole = cross(tuple(_psum(list(gradients), axis)))
+    is_first = jax.lax.axis_index(axis) == 0
+    return tuple(jnp.where(is_first, x, jnp.zeros_like(x)) for x in whole)

@@ -134,13 +134,13 @@ class StagedProgram:
         """Raises `Outdated`, or whatever the body raises while it is traced."""
         self.plan = plan
         self._held = staged.held
-        self._mark = staged.mark
+        self._fingerprint = staged.fingerprint
         self._slots = staged.slots_like
         closed, shape = self._traced_body(staged)
         self._shape: list[Any] = list(shape)
         cut, self._constants = stages(closed)
         channels = {x.channel for stage in cut for x in stage.crossings}
-        self._channels = {channel: channel.mark for channel in channels}
+        self._channels = {channel: channel.fingerprint for channel in channels}
         given = len(staged.inputs) + len(staged.leaves)
         # In the order of what becomes of them, as jax pairs them by shape.
         moved = [given + n for n in self._held.moved_reads()]
@@ -170,7 +170,7 @@ class StagedProgram:
         """The same program for other variables, which ``plan`` has in place of its own;
         None: it has an optimizer, or is one of several processes."""
         held = self._held.with_others(plan, variables)
-        if held is None or self._channels or held.mark != self._mark:
+        if held is None or self._channels or held.fingerprint != self._fingerprint:
             return None
         made = copy.copy(self)
         made.plan, made._held = plan, held
@@ -179,9 +179,12 @@ class StagedProgram:
     @property
     def is_current(self) -> bool:
         """Whether variables and processes are as it was traced for."""
-        return self._held.mark == self._mark and (
+        return self._held.fingerprint == self._fingerprint and (
             not self._channels
-            or all(channel.mark == mark for channel, mark in self._channels.items())
+            or all(
+                channel.fingerprint == fingerprint
+                for channel, fingerprint in self._channels.items()
+            )
         )
 
     def run(
@@ -277,7 +280,7 @@ class StagedProgram:
                     staged.inputs, staged.leaves, staged.values_like, staged.slots_like
                 )
         except Exception as error:  # of the user's, or because of the other thread
-            if self._held.mark != self._mark:
+            if self._held.fingerprint != self._fingerprint:
                 raise Outdated from error
             raise
 

@@ -46,7 +46,7 @@ class WholeProgram:
     def __init__(self, plan: Plan, staged: Staged, mesh: Mesh) -> None:
         self.plan = plan
         self._held = staged.held
-        self._mark = staged.mark
+        self._fingerprint = staged.fingerprint
         made: Any = NamedSharding  # untyped
         self._apart = made(mesh, _spec(PROCESS))
         self._everywhere = made(mesh, _spec())
@@ -61,7 +61,7 @@ class WholeProgram:
     @property
     def is_current(self) -> bool:
         """Whether variables and processes are as it was traced for."""
-        return self._held.mark == self._mark
+        return self._held.fingerprint == self._fingerprint
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws

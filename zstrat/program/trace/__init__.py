@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ._capture import Capture as Capture
 from ._capture import RecordedLookup as RecordedLookup
-from ._context import Mark as Mark
+from ._context import StrategyFingerprint as StrategyFingerprint
 from ._context import as_replica as as_replica
 from ._context import asked as asked
-from ._context import beneath as beneath
 from ._context import current_trace as current_trace
 from ._context import printed_before as printed_before
-from ._context import surroundings as surroundings
+from ._context import set_default_fingerprint as set_default_fingerprint
+from ._context import strategy_fingerprint as strategy_fingerprint
 from ._eager import Immediate as Immediate
 from ._eager import own_copy_later as own_copy_later
 from ._eager import rows_now as rows_now
@@ -20,10 +20,9 @@ from ._feeds import TraceFeed as TraceFeed
 from ._flow import Flow as Flow
 from ._flow import marked as marked
 from ._int32_checks import fits as fits
-from ._int32_checks import is_narrowed as is_narrowed
+from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
-from ._iterator import Drawing as Drawing
 from ._iterator import StepIterator as StepIterator
 from ._made_up import BodyProgram as BodyProgram
 from ._made_up import MadeUp as MadeUp
@@ -39,12 +38,10 @@ from ._signature import Plain as Plain
 from ._structure import is_described as is_described
 from ._structure import split as split
 from ._updates import apart_from_now as apart_from_now
-from ._updates import copies_in_step as copies_in_step
-from ._updates import device_home as device_home
+from ._updates import device_storage as device_storage
 from ._updates import has_copies as has_copies
 from ._updates import is_apart as is_apart
 from ._updates import is_on_read as is_on_read
-from ._updates import keep_copies as keep_copies
 from ._updates import moved as moved
 from ._updates import rows_here as rows_here
 from ._updates import updates_copies as updates_copies

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.variables import (
     LOCAL,
     AbstractVariable,
-    CopyHome,
-    Detached,
-    DeviceHome,
+    CopyStorage,
+    DeviceStorage,
     ShardedVariable,
+    UnboundStorage,
     Variable,
     VariableUse,
     joined,
@@ -71,12 +71,12 @@ def given_variables(call: CutCall) -> GivenVariables | None:
         return None
     numbers = {key: number for number, key in enumerate(found)}
     key: Any = call.key  # as `cut` makes it
-    treedef, marks, *rest = key
+    treedef, fingerprints, *rest = key
     alike = [
-        (type(leaf), *[_mark(part, numbers) for part in leaf.components])
+        (type(leaf), *[_fingerprint(part, numbers) for part in leaf.components])
         if isinstance(leaf, AbstractVariable)
-        else mark
-        for leaf, mark in zip(call.leaves, marks, strict=True)
+        else fingerprint
+        for leaf, fingerprint in zip(call.leaves, fingerprints, strict=True)
     ]
     return GivenVariables(tuple(found.values()), (treedef, tuple(alike), *rest))
 
@@ -84,18 +84,20 @@ def given_variables(call: CutCall) -> GivenVariables | None:
 def _may_be_shared(variable: Variable) -> bool:
     """Whether it is no copy, which is a row of another variable, and none whose value
     came along from another process."""
-    home = variable.home
-    is_carried = isinstance(home, Detached) and variable.spec.ps == LOCAL
-    return not (isinstance(home, CopyHome) or is_carried)
+    storage = variable.storage
+    is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
+    return not (isinstance(storage, CopyStorage) or is_carried)
 
 
-def _mark(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
-    spec, home = variable.spec, variable.home
+def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
+    spec, storage = variable.spec, variable.storage
     part = spec.part and replace(spec.part, whole="")
     ps = LOCAL if spec.ps == LOCAL else 0
     alike = replace(spec, key=numbers[spec.key], name="", ps=ps, part=part)
-    place = (home.residence, home.is_apart) if isinstance(home, DeviceHome) else ()
-    return type(variable), alike, type(home), place
+    place = (
+        (storage.pool, storage.is_apart) if isinstance(storage, DeviceStorage) else ()
+    )
+    return type(variable), alike, type(storage), place
 
 
 class LookedForError(BaseException):

@@ -22,8 +22,8 @@ updates on as explicit outputs. In it, the value of a variable of which each rep
 a copy is that copy; outside of it, all copies are known, and the value is the first.
 
 One replica's copy, taken outside of the replicas, is a row of all copies as the step
-has made them so far. Law of the file: a step never asks the home of a copy. So a read
-finds what was written before it in the same step, to the copy or to the variable.
+has made them so far. Law of the file: a step never asks the storage of a copy. So a
+read finds what was written before it in the same step, to the copy or to the variable.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
     Table,
+    TraceRecorder,
     VariableUse,
-    copy_home,
+    copy_storage,
     lives_here,
     note_use,
     operands_of,
@@ -54,10 +55,8 @@ from ._updates import (
     Write,
     after_writes,
     apart_from_now,
-    copies_in_step,
     is_apart,
     is_here,
-    keep_copies,
     moved,
     rows_here,
     shown_to,
@@ -72,9 +71,8 @@ if TYPE_CHECKING:
     import jax
 
     from zstrat.variables import (
-        CopyHome,
+        CopyStorage,
         GradientCall,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -83,13 +81,13 @@ if TYPE_CHECKING:
     from ._iterator import StepIterator
 
 
-def row_of(recording: TraceRecorder, copy: CopyHome) -> jax.Array:
+def row_of(recording: TraceRecorder, copy: CopyStorage) -> jax.Array:
     """The value of the copy."""
-    row: jax.Array = copies_in_step(recording, copy.container)[copy.number]
+    row: jax.Array = recording.copies(copy.container)[copy.number]
     return row
 
 
-def change(recording: TraceRecorder, copy: CopyHome, update: Recorded) -> None:
+def change(recording: TraceRecorder, copy: CopyStorage, update: Recorded) -> None:
     """Makes the next value of the copy alone; all are kept apart from now on.
 
     Raises:
@@ -102,9 +100,9 @@ def change(recording: TraceRecorder, copy: CopyHome, update: Recorded) -> None:
     if len(operands) > 1:
         operands = (marked(reaching(operands[0])), *operands[1:])
     apart_from_now(copy.container)
-    copies = copies_in_step(recording, copy.container)
+    copies = recording.copies(copy.container)
     value = moved(update.op, operands, copies[copy.number])
-    keep_copies(recording, copy.container, copies.at[copy.number].set(value))
+    recording.put_copies(copy.container, copies.at[copy.number].set(value))
 
 
 MAX_DRAWS: Final = 1024
@@ -123,7 +121,7 @@ class RecordedLookup:
     where: str
 
 
-class Capture:
+class Capture(TraceRecorder):
     """Records one trace of a body. See the module's docstring.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of ``iterators``, those
@@ -160,14 +158,14 @@ class Capture:
         self._writes: dict[int, list[Write]] = {}
         self._optimized: dict[int, str] = {}
         self._touched: dict[int, str] = {}
-        self._home: object = None
+        self._own_trace: object = None
         self._tell_outer: Callable[[], None] | None = None
         self._scope = ExitStack()
 
     @contextmanager
     def recording(self) -> Iterator[Capture]:
         """Runs what is inside as the body; entered once, in the trace it belongs to."""
-        self._home = current_trace()
+        self._own_trace = current_trace()
         with self._scope:
             self._scope.enter_context(fresh())
             here_before = recorder.set(self)
@@ -186,7 +184,7 @@ class Capture:
             RuntimeError: An optimizer has updated it in this step.
         """
         note_use(VariableUse.VALUE, variable)
-        if not self._is_region and (copy := copy_home(variable)) is not None:
+        if not self._is_region and (copy := copy_storage(variable)) is not None:
             return row_of(self, copy)
         value = self._current(variable)
         # Of copies that replicas keep apart, who stands outside of them has the first.
@@ -204,7 +202,7 @@ class Capture:
             # Of rows, as if it were in parts: what is not there is named, with the line
             # that meant it, before anything is sent.
             target = Table(target.name, (target,))
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.update_inside(update.subject, _named(op))
         table = target if isinstance(target, Table) else None
         self._note(
@@ -220,7 +218,7 @@ class Capture:
         """
         variable, op = update.variable, update.op
         note_use(VariableUse.VALUE, variable)
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.update_inside(variable.spec, _named(op))
         key = variable.spec.key
         self.own[key] = variable, moved(op, update.operands, self._current(variable))
@@ -239,7 +237,7 @@ class Capture:
             RuntimeError: Under a transformation of jax.
         """
         note_use(VariableUse.VALUE, variable)
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.update_inside(variable.spec, "an update of copies")
         self.moves.put(variable, copies)
         self._values[variable.spec.key] = copies
@@ -265,7 +263,7 @@ class Capture:
                 table.
         """
         note_use(VariableUse.VALUE, *table.components)
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.lookup_inside(table)
         if all(map(self._knows, table.components)):
             return rows_here(table, marked(ids), partial(shown_to, self))
@@ -288,7 +286,7 @@ class Capture:
         call = replace(call, where=call.where or here())
         variables = call.variables
         note_use(VariableUse.VALUE, *variables)
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer
         noted = partial(Recorded, optimizer=optimizer, where=call.where)
@@ -344,7 +342,7 @@ class Capture:
         """
         if self._is_region:
             raise _refusals.draw_in_replica(iterator)
-        if not self._is_home():
+        if not self._is_here():
             raise _refusals.draw_inside()
         if len(self.draws) == MAX_DRAWS:
             raise RuntimeError(
@@ -393,11 +391,11 @@ class Capture:
 
     def _knows(self, variable: VariableHandle) -> bool:
         """Whether the value is here, or a row of what is."""
-        is_row = not self._is_region and copy_home(variable) is not None
+        is_row = not self._is_region and copy_storage(variable) is not None
         return is_row or is_here(variable)
 
     def _move(self, update: Recorded) -> None:
-        if (copy := copy_home(update.variables[0])) is not None:
+        if (copy := copy_storage(update.variables[0])) is not None:
             change(self, copy, update)
             return
         self.moves.note(update, self._current)
@@ -406,8 +404,8 @@ class Capture:
             self._values[key] = self.moves.values[key][1]
         self._scope.enter_context(fresh())
 
-    def _is_home(self) -> bool:
-        return current_trace() == self._home
+    def _is_here(self) -> bool:
+        return current_trace() == self._own_trace
 
     def _current(self, variable: VariableHandle) -> jax.Array:
         """The value, or all copies of it."""
@@ -418,7 +416,7 @@ class Capture:
         if key in self._optimized:
             raise _refusals.read_after_optimizer(variable, self._optimized[key])
         value = self._computed(variable)
-        if self._is_home():
+        if self._is_here():
             # A value computed under a transformation belongs to that inner trace.
             self._values[key] = value
         return value
@@ -438,7 +436,7 @@ class Capture:
         value = self._feed.value(variable.spec)
         if not self._is_region and is_apart(variable):
             value = spread(variable, value)
-        if self._is_home():
+        if self._is_here():
             self._base[key] = value
         return value
 

@@ -98,35 +98,37 @@ asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
 )
 """Told whenever a trace asks, so that its plan is not used under another context."""
 
-surroundings: Final[ContextVar[Hashable]] = ContextVar(
-    "zstrat_surroundings", default=None
+strategy_fingerprint: Final[ContextVar[StrategyFingerprint | None]] = ContextVar(
+    "zstrat_strategy_fingerprint", default=None
 )
-"""Names what a body is told of its strategy: the `Mark` of the innermost context. Set
-by whoever enters or leaves one; None: nothing was entered."""
+"""The fingerprint of the innermost strategy context; None outside of all contexts. The
+code that enters or leaves a context sets it."""
+
+_default_fingerprint: StrategyFingerprint | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """Equal where a body is told the same. ``strategy`` is held weakly by the programs
-    that it names; ``place`` says on which side of it the code is."""
+class StrategyFingerprint:
+    """What a body can see of its strategy; equal fingerprints can share a program.
+
+    Programs hold the ``strategy`` weakly; ``side`` says on which side of the strategy
+    the code runs.
+    """
 
     strategy: weakref.ref[object]
-    place: Hashable
+    side: Hashable
 
 
-class Beneath:
-    """What surrounds code that has entered nothing."""
-
-    mark: Mark | None = None
-
-
-beneath: Final = Beneath()
+def set_default_fingerprint(fingerprint: StrategyFingerprint | None) -> None:
+    """Sets the fingerprint of code that has entered no strategy context."""
+    global _default_fingerprint
+    _default_fingerprint = fingerprint
 
 
-def surrounding() -> Hashable:
-    """What surrounds the code that calls this."""
-    mark = surroundings.get()
-    return beneath.mark if mark is None else mark
+def current_fingerprint() -> StrategyFingerprint | None:
+    """Returns the fingerprint of the strategy context of the caller."""
+    fingerprint = strategy_fingerprint.get()
+    return _default_fingerprint if fingerprint is None else fingerprint
 
 
 tracing_again: Final = ContextVar("zstrat tracing again", default=False)

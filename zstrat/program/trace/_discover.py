@@ -18,14 +18,14 @@ import numpy as np
 from zstrat.program._device_state import PlannedVariables
 from zstrat.program.lookup._lookups import PlannedLookup
 from zstrat.program.stages._stages import channels_of
-from zstrat.variables import DeviceHome
+from zstrat.variables import DeviceStorage
 
 from . import _refusals
 from ._body import TracedBody, made_by
 from ._capture import Capture
 from ._feeds import Discovery
 from ._flow import Flow
-from ._int32_checks import narrowed, taken_as_ids, wide_leaves
+from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
 from ._made_up import body_program
 from ._plan import Plan, PlannedUpdate, Template
 from ._updates import is_here
@@ -65,7 +65,8 @@ class Staged:
     """The body of a step of variables that live here, or of several processes, as a
     function to be traced.
 
-    ``held`` are the variables, and ``mark`` is that of `PlannedVariables` from before
+    ``held`` are the variables, and ``fingerprint`` is that of `PlannedVariables` from
+    before
     anything was asked about how they lie: if it is still that one, all answers are.
 
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
@@ -78,7 +79,7 @@ class Staged:
     inputs: list[Any]
     leaves: list[Any]
     held: PlannedVariables
-    mark: Hashable
+    fingerprint: Hashable
     values_like: list[Any]
     slots_like: list[Any]
     mesh: Mesh | None
@@ -161,7 +162,7 @@ def staged(
         call.inputs,
         [_as_taken(leaf) for element in elements for leaf in element.leaves],
         held,
-        held.mark,
+        held.fingerprint,
         values_like,
         [list(rule.kinds) for _, rule in kept.values()],
         mesh,
@@ -190,9 +191,9 @@ def _levels(
 
 def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
     """What a step is given of the variable: its value, or a copy for each replica."""
-    shape, home = variable.shape, variable.home
-    if isinstance(home, DeviceHome) and home.is_apart:
-        shape = (home.residence.copies, *shape)
+    shape, storage = variable.shape, variable.storage
+    if isinstance(storage, DeviceStorage) and storage.is_apart:
+        shape = (storage.pool.copies, *shape)
     return _shaped(shape, variable.spec.numpy_dtype)
 
 
@@ -271,14 +272,16 @@ def discover(
         mesh = next((channel.mesh for channel in channels if channel.mesh), None)
         in_stages = staged(plan, body, call, elements, capture, mesh)
         if wide:
-            plan = replace(plan, narrowed=narrowed(plan, in_stages.traced(), wide))
+            plan = replace(
+                plan, downcast_leaves=downcast_leaves(plan, in_stages.traced(), wide)
+            )
         return plan, in_stages
     indexed = wide and any(update.table is not None for update in plan.updates)
     if plan.lookups or indexed:
         again = retraced(plan, body, call, elements)
         plan = replace(
             plan,
-            narrowed=narrowed(plan, again, wide),
+            downcast_leaves=downcast_leaves(plan, again, wide),
             taken=taken_as_ids(plan, again) if wide else frozenset(),
         )
         if plan.lookups:

@@ -22,7 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from zstrat.variables import NarrowingWarning, is_cut, outside, what_is_lost
+from zstrat.variables import (
+    DowncastWarning,
+    downcast_loss,
+    is_downcast,
+    user_stacklevel,
+)
 
 from . import joined
 from ._flow import _MARK, Flow
@@ -42,7 +47,7 @@ def wide_leaves(
     """The leaves of inputs and elements, by number, that jax would take for integers of
     fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    found = [number for number, leaf in enumerate(leaves) if is_narrowed(leaf)]
+    found = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not found:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
@@ -61,7 +66,7 @@ def wide_leaves(
     return {number: places[number] for number in found}
 
 
-def narrowed(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
+def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
     """Those of these leaves of which ids or indices of rows are computed in a program,
     whose last outputs are operands of the plan's updates and ids of its lookups."""
     if not wide:
@@ -99,14 +104,14 @@ def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
 
 
 def require_fitting(
-    step: str, leaves: Sequence[Any], narrowed: Mapping[int, str]
+    step: str, leaves: Sequence[Any], downcast_leaves: Mapping[int, str]
 ) -> None:
     """Refuses leaves, by number, that do not fit 32 bits. Cost: a pass over each.
 
     Raises:
         ValueError: Names the place and the value.
     """
-    for number, place in narrowed.items():
+    for number, place in downcast_leaves.items():
         leaf = np.asarray(leaves[number])
         if fits(leaf):
             continue
@@ -123,7 +128,7 @@ def require_fitting(
 def fits(leaf: Any) -> bool:
     """Whether jax takes integers of numpy for what they are; all else fits. Cost: a
     pass over those that jax takes for ones of fewer bits."""
-    if not is_narrowed(leaf) or not leaf.size:
+    if not is_integer_downcast(leaf) or not leaf.size:
         return True
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return bool(fit.min <= int(leaf.min()) and int(leaf.max()) <= fit.max)
@@ -149,7 +154,7 @@ def _wrong(leaf: np.ndarray) -> int:
     return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
 
 
-def is_narrowed(leaf: Any) -> bool:
+def is_integer_downcast(leaf: Any) -> bool:
     """Whether it has integers of numpy that jax takes for ones of fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
@@ -185,7 +190,7 @@ class Watch:
         one.
 
         Warns:
-            NarrowingWarning: One of them loses bits; names its place.
+            DowncastWarning: One of them loses bits; names its place.
         """
         count = len(leaves)
         once = [number for number in self._once if number < count]
@@ -204,7 +209,7 @@ class Watch:
     def _tell(self, number: int, leaf: Any) -> None:
         place = self._places[number]
         key = _key(place, leaf)
-        if key in self._said or (lost := what_is_lost(leaf)) is None:
+        if key in self._said or (lost := downcast_loss(leaf)) is None:
             return
         self._said.add(key)
         tell(f"{place} of the step function {self._step!r}", leaf, lost)
@@ -218,8 +223,8 @@ def watch(
     ``elements`` are those that the plan draws.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    cut = {number for number, leaf in enumerate(leaves) if is_cut(leaf)}
-    cut -= plan.narrowed.keys() | plan.taken
+    cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
+    cut -= plan.downcast_leaves.keys() | plan.taken
     if not cut:
         return None
     names = _in_words(plan, call, elements)
@@ -234,11 +239,11 @@ def tell_of_arguments(
     """Warns of what the arguments of an eager step lose, as `tell` does of a program's.
 
     Warns:
-        NarrowingWarning: One of them loses bits; names its place.
+        DowncastWarning: One of them loses bits; names its place.
     """
     for place, leaf in places_of(args, kwargs):
         key = _key(place, leaf)
-        if key in said or (lost := what_is_lost(leaf)) is None:
+        if key in said or (lost := downcast_loss(leaf)) is None:
             continue
         said.add(key)
         tell(f"{place} of the step function {step!r}", leaf, lost)
@@ -252,19 +257,21 @@ def tell(place: str, leaf: Any, lost: str) -> None:
     """Says that a leaf loses bits.
 
     Warns:
-        NarrowingWarning: Always.
+        DowncastWarning: Always.
     """
-    warnings.warn(words(place, leaf, lost), NarrowingWarning, stacklevel=outside())
+    warnings.warn(
+        words(place, leaf, lost), DowncastWarning, stacklevel=user_stacklevel()
+    )
 
 
 def words(place: str, leaf: Any, lost: str) -> str:
     """What is said of a leaf that loses bits."""
-    narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
     cure = "make it fit where it is made (hash it in the dataset, say)"
     if leaf.dtype.kind not in "iu":
-        cure = f'give it as .astype("{narrow}")'
+        cure = f'give it as .astype("{kept}")'
     return (
-        f"{place} has dtype {leaf.dtype}, and jax computes with {narrow}: {lost}. "
+        f"{place} has dtype {leaf.dtype}, and jax computes with {kept}: {lost}. "
         f"{cure[0].upper()}{cure[1:]}, or switch on jax_enable_x64 "
         "(JAX_ENABLE_X64=1, on the workers, too)"
     )

@@ -141,7 +141,7 @@ class Plan:
     targets: tuple[tuple[tuple[VariableHandle, ...], OptimizerHandle | None], ...]
     lookups: tuple[PlannedLookup, ...] = ()
     moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
-    narrowed: Mapping[int, str] = field(default_factory=dict)
+    downcast_leaves: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[GradientCall, ...] = ()
     taken: frozenset[int] = frozenset()
     watch: Callable[[Sequence[Any]], None] | None = None

@@ -100,7 +100,7 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
 
 
 def _held(thing: Any) -> list[Any]:
-    """What an object refers to, as far as variables lie there."""
+    """What an object refers to, as far as variables are there."""
     if isinstance(thing, FunctionType):
         apart = thing.__globals__, getattr(thing, "__builtins__", None)
         parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
@@ -118,7 +118,7 @@ def _held(thing: Any) -> list[Any]:
 
 
 def _named_by(thing: FunctionType) -> list[Any]:
-    """Globals, and what lies in modules, which are reached from a global or from an
+    """Globals, and what is in modules, which are reached from a global or from an
     ``import`` in the body."""
     names = dict.fromkeys(_names(thing.__code__))
     cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]

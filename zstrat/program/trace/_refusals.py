@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from jax import errors as jax_errors
 
-from zstrat.variables import DeviceHome, LocalHome
+from zstrat.variables import DeviceStorage, LocalStorage
 
 from ._where import here, raised_at
 
@@ -219,13 +219,17 @@ def lookup_not_ready(table: object) -> RuntimeError:
 
 def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
     """The new value is not known yet where the variable is read."""
-    if isinstance(variable.home, DeviceHome):
+    if isinstance(variable.storage, DeviceStorage):
         made = (
             "by the optimizer, of the gradients of all replicas. Read it before "
             "apply_gradients, after strategy.run, or in the next step"
         )
     else:
-        by = "optimizer" if isinstance(variable.home, LocalHome) else "parameter server"
+        by = (
+            "optimizer"
+            if isinstance(variable.storage, LocalStorage)
+            else "parameter server"
+        )
         made = (
             f"by the {by}, after the step. Read it before apply_gradients, or in the "
             "next step"

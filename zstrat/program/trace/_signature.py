@@ -32,7 +32,7 @@ from zstrat.variables import (
 )
 
 from . import _refusals, joined
-from ._context import surrounding
+from ._context import current_fingerprint
 from ._iterator import Element, StepIterator
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class Plain:
 class CutCall(NamedTuple):
     """The arguments of one call, cut.
 
-    ``key`` is ``treedef``, a mark per leaf, settings of jax, and the strategy around
-    the call.
+    ``key`` is ``treedef``, a fingerprint per leaf, settings of jax, and the strategy
+    around the call.
     ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
     iterators, both in order; ``leaves`` are all leaves.
     """
@@ -99,47 +99,47 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
             being traced by jax.
         ValueError: It is a masked array, as jax says.
     """
-    around = surrounding()
+    fingerprint = current_fingerprint()
     settings = _settings(jax.config)
-    if not args and not kwargs and around is None:
+    if not args and not kwargs and fingerprint is None:
         return _bare(settings)
     leaves, treedef = joined.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
-    marks: list[Any] = []
+    fingerprints: list[Any] = []
     for leaf in leaves:
         kind = type(leaf)
         # By exact type first, which is quickest: this runs at each call of a step.
         if kind is np.ndarray:
-            marks.append((leaf.shape, leaf.dtype))
+            fingerprints.append((leaf.shape, leaf.dtype))
             inputs.append(leaf)
         elif kind in _NUMBERS:
-            marks.append(kind)
+            fingerprints.append(kind)
             inputs.append(leaf)
         elif isinstance(leaf, jax.Array):
             if isinstance(leaf, _Tracer):
                 raise _traced(leaf, args, kwargs)
             # Weak types promote otherwise, so they are other programs.
-            marks.append((leaf.shape, leaf.dtype, is_weak(leaf)))
+            fingerprints.append((leaf.shape, leaf.dtype, is_weak(leaf)))
             inputs.append(leaf)
         elif isinstance(leaf, np.ndarray):  # a matrix, a mapped file: jax takes them
-            array = leaves[len(marks)] = _plain(leaf, args, kwargs)
-            marks.append((array.shape, array.dtype))
+            array = leaves[len(fingerprints)] = _plain(leaf, args, kwargs)
+            fingerprints.append((array.shape, array.dtype))
             inputs.append(array)
         elif isinstance(leaf, np.generic):
-            marks.append((leaf.shape, leaf.dtype))
+            fingerprints.append((leaf.shape, leaf.dtype))
             inputs.append(leaf)
         elif isinstance(leaf, StepIterator):
-            marks.append(_iterator_mark(leaf, iterators))
+            fingerprints.append(_iterator_fingerprint(leaf, iterators))
         elif isinstance(leaf, Variable):
-            marks.append(leaf.spec)
+            fingerprints.append(leaf.spec)
         elif isinstance(leaf, AbstractVariable):
-            marks.append((kind, *[part.spec for part in leaf.components]))
+            fingerprints.append((kind, *[part.spec for part in leaf.components]))
         elif isinstance(leaf, Optimizer):
-            marks.append((Optimizer, leaf.id))
+            fingerprints.append((Optimizer, leaf.id))
         else:
-            marks.append((kind, leaf))
-    key = (treedef, tuple(marks), settings, around)
+            fingerprints.append((kind, leaf))
+    key = (treedef, tuple(fingerprints), settings, fingerprint)
     try:
         hash(key)
     except TypeError:
@@ -213,7 +213,9 @@ def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashable:
+def _iterator_fingerprint(
+    leaf: StepIterator, iterators: list[StepIterator]
+) -> Hashable:
     # Whether two arguments are one iterator names another program: it draws twice from
     # that one.
     for ordinal, known in enumerate(iterators):

@@ -10,7 +10,7 @@ slots go in, and what becomes of them comes out. What was updated can be read in
 same step, after an optimizer, too.
 
 Copies that replicas have of their own are one array ``[count, ...]`` over the devices,
-a row on each, in their `DeviceHome`. A replica reads and updates its row; who stands
+a row on each, in their `DeviceStorage`. A replica reads and updates its row; who stands
 outside of the replicas has the first row, or what the variable's rule makes of all.
 
 Laws of the file. An update of rows moves these rows and what the optimizer keeps beside
@@ -29,8 +29,7 @@ import jax.numpy as jnp
 
 from zstrat.variables import (
     ABSENT,
-    DeviceHome,
-    KeepsCopies,
+    DeviceStorage,
     TreeStep,
     VariableAggregation,
     VariableSynchronization,
@@ -60,24 +59,24 @@ if TYPE_CHECKING:
 def updates_copies(variable: VariableHandle, count: int) -> bool:
     """Whether each of this many replicas, when it updates the variable, updates its own
     copy alone."""
-    home = variable.home
-    if not isinstance(home, DeviceHome) or not home.residence.copies == count > 1:
+    storage = variable.storage
+    if not isinstance(storage, DeviceStorage) or not storage.pool.copies == count > 1:
         return False
     if is_on_read(variable):
         return True
     # Where all share one copy it cannot be updated by each for itself (TF's rule).
-    shares = home.residence.travels
+    shares = storage.pool.travels
     return not shares and variable.aggregation is VariableAggregation.NONE
 
 
 def has_copies(variable: VariableHandle, count: int) -> bool:
     """Whether each of this many replicas has its own now."""
-    home = variable.home
-    if not isinstance(home, DeviceHome) or not home.is_apart:
+    storage = variable.storage
+    if not isinstance(storage, DeviceStorage) or not storage.is_apart:
         return False
-    if home.residence.copies != count:
+    if storage.pool.copies != count:
         raise ValueError(
-            f"{variable.spec} has one value for each of {home.residence.copies} "
+            f"{variable.spec} has one value for each of {storage.pool.copies} "
             f"replicas, and is used by a strategy of {count}: use the strategy that it "
             "was created with"
         )
@@ -86,15 +85,15 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
 
 def is_apart(variable: VariableHandle) -> bool:
     """Whether each replica has a copy of its own now."""
-    home = variable.home
-    return isinstance(home, DeviceHome) and home.is_apart
+    storage = variable.storage
+    return isinstance(storage, DeviceStorage) and storage.is_apart
 
 
 def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """The copies, ``[count, ...]``, of these or of a value that all of them share."""
     if value.ndim > len(variable.shape):
         return value
-    copies = device_home(variable).residence.copies
+    copies = device_storage(variable).pool.copies
     return jnp.broadcast_to(value, (copies, *value.shape))
 
 
@@ -109,14 +108,14 @@ def apart_from_now(variable: VariableHandle) -> None:
     Raises:
         DataLossError: The value is lost.
     """
-    home = device_home(variable)
-    with home.residence.turn:  # another thread may come here, too
-        if home.is_apart:
+    storage = device_storage(variable)
+    with storage.pool.turn:  # another thread may come here, too
+        if storage.is_apart:
             return
-        home.require_kept(variable.name)
+        storage.require_kept(variable.name)
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            home.part()
+            storage.part()
 
 
 def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
@@ -130,20 +129,6 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
         return value
     finally:
         recorder.reset(before)
-
-
-def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
-    """All copies, ``[count, ...]``, as the step sees them."""
-    assert isinstance(recording, KeepsCopies), recording
-    return recording.copies(variable)
-
-
-def keep_copies(
-    recording: TraceRecorder, variable: VariableHandle, copies: Any
-) -> None:
-    """Tells the step which copies there are from now on."""
-    assert isinstance(recording, KeepsCopies), recording
-    recording.put_copies(variable, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +254,14 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
 
 def is_here(variable: VariableHandle) -> bool:
     """Whether the step computes the next value of this variable itself."""
-    return isinstance(variable.home, DeviceHome)
+    return isinstance(variable.storage, DeviceStorage)
 
 
-def device_home(variable: VariableHandle) -> DeviceHome:
-    """The home of a variable that is known to live on devices of this process."""
-    home = variable.home
-    assert isinstance(home, DeviceHome), home
-    return home
+def device_storage(variable: VariableHandle) -> DeviceStorage:
+    """The storage of a variable that is known to live on devices of this process."""
+    storage = variable.storage
+    assert isinstance(storage, DeviceStorage), storage
+    return storage
 
 
 class Moves:
@@ -358,8 +343,8 @@ def rows_here(
         mine = (here < component.shape[0]).reshape(-1, *[1] * (found.ndim - 1))
         rows = found if rows is None else jnp.where(mine, found, rows)
     assert rows is not None
-    left_out = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
-    rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
+    absent_mask = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
+    rows = jnp.where(absent_mask, jnp.zeros_like(rows), rows)
     shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
     return shaped
 

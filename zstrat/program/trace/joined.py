@@ -1,4 +1,4 @@
-"""Pytrees as programs take them: a value per replica counts as the array it lies in.
+"""Pytrees as programs take them: a value per replica counts as the array it is in.
 
 jax sees as many leaves in a value per replica as there are replicas, whichever way it
 is kept: that is what it means (`jax.tree.map`). A program is faster: one array over all

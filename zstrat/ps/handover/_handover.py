@@ -34,7 +34,7 @@ from zstrat.config import Limits
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.replication._copying import StoreCopy
-from zstrat.ps.replication._repeating import repeat
+from zstrat.ps.replication._replay import replay
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin
@@ -311,7 +311,7 @@ class StoreWriting:
         """Adds a store as it is now, without a copy; returns the facts by which
         `restore` finds its arrays."""
         copy, at = StoreCopy(store), len(self.tensors)
-        # Values first: they lie where the disk takes them from memory as they are.
+        # Values first: they start where the disk takes them from memory as they are.
         self.tensors += copy.tensors
         told = [_frames(message) for message in copy.messages]
         self.tensors += [tensor for frames in told for tensor in frames]
@@ -325,7 +325,7 @@ class StoreWriting:
 
 def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
     """Fills an empty store, which nobody else has seen. It makes the messages as a
-    backup does (`repeat`), so what the store answers next depends on nothing that is
+    backup does (`replay`), so what the store answers next depends on nothing that is
     not told there, but for what no backup needs: counts.
 
     Raises:
@@ -349,7 +349,7 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
 
 
 def _make(store: Store, change: Message) -> None:
-    for plan in repeat(store, change):
+    for plan in replay(store, change):
         plan.compute()
 
 

@@ -19,7 +19,7 @@ from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending, plai
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
-from zstrat.variables import NarrowingWarning, is_cut, what_is_lost
+from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
 from ._epoch_sync import PassLength, SynchronizedPass
 from ._replica_batches import Share, leaf_by_leaf
@@ -298,15 +298,15 @@ def _tell(share: Share, placed: Any, where: Where) -> None:
     of a dataset alone, because those of a kind are alike.
 
     Warns:
-        NarrowingWarning: One for each leaf.
+        DowncastWarning: One for each leaf.
     """
     made = jax.tree.leaves(placed, is_leaf=_is_parts)
     given = tree_flatten_with_path(share.parts[0])[0]
     for (path, leaf), other in zip(given, made, strict=True):
-        was_cut = is_cut(leaf) and leaf.dtype != _dtype_of(other)
-        if was_cut and (lost := what_is_lost(leaf)) is not None:
+        was_cut = is_downcast(leaf) and leaf.dtype != _dtype_of(other)
+        if was_cut and (lost := downcast_loss(leaf)) is not None:
             said = words(f"element{keystr(path)} of {_NAME}", leaf, lost)
-            warnings.warn_explicit(said, NarrowingWarning, *where)
+            warnings.warn_explicit(said, DowncastWarning, *where)
 
 
 def _spec_of(share: Share, placed: Any) -> Any:

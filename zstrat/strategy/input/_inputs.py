@@ -28,7 +28,7 @@ from zstrat.data import (
     ending,
 )
 from zstrat.program import StepDataset, building, kept
-from zstrat.variables import line_outside
+from zstrat.variables import user_line
 
 from ._distributed_dataset import DistributedDataset
 from ._epoch_sync import PassLength
@@ -213,7 +213,7 @@ class ProcessInputs:
         is_partial = not self.static_shapes
         # Now, where the user distributes the dataset: a warning of a pass is said at
         # this line.
-        where = line_outside()
+        where = user_line()
         feed = DatasetFeed(where, sources, place, options, accord, is_partial, length)
         return DistributedDataset(feed, name)
 

@@ -1,7 +1,7 @@
 """What the replicas of a process get in one step, made of what a dataset yields.
 
 A `Share` keeps neighbouring rows together: whoever puts them on devices can move a
-whole batch at once. It is cut only where the pieces are uneven or lie apart.
+whole batch at once. It is cut only where the pieces are uneven or not contiguous.
 
 Law of the file: no copy of a row, except where a piece reaches over the end of a batch;
 and no thread, no device: a stream of batches in, a stream of shares out.
@@ -34,7 +34,7 @@ class Share:
     Args:
         sizes: Rows of each replica's element; of elements that nobody cuts, empty.
         rows: A pytree whose leaves hold the rows of all replicas in replica order, or
-            None if the elements lie apart.
+            None if the elements are not contiguous.
         apart: The elements, if they do.
         is_fresh: Nobody else has their memory, which may be given away.
     """

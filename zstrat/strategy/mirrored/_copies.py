@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_on_read
+from zstrat.program.trace import is_on_read
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
@@ -20,10 +20,10 @@ from zstrat.strategy.replica._per_replica import (
     PerReplica,
 )
 from zstrat.variables import (
-    CopyHome,
-    DeviceHome,
+    CopyStorage,
+    DeviceStorage,
     Variable,
-    copy_home,
+    copy_storage,
     handle,
     next_key,
     recorder,
@@ -32,29 +32,29 @@ from zstrat.variables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.variables import Residence, VariableHandle
+    from zstrat.variables import DevicePool, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable that this process has, in replica order: the variable
     itself where there is one copy, as where one device keeps it for all replicas."""
-    home = variable.home
-    if not isinstance(home, DeviceHome):
+    storage = variable.storage
+    if not isinstance(storage, DeviceStorage):
         return (variable,)
-    if home.residence.copies == 1:
+    if storage.pool.copies == 1:
         # Who reads an ON_READ variable reads all processes; who reads its copy here
         # does not, so that copy needs a handle of its own, without that rule.
-        apart = variable.is_brought_together
-        return (handle(variable.spec, home) if apart else variable,)
-    if home.residence.travels and not is_on_read(variable):
+        apart = variable.is_aggregated_on_read
+        return (handle(variable.spec, storage) if apart else variable,)
+    if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
     spec = variable.spec
     names = [spec.name]
-    names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
+    names += [f"{spec.name}/replica_{n}" for n in range(1, storage.pool.copies)]
     return tuple(
-        handle(replace(spec, key=key, name=name), CopyHome(variable, number))
+        handle(replace(spec, key=key, name=name), CopyStorage(variable, number))
         for number, (key, name) in enumerate(
-            zip(home.copy_keys(next_key), names, strict=True)
+            zip(storage.copy_keys(next_key), names, strict=True)
         )
     )
 
@@ -65,17 +65,17 @@ def as_values(node: Any) -> Any:
     is no such variable comes back as it is."""
     if not isinstance(node, Variable):
         return node
-    home = node.home
-    if not isinstance(home, DeviceHome):
+    storage = node.storage
+    if not isinstance(storage, DeviceStorage):
         return node
-    if home.is_apart:
+    if storage.is_apart:
         recording = recorder.get()
         if recording is None:
-            return PerReplica(tuple(home.copies(node)))
-        return PerReplica(tuple(copies_in_step(recording, node)))
-    if node.is_brought_together:
+            return PerReplica(tuple(storage.copies(node)))
+        return PerReplica(tuple(recording.copies(node)))
+    if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
-    count = _sharing(home.residence)
+    count = _sharing(storage.pool)
     return node if count == 1 else Mirrored((node.value(),) * count)
 
 
@@ -106,27 +106,27 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
     )
 
 
-def _sharing(residence: Residence) -> int:
+def _sharing(pool: DevicePool) -> int:
     """How many replicas of this process have a value that is the same for all."""
-    mesh = residence.mesh
-    return residence.copies if mesh is None else len(mesh.local_devices)
+    mesh = pool.mesh
+    return pool.copies if mesh is None else len(mesh.local_devices)
 
 
 def copied(values: Sequence[Any]) -> VariableHandle | None:
     """The variable whose copies these are, all of them in replica order; None: they are
     something else."""
-    homes = [value.home for value in values if isinstance(value, Variable)]
-    copies = [home for home in homes if isinstance(home, CopyHome)]
+    storages = [value.storage for value in values if isinstance(value, Variable)]
+    copies = [storage for storage in storages if isinstance(storage, CopyStorage)]
     if not copies or len(copies) < len(values):
         return None
     whole = copies[0].container
-    numbers = [home.number for home in copies if home.container is whole]
-    home = whole.home
-    is_all = isinstance(home, DeviceHome) and len(numbers) == home.residence.copies
+    numbers = [storage.number for storage in copies if storage.container is whole]
+    storage = whole.storage
+    is_all = isinstance(storage, DeviceStorage) and len(numbers) == storage.pool.copies
     return whole if is_all and numbers == list(range(len(values))) else None
 
 
 def container_of(variable: VariableHandle) -> VariableHandle:
     """The variable that this one is a copy of, or itself."""
-    copy = copy_home(variable)
+    copy = copy_storage(variable)
     return variable if copy is None else copy.container

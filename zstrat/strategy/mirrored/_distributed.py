@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.program.stages import Collective
 
-_MAX_TOLD_BYTES: Final = 1024
+_MAX_ANNOUNCED_BYTES: Final = 1024
 """Bytes of what rank 0 tells: more than an address, or why there is none, has."""
 _NOWHERE: Final = (
     (socket.AF_INET, "192.0.2.1"),
@@ -56,11 +56,11 @@ def resolver_of_jax() -> ClusterResolver:
     gathered = multihost_utils.process_allgather(
         _sent(f"{socket.gethostname()} {host} {port}")
     )
-    told = [_received(row).split() for row in np.asarray(gathered)]
+    announced = [_received(row).split() for row in np.asarray(gathered)]
     # All on one host: its loopback will do, which nobody else reaches.
-    if len({(name, host) for name, host, _ in told}) == 1:
-        told = [[name, "127.0.0.1", port] for name, _, port in told]
-    addresses = tuple(host_and_port(host, port) for _, host, port in told)
+    if len({(name, host) for name, host, _ in announced}) == 1:
+        announced = [[name, "127.0.0.1", port] for name, _, port in announced]
+    addresses = tuple(host_and_port(host, port) for _, host, port in announced)
     count, index = jax.process_count(), jax.process_index()
     return resolver_of(Launch("jax.process_count()", "", count, index, addresses))
 
@@ -79,8 +79,8 @@ def _own_address() -> str:
 
 
 def _sent(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    sent = np.zeros(_MAX_TOLD_BYTES, np.uint8)
-    raw = text.encode()[:_MAX_TOLD_BYTES]
+    sent = np.zeros(_MAX_ANNOUNCED_BYTES, np.uint8)
+    raw = text.encode()[:_MAX_ANNOUNCED_BYTES]
     sent[: len(raw)] = np.frombuffer(raw, np.uint8)
     return sent
 

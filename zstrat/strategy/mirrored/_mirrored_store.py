@@ -17,9 +17,9 @@ from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
-    DeviceHome,
-    LocalHome,
-    Residence,
+    DevicePool,
+    DeviceStorage,
+    LocalStorage,
     StrategyCreator,
     Variable,
     VariableAggregation,
@@ -82,11 +82,11 @@ class MirroredVariables(StrategyCreator):
         whole = None if channel is None else channel.mesh
         if whole is None and over is None and len(devices) > 1:
             over = Mesh(np.array(devices), (AXIS,))
-        self.residence: Residence = _Devices(
+        self.pool: DevicePool = _Devices(
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
-            self.residence = _KeeperDevice(store, devices[0], self.residence)
+            self.pool = _KeeperDevice(store, devices[0], self.pool)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -98,11 +98,11 @@ class MirroredVariables(StrategyCreator):
         """
         if self._channel is None:
             return
-        with self.residence.turn:
+        with self.pool.turn:
             found = [(n, each()) for n, each in enumerate(self._created)]
-            self.residence.steps = taken_over(
+            self.pool.steps = taken_over(
                 self._channel.collective,
-                -1 if self._is_late else self.residence.steps,
+                -1 if self._is_late else self.pool.steps,
                 {n: variable for n, variable in found if variable is not None},
                 self._optimizers,
             )
@@ -110,14 +110,14 @@ class MirroredVariables(StrategyCreator):
 
     def _settle(self) -> None:
         if self._is_late:
-            with self.residence.turn:
+            with self.pool.turn:
                 if self._is_late:  # no other thread was here first
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
-        home = variable.home
-        return isinstance(home, DeviceHome) and home.residence is self.residence
+        storage = variable.storage
+        return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
@@ -132,7 +132,7 @@ class MirroredVariables(StrategyCreator):
         for request in requests:
             if (
                 request.synchronization is VariableSynchronization.NONE
-                and not self.residence.travels
+                and not self.pool.travels
             ):
                 raise ValueError(
                     f"variable {request.name!r}: `NONE` variable synchronization mode "
@@ -164,36 +164,36 @@ class MirroredVariables(StrategyCreator):
 
     def _made(self, request: VariableRequest, value: np.ndarray) -> Variable:
         is_on_read = request.synchronization is VariableSynchronization.ON_READ
-        home = self._home(value, request.aggregation if is_on_read else None)
-        variable = owned(request, value, home)
+        storage = self._storage(value, request.aggregation if is_on_read else None)
+        variable = owned(request, value, storage)
         if not is_on_read:
-            return MirroredVariable.made(variable.spec, home, self._team, self)
-        if not isinstance(home, DeviceHome):
+            return MirroredVariable.made(variable.spec, storage, self._team, self)
+        if not isinstance(storage, DeviceStorage):
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with numbers of "
                 "64 bits, which jax would cut to 32: create it with a narrower dtype, "
                 "or switch on jax_enable_x64"
             )
-        if self._team.local > 1 and self.residence.copies == 1:
+        if self._team.local > 1 and self.pool.copies == 1:
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with several "
                 "devices in one process and implementation=XLA: use "
                 "get_replica_context().all_reduce and a variable that is assigned the "
                 "result"
             )
-        return SyncOnReadVariable.made(variable.spec, home, self._team, self)
+        return SyncOnReadVariable.made(variable.spec, storage, self._team, self)
 
-    def _home(
+    def _storage(
         self, value: np.ndarray, on_read: VariableAggregation | None
-    ) -> DeviceHome | LocalHome:
+    ) -> DeviceStorage | LocalStorage:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
             # jax would cut it to 32 bits; steps refuse it, with words.
-            return LocalHome(value)
-        return DeviceHome(value, self.residence, on_read)
+            return LocalStorage(value)
+        return DeviceStorage(value, self.pool, on_read)
 
 
-class _Devices(Residence):
+class _Devices(DevicePool):
     """The devices of this process, or of all of them."""
 
     def __init__(
@@ -232,8 +232,8 @@ class _Devices(Residence):
     def place_apart(self, copies: Any) -> jax.Array:
         return self._placed(copies, self._apart)
 
-    def mark(self) -> Hashable:
-        return None if self._channel is None else self._channel.mark
+    def fingerprint(self) -> Hashable:
+        return None if self._channel is None else self._channel.fingerprint
 
     def replicas(self) -> tuple[int, int]:
         if self._channel is None:
@@ -254,13 +254,15 @@ class _Devices(Residence):
         return placed
 
 
-class _KeeperDevice(Residence):
+class _KeeperDevice(DevicePool):
     """One device that keeps the values, which travel to others for each step: to
     ``first``, if there is one replica."""
 
     travels = True
 
-    def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
+    def __init__(
+        self, device: jax.Device, first: jax.Device, steps: DevicePool
+    ) -> None:
         super().__init__(task_names([device]), None, steps.copies)
         self._device = device
         self._sharding = steps.sharding or SingleDeviceSharding(first)
@@ -282,7 +284,7 @@ class _KeeperDevice(Residence):
     def place_apart(self, copies: Any) -> jax.Array:
         return self.place(copies)
 
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         return None
 
     def settle(self) -> None:

@@ -21,14 +21,13 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program.stages import CrossKind, first_of, sum_over
-from zstrat.program.trace import device_home
+from zstrat.program.trace import device_storage
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
+from zstrat.strategy.replica._fibers import ReplicaBarrier, current_fiber
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
-from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
 from zstrat.variables import (
-    DeviceHome,
-    KeepsCopies,
+    DeviceStorage,
     Variable,
     VariableAggregation,
     VariableUpdate,
@@ -50,11 +49,10 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         Creator,
-        Home,
-        HomeUpdate,
         OptimizerHandle,
+        Storage,
+        StorageUpdate,
         TraceRecorder,
-        UpdateRecorder,
         VariableSpec,
     )
 
@@ -67,7 +65,9 @@ class ReplicatedVariable(Variable):
     _owner: Creator
 
     @classmethod
-    def made(cls, spec: VariableSpec, home: Home, team: Team, owner: Creator) -> Self:
+    def made(
+        cls, spec: VariableSpec, storage: Storage, team: Team, owner: Creator
+    ) -> Self:
         """A handle of a variable that exists already.
 
         Args:
@@ -75,7 +75,7 @@ class ReplicatedVariable(Variable):
             owner: Makes copies of it (`Variable.owner`).
         """
         variable = object.__new__(cls)
-        variable._spec, variable._home, variable._container = spec, home, None
+        variable._spec, variable._storage, variable._container = spec, storage, None
         variable._team, variable._owner = team, owner
         return variable
 
@@ -93,8 +93,8 @@ class ReplicatedVariable(Variable):
         """A new variable, whose replicas have the values that they have of this one:
         they need not be equal."""
         made = super()._duplicated(value)
-        old, new = self._home, made.components[0].home
-        if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
+        old, new = self._storage, made.components[0].storage
+        if isinstance(old, DeviceStorage) and isinstance(new, DeviceStorage):
             new.take_copies_of(self, old)
         return made
 
@@ -140,7 +140,7 @@ class MirroredVariable(ReplicatedVariable):
             return  # as TF, which asks in one process alone
         if not in_real_replica_context():
             return
-        if (mine := turn.get()) is None:
+        if (mine := current_fiber.get()) is None:
             reduce_values(ReduceOp.SUM, value, None, team.size)
             return
 
@@ -151,7 +151,7 @@ class MirroredVariable(ReplicatedVariable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
+        mine.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
 _SUM = VariableAggregation.SUM
@@ -178,13 +178,13 @@ class SyncOnReadVariable(ReplicatedVariable):
         return made  # type: ignore[no-any-return]  # of this class
 
     @property
-    def is_brought_together(self) -> bool:
+    def is_aggregated_on_read(self) -> bool:
         return not self._is_mine
 
     @property
     def local_value(self) -> np.ndarray:
         """The value of this process: of its replicas together."""
-        return self._home.read(self)
+        return self._storage.read(self)
 
     def saved_value(self) -> np.ndarray:
         """What a checkpoint has: the value of all replicas of all processes; where
@@ -198,7 +198,7 @@ class SyncOnReadVariable(ReplicatedVariable):
                 names the variable.
         """
         if self.aggregation is VariableAggregation.NONE:
-            return self._home.read(self)
+            return self._storage.read(self)
         try:
             return self._read_now()
         except (PeerLostError, CollectiveTimeoutError) as error:
@@ -212,14 +212,14 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _read_now(self) -> np.ndarray:
         if self._is_mine:
-            return self._home.read(self)
+            return self._storage.read(self)
         self._require_readable()
         channel = self._team.channel
         if channel is None:
-            return self._home.read(self)
+            return self._storage.read(self)
         return np.asarray(
             self._of_all(
-                lambda: self._home.read(self), self._copies_here, channel.carry_out
+                lambda: self._storage.read(self), self._copies_here, channel.carry_out
             )
         )
 
@@ -276,18 +276,17 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _copies_here(self) -> np.ndarray:
         """The copies of the replicas of this process, ``[replicas, ...]``."""
-        return device_home(self).copies(self)
+        return device_storage(self).copies(self)
 
     def _traced_copies(self, recording: TraceRecorder) -> Any:
         """The copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
-        assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -295,7 +294,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
-                assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
         operand = jnp.asarray(value, self.dtype)
@@ -303,7 +301,7 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[HomeUpdate]:
+    ) -> list[StorageUpdate]:
         if not in_real_replica_context():
             value = np.asarray(self._for_each(op, value), self.dtype)
         return [(self, op, (value,), optimizer)]

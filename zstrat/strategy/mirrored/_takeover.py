@@ -7,8 +7,10 @@ A process that has lost a value, because a step failed in the middle, counts as 
 comes anew.
 
 Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has. What a home has is asked with `shown` here, not
-with its plain getters: those settle the home first, which is what calls `taken_over`.
+collectives whatever each of them has. What a storage has is asked with `shown` here,
+not
+with its plain getters: those settle the storage first, which is what calls
+    `taken_over`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.variables import (
-    DeviceHome,
-    LocalHome,
+    DeviceStorage,
+    LocalStorage,
     SlotValues,
     VariableAggregation,
     VariableSynchronization,
@@ -66,8 +68,8 @@ def taken_over(
     root, most = size - 1 - best % size, best // size
     if most < 0:
         if lost is not None:
-            home, name = lost
-            home.require_kept(name)
+            storage, name = lost
+            storage.require_kept(name)
         return most
     mine = _list(variables, optimizers) if rank == root else []
     listed = _listed_by(collective, root, mine)
@@ -78,12 +80,16 @@ def taken_over(
     return most
 
 
-def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceHome, str] | None:
+def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] | None:
     """A variable whose value another process would have to give, if there is one."""
     for variable in variables.values():
-        home = variable.home
-        if isinstance(home, DeviceHome) and home.is_lost and not _is_own(variable):
-            return home, variable.name
+        storage = variable.storage
+        if (
+            isinstance(storage, DeviceStorage)
+            and storage.is_lost
+            and not _is_own(variable)
+        ):
+            return storage, variable.name
     return None
 
 
@@ -92,11 +98,11 @@ def _list(
 ) -> list[Any]:
     found = []
     for number, variable in variables.items():
-        home = variable.home
-        if not isinstance(home, DeviceHome | LocalHome) or _is_own(variable):
+        storage = variable.storage
+        if not isinstance(storage, DeviceStorage | LocalStorage) or _is_own(variable):
             continue
         spec = variable.spec
-        kept = home.shown_slots() if isinstance(home, DeviceHome) else {}
+        kept = storage.shown_slots() if isinstance(storage, DeviceStorage) else {}
         rules = [
             [n, _described(kept[rule.id])]
             for n, rule in enumerate(optimizers)
@@ -138,13 +144,13 @@ def _arrays(
     no more."""
     arrays: list[Any] = []
     for each in listed:
-        home = _home(each, variables)
-        if isinstance(home, LocalHome):
-            arrays.append(home.taken()[0])
+        storage = _storage(each, variables)
+        if isinstance(storage, LocalStorage):
+            arrays.append(storage.taken()[0])
             continue
-        is_lost = home.is_lost
-        arrays.append(home.like() if is_lost else home.shown())
-        slots = {} if is_lost else home.shown_slots()
+        is_lost = storage.is_lost
+        arrays.append(storage.like() if is_lost else storage.shown())
+        slots = {} if is_lost else storage.shown_slots()
         for rule, kinds in _rules(each, optimizers):
             mine = slots.get(rule.id)
             if mine is None or _described(mine) != kinds:
@@ -163,21 +169,21 @@ def _put(
 ) -> None:
     left = iter(arrays)
     for each in listed:
-        home = _home(each, variables)
-        if isinstance(home, LocalHome):
-            home.put(next(left), {})
+        storage = _storage(each, variables)
+        if isinstance(storage, LocalStorage):
+            storage.put(next(left), {})
             continue
-        home.take_over_shown(next(left))
+        storage.take_over_shown(next(left))
         for rule, kinds in _rules(each, optimizers):
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
-            home.take_over_shown_slots(rule.id, SlotValues(names, leaves, rows))
+            storage.take_over_shown_slots(rule.id, SlotValues(names, leaves, rows))
 
 
-def _home(
+def _storage(
     each: Sequence[Any], variables: Mapping[int, VariableHandle]
-) -> DeviceHome | LocalHome:
+) -> DeviceStorage | LocalStorage:
     number, name, shape, dtype, _ = each
     variable = variables.get(number)
     words = f"variable {name!r} ({dtype}{shape})"
@@ -187,15 +193,15 @@ def _home(
             f"{words}, number {number} in the order of creation: create all variables "
             "before the first step"
         )
-    home = variable.home
+    storage = variable.storage
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
-    if not fits or not isinstance(home, DeviceHome | LocalHome):
+    if not fits or not isinstance(storage, DeviceStorage | LocalStorage):
         raise InvalidArgumentError(
             f"this process takes over what the others have: number {number} in the "
             f"order of creation is {variable.spec} here and their {words}. All "
             "processes run the same program"
         )
-    return home
+    return storage
 
 
 def _described(slots: SlotValues) -> list[Any]:

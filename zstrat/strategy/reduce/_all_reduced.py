@@ -1,4 +1,4 @@
-"""Values of which each device has its replica's, reduced where they lie.
+"""Values of which each device has its replica's, reduced in place.
 
 One program for all values and all their devices adds them by one all-reduce, which XLA
 carries out as the devices are connected, and cuts or combines as it likes. Then each
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def all_reduced(
     op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
-    """The sums or means of those values, by number, that lie on devices of their own:
+    """The sums or means of those values, by number, that are on devices of their own:
     on each of these. Those on the same devices are one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
@@ -108,7 +108,7 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
     mesh = mesh_over(devices)
     is_scalar = not parts[0].shape
     if is_scalar:
-        # `part[None]` of a scalar that is bound to no device lies on the default one.
+        # `part[None]` of a scalar that is bound to no device is on the default one.
         parts = [
             jax.device_put(part[None], device)
             for part, device in zip(parts, devices, strict=True)

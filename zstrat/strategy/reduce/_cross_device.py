@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import is_narrowed
+from zstrat.program.trace import is_integer_downcast
 from zstrat.strategy._devices import device_named, task_names
 from zstrat.strategy.replica._columns import is_sparse, require_alike, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, PerReplica
@@ -234,7 +234,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _on_one_device(self, parts: Column) -> list[Any]:
         device = self.reduce_to_device
-        if device is None or any(map(is_narrowed, parts)):
+        if device is None or any(map(is_integer_downcast, parts)):
             return computable(parts)
         return [jax.device_put(part, device) for part in parts]
 

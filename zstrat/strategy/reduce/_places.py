@@ -23,7 +23,7 @@ from zstrat.strategy.replica._per_replica import (
     is_concrete,
 )
 from zstrat.strategy.replica._spread import mesh_over, one_array, rows_over
-from zstrat.variables import AbstractVariable, DeviceHome, IndexedSlices
+from zstrat.variables import AbstractVariable, DeviceStorage, IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,8 +46,8 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
             return _once(
                 device
                 for part in destination.components
-                if isinstance(part.home, DeviceHome)
-                for device in _of_sharding(part.home.kept)
+                if isinstance(part.storage, DeviceStorage)
+                for device in _of_sharding(part.storage.kept)
             )
         case jax.Array() | np.ndarray() | IndexedSlices():
             return _once(_of_array(destination))

@@ -21,7 +21,7 @@ from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.program.trace import is_narrowed
+from zstrat.program.trace import is_integer_downcast
 from zstrat.strategy.replica._columns import (
     is_slices,
     is_sparse,
@@ -237,7 +237,7 @@ def computable(arrays: Sequence[Any]) -> list[Any]:
     """Arrays that may be computed with together: on one device, or all of them numpy's
     if one has integers that jax would cut."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    if any(map(is_narrowed, arrays)) and not is_traced:
+    if any(map(is_integer_downcast, arrays)) and not is_traced:
         return [np.asarray(x) for x in arrays]
     return on_one_device(arrays)
 
@@ -260,7 +260,7 @@ def as_axis(axis: Any, operation: str) -> int:
 
     Raises:
         TypeError: It is no integer; jax's own error if it is known only when a step
-            runs, so that replicas that may run in turns do.
+            runs, so that replicas that may run sequentially do.
     """
     if not isinstance(axis, bool):  # which Python takes for an index
         try:

@@ -4,7 +4,7 @@ Of the arguments of ``run`` a value per replica is split, and so are the rows of
 was drawn from an iterator in this step; other arrays are shared. What is no array is no
 input of a program: it stays the Python value that it is.
 
-Law of the file: nothing is computed here but the joining of parts that lie in arrays of
+Law of the file: nothing is computed here but the joining of parts that are in arrays of
 their own.
 """
 
@@ -78,7 +78,7 @@ def require_known(tree: Any) -> None:
             raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
 
 
-def dealt(tree: Any, replicas: int) -> Any:
+def distribute_rows(tree: Any, replicas: int) -> Any:
     """The pytree with what was drawn as a value per replica: its rows in order.
 
     Raises:

@@ -1,11 +1,11 @@
 """What a function of Python depends on besides its arguments.
 
 A function is known by its place in the source, which is the identity of its code, and
-by *marks* of its own cells and defaults. A value that is no more than its parts is
-marked by them: numbers, also those of numpy, text, and what is made of parts that never
-change (tuples, slices, functions, methods, partials). Anything else is marked by its
-identity. So a lambda that is made again at each call is the same one. Law of marks:
-they are made at each call of ``run``, and ask nothing of a value but its type.
+by a *fingerprint* of its own cells and defaults. The fingerprint of a number (also of
+numpy), of text, and of what is made of parts that never change (tuples, slices,
+functions, methods, partials) comes from the value; that of anything else is its
+identity. So a lambda that is made again at each call is the same one. Law of
+fingerprints: each call of ``run`` makes them, and asks nothing of a value but its type.
 
 Everything else that a function depends on has a fixed place (`FunctionDependencies`):
 globals, and the cells, defaults and codes of the functions of its module that it may
@@ -78,23 +78,25 @@ def named(
     if type(fn) is types.FunctionType:
         compared.append(fn)
         # `FunctionCache` holds the code, so that no other object gets its id meanwhile.
-        values = [_mark(value, captured, compared, depth) for value in own_values(fn)]
+        values = [
+            _fingerprint(value, captured, compared, depth) for value in own_values(fn)
+        ]
         return id(fn.__code__), (id(fn.__globals__), *values)
     match fn:
         case Function():
-            place, marks = named(fn.body, captured, compared, depth)
-            return place, (Function, fn.eager, marks)
+            place, fingerprint = named(fn.body, captured, compared, depth)
+            return place, (Function, fn.eager, fingerprint)
         case types.MethodType():
-            place, marks = named(fn.__func__, captured, compared, depth)
+            place, fingerprint = named(fn.__func__, captured, compared, depth)
             captured.append(fn.__self__)
-            return place, (id(fn.__self__), marks)
+            return place, (id(fn.__self__), fingerprint)
         case functools.partial() if is_partial(fn):
-            place, marks = named(fn.func, captured, compared, depth)
+            place, fingerprint = named(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (
                 tuple(fn.keywords),
-                marks,
-                *[_mark(value, captured, compared, depth) for value in given],
+                fingerprint,
+                *[_fingerprint(value, captured, compared, depth) for value in given],
             )
     captured.append(fn)
     called = innermost(fn)
@@ -104,7 +106,7 @@ def named(
     return id(called.__code__), (id(fn),)
 
 
-def _mark(
+def _fingerprint(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
     kind = type(value)
@@ -114,17 +116,18 @@ def _mark(
         return kind, value
     if kind in _OF_PARTS:
         if depth < _DEPTH:
-            return _mark_of_parts(value, captured, compared, depth + 1)
+            return _fingerprint_of_parts(value, captured, compared, depth + 1)
     elif isinstance(value, np.generic):
         return kind, value.dtype, value.tobytes()
     captured.append(value)
     return id(value)
 
 
-def _mark_of_parts(
+def _fingerprint_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """The mark of a value that may be made anew of the same parts at each call."""
+    """The fingerprint of a value that may be made anew of the same parts at each
+    call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -138,7 +141,7 @@ def _mark_of_parts(
         return id(value)
     else:
         return named(value, captured, compared, depth)
-    return kind, *[_mark(part, captured, compared, depth) for part in parts]
+    return kind, *[_fingerprint(part, captured, compared, depth) for part in parts]
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
@@ -232,10 +235,10 @@ def is_partial(fn: Any) -> bool:
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Each place of what ``fn`` has captured, for a person, with the mark of what is
-    there, and what that is."""
+    """Each place of what ``fn`` has captured, for a person, with the fingerprint of
+    what is there, and what that is."""
     for place, value in _captured(fn):
-        yield place, _mark(value, [], [], 0), _in_words(value)
+        yield place, _fingerprint(value, [], [], 0), _in_words(value)
 
 
 def _captured(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -279,19 +282,19 @@ def _in_words(value: Any) -> str:
     return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
-def beneath(fn: Any) -> list[types.FunctionType]:
+def dependencies(fn: Any) -> list[types.FunctionType]:
     """The functions that ``fn`` may call, as far as they are of its module, and
     closures of other modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
     called = innermost(fn)
-    home = None if called is None else called.__globals__
+    module = None if called is None else called.__globals__
     return [
         each
         for each in itertools.islice(reached([fn], only_code=True), _MAX_REACHED)
         if isinstance(each, types.FunctionType)
-        and (each.__globals__ is home or _is_closure(each))
+        and (each.__globals__ is module or _is_closure(each))
     ]
 
 
@@ -303,7 +306,7 @@ def _is_closure(fn: types.FunctionType) -> bool:
 
 class FunctionDependencies:
     """What has a fixed place: the globals of some functions, and the cells, defaults
-    and codes of those that are not compared at each call by their marks.
+    and codes of those that are not compared at each call by their fingerprint.
 
     A name that is not bound counts, too: one may hide a builtin, later.
     """
@@ -327,7 +330,7 @@ class FunctionDependencies:
         values = [read() for read in places.values()]
         held = [*values]
         self._places = [
-            (read, id(value), _mark(value, held, [], 0))
+            (read, id(value), _fingerprint(value, held, [], 0))
             for read, value in zip(places.values(), values, strict=True)
         ]
         self._held = CapturedObjects(held)
@@ -337,9 +340,9 @@ class FunctionDependencies:
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
-        for read, known, mark in self._places:
+        for read, known, fingerprint in self._places:
             value = read()
-            if id(value) != known and _mark(value, [], [], 0) != mark:
+            if id(value) != known and _fingerprint(value, [], [], 0) != fingerprint:
                 return False
         # Last: had an object gone meanwhile, its id may have been met above.
         return self._held.are_there()

@@ -37,13 +37,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import WARN_AT, Function, RetraceWarning
-from zstrat.variables import outside
+from zstrat.variables import user_stacklevel
 
 from ._captured import (
     CapturedObjects,
     FunctionDependencies,
-    beneath,
     captured_words,
+    dependencies,
     is_partial,
     named,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     Words = dict[str, tuple[Hashable, str]]
-    """By place the mark and the words of what a function has captured."""
+    """By place the fingerprint and the words of what a function has captured."""
 
 
 MAX_STEPS: Final = 256
@@ -95,9 +95,9 @@ class CachedStep:
     """
 
     step: Function
-    marks: Hashable
+    fingerprint: Hashable
     held: CapturedObjects
-    """The objects that ``marks`` names by their identity."""
+    """The objects that ``fingerprint`` names by their identity."""
     dependencies: FunctionDependencies
     origin: weakref.ref[Any] | None
     why_not: str | None = None
@@ -107,13 +107,13 @@ class CachedStep:
         """Whether the function that it was made of is still there."""
         return self.origin is None or self.origin() is not None
 
-    def is_of(self, marks: Hashable) -> bool:
-        """Whether it does what a function with these marks does now."""
-        is_alike = self.marks == marks and self.held.are_there()
+    def is_of(self, fingerprint: Hashable) -> bool:
+        """Whether it does what a function with this fingerprint does now."""
+        is_alike = self.fingerprint == fingerprint and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
-        """Whether a function with these marks can ever be given again."""
+        """Whether a function with this fingerprint can ever be given again."""
         return self.held.are_there() and self.dependencies.may_return()
 
 
@@ -126,16 +126,16 @@ class StepPlace:
     words: Words = field(default_factory=dict)
     """What the last function had captured."""
 
-    def find(self, marks: Hashable) -> CachedStep | None:
-        """The step of a function with these marks."""
+    def find(self, fingerprint: Hashable) -> CachedStep | None:
+        """The step of a function with this fingerprint."""
         for step in self.steps:
-            if step.is_of(marks):
+            if step.is_of(fingerprint):
                 return step
         return None
 
     def add(self, made: CachedStep) -> bool:
         """Keeps another one; says whether it is compiled in the stead of one: not
-        beside those of other functions that live, nor for what runs in turns."""
+        beside those of other functions that live, nor for what runs sequentially."""
         origin = made.origin and made.origin()
         live = [step for step in self.steps if step.is_live]
         own = [step for step in live if (step.origin and step.origin()) is origin]
@@ -168,34 +168,34 @@ class FunctionCache:
         """
         captured: list[Any] = []
         compared: list[types.FunctionType] = []
-        name, marks = named(fn, captured, compared)
+        name, fingerprint = named(fn, captured, compared)
         place = self._places.get(name)
         # Without the lock: this is each call of `run`. Lists of steps are replaced,
         # never changed.
         if place is not None:
-            found = place.find(marks)
+            found = place.find(fingerprint)
             if found is not None:
                 return found
-        functions = beneath(fn)
+        functions = dependencies(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
-            marks,
+            fingerprint,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
             FunctionDependencies(compared, functions),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
         words: Words = {
-            place: (mark, text)
+            place: (fingerprint, text)
             for each in (fn, *functions)
-            for place, mark, text in captured_words(each)
+            for place, fingerprint, text in captured_words(each)
         }
         return self._add(name, made, words)
 
     def _add(self, name: int, made: CachedStep, words: Words) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
-            found = place.find(made.marks)
+            found = place.find(made.fingerprint)
             if found is not None:
                 return found  # another thread made it meanwhile
             is_instead = place.add(made)
@@ -236,7 +236,7 @@ def _tell(name: str, times: int, before: Words, now: Words) -> None:
         "Pass what changes from call to call among the args of run, as an array: a "
         "number as np.float32(...), say",
         RetraceWarning,
-        stacklevel=outside(),
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -1,4 +1,4 @@
-"""How the values of the replicas of one process lie on its devices.
+"""How the values of the replicas of one process are placed on its devices.
 
 What all replicas have of a value is one array over the devices, where it can be one:
 programs take it as it is, and nobody copies it again.
@@ -82,7 +82,7 @@ class MeshLayout:
 
     def place_batch(self, batch: Any, *, is_fresh: bool = False) -> Any:
         """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
-        dealt out in order: replica i gets those from ``i * n`` on.
+        distributed in order: replica i gets those from ``i * n`` on.
 
         Args:
             is_fresh: As in `place`.
@@ -92,9 +92,9 @@ class MeshLayout:
         """
         if self.replicas == 1:
             return jax.tree.map(lambda array: self._put(array, is_fresh), batch)
-        return jax.tree.map(lambda array: self._dealt(array, is_fresh), batch)
+        return jax.tree.map(lambda array: self._distributed(array, is_fresh), batch)
 
-    def _dealt(self, array: Any, is_fresh: bool) -> PerReplica:
+    def _distributed(self, array: Any, is_fresh: bool) -> PerReplica:
         if is_known(array):
             return PerReplica.of_whole(self._put(array, is_fresh), self.replicas)
         return PerReplica(np.split(array, self.replicas))  # text stays here
@@ -130,7 +130,7 @@ class MeshLayout:
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
         """A copy, where jax would use the very memory of an array of numpy: whoever
-        made it may fill it again. It lies where jax takes it as it is, and its memory
+        made it may fill it again. It is where jax takes it as it is, and its memory
         is used again when the arrays in it are gone: to touch fresh pages for each
         batch takes longer than to copy it. What is fresh, and lies so, is not
         copied."""

@@ -4,10 +4,10 @@ A replica function runs in one of two ways, with the same results.
 
 - *As one program* for all replicas, compiled. In a step it is a part of the step;
   elsewhere a step of its own is made of it, which does nothing but run it, and kept.
-- *In turns* (`_turns`), replica by replica, if it is no pure function of arrays: if it
-  calls ``merge_call``; if Python looks at a value in it (a branch, ``int``, ``numpy``);
-  if it creates variables; if replicas are given, or return, what cannot be one array;
-  if it is a ``zs.function(eager=True)``.
+- *Sequentially* (`_fibers`), replica by replica, if it is no pure function of arrays:
+  if it calls ``merge_call``; if Python looks at a value in it (a branch, ``int``,
+  ``numpy``); if it creates variables; if replicas are given, or return, what cannot be
+  one array; if it is a ``zs.function(eager=True)``.
 
 Law of the file: which way it is, is found out by tracing, never by running twice.
 """
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
@@ -37,8 +36,8 @@ from ._arguments import (
     unwrapped,
 )
 from ._collective import AXIS, Team
+from ._fibers import NeedsSequential
 from ._function_cache import FunctionCache, given, run_as
-from ._in_turns import in_turns
 from ._layout import MeshLayout
 from ._one_program import alone, as_one_program
 from ._per_replica import (
@@ -49,7 +48,7 @@ from ._per_replica import (
     select_replica,
 )
 from ._regroup import regroup
-from ._turns import NeedsTurns
+from ._sequential import run_sequentially
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,15 +88,15 @@ def returned(leaf: Any) -> Any:
     """A leaf of what a function returns that is a step of its own.
 
     Raises:
-        NeedsTurns: It is nothing that a program returns.
+        NeedsSequential: It is nothing that a program returns.
     """
     if isinstance(leaf, AbstractVariable):
         return _Itself(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise NeedsTurns("it returns a random key")
+        raise NeedsSequential("it returns a random key")
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
         return leaf
-    raise NeedsTurns(f"it returns a {type(leaf).__name__}")
+    raise NeedsSequential(f"it returns a {type(leaf).__name__}")
 
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes)
@@ -157,8 +156,8 @@ class LocalMesh:
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
-        if current is not None and is_live(current):
-            return self._in_turns(self._call(fn, args, kwargs))
+        if current is not None and current.live:
+            return self._run_sequentially(self._call(fn, args, kwargs))
         if current is not None or is_staging():
             return self._staged(self._call(fn, args, kwargs))
         kept = self._kept.of(fn)
@@ -167,7 +166,7 @@ class LocalMesh:
                 values, named = self._given((tuple(args), dict(kwargs)))
                 with self._there():
                     return run_as(kept.step, fn, values, named)
-            except NeedsTurns as found:
+            except NeedsSequential as found:
                 if self._is_compiled:
                     raise TypeError(
                         f"{kept.step.name} is compiled, and {found}: a program returns "
@@ -177,7 +176,7 @@ class LocalMesh:
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
                 pass  # this time: the last batch of a dataset, say, or text
-        return self._in_turns(self._call(fn, args, kwargs))
+        return self._run_sequentially(self._call(fn, args, kwargs))
 
     def _call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -191,15 +190,15 @@ class LocalMesh:
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
         return on
 
-    def _in_turns(self, call: ReplicaCall) -> Any:
+    def _run_sequentially(self, call: ReplicaCall) -> Any:
         require_all_one_each(call.tree, self.replicas)
         near = call.given(joined.mapped(self._near, call.tree))
-        results = in_turns(near, self.devices)
+        results = run_sequentially(near, self.devices)
         return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
-        """What the replicas made in turns: one array, if each part is on the device of
-        its replica."""
+        """What the replicas made sequentially: one array, if each part is on the device
+        of its replica."""
         if not all(isinstance(part, jax.Array) for part in parts):
             return PerReplica(parts)
         kinds = {(part.shape, part.dtype) for part in parts}
@@ -237,8 +236,8 @@ class LocalMesh:
         way."""
         try:
             return self._traced(call)
-        except (NeedsTurns, UnevenParts):
-            return self._in_turns(call)
+        except (NeedsSequential, UnevenParts):
+            return self._run_sequentially(call)
 
     def _traced(self, call: ReplicaCall) -> Any:
         if self.replicas > 1:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients import is_live
 from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (
     LOOKS,
@@ -36,10 +35,8 @@ from zstrat.program.trace import (
     asked,
     body_program,
     claimed,
-    copies_in_step,
     has_copies,
     is_of_shapes,
-    keep_copies,
     printed_before,
     uncut,
 )
@@ -58,11 +55,11 @@ from zstrat.variables import (
 
 from ._arguments import RunArguments
 from ._columns import is_slices
+from ._fibers import NeedsSequential
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._region import in_stages
 from ._replica_recorder import ReplicaRecorder
 from ._spread import Spread, mapped_over
-from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,8 +110,8 @@ def replicate(
 
     Leaves that are no jax arrays are the same object in every replica and stay what
     they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' homes when none is. A variable of which each replica has a copy
-    of its own is read and updated there (see `zstrat.program.trace._updates`).
+    or to the variables' storages when none is. A variable of which each replica has a
+    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.
@@ -150,9 +147,7 @@ def replicate(
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    copies = [
-        Spread(copies_in_step(outside, variable), stacked=True) for variable in own
-    ]
+    copies = [Spread(outside.copies(variable), stacked=True) for variable in own]
     given = _Given(len(split), variables, own)
 
     def mapped(
@@ -185,13 +180,13 @@ def replicate(
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:
-        # Other processes may run their replicas in turns, by the same order.
-        now = recording is None or is_live(recording)
+        # Other processes may run their replicas sequentially, by the same order.
+        now = recording is None or recording.live
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     traced = region.traced
     results = len(traced.arrays)
     outputs = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
-    return traced.told(outside, outputs, operands)
+    return traced.recorded_result(outside, outputs, operands)
 
 
 class RegionMade(NamedTuple):
@@ -247,7 +242,7 @@ class TracedRegion:
         """The arrays of the result."""
         return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
 
-    def told(
+    def recorded_result(
         self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
     ) -> Any:
         """The result, when the step has been told what was done.
@@ -263,7 +258,7 @@ class TracedRegion:
             [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
         )
         for variable, copies in zip(self.changed, made, strict=True):
-            keep_copies(outside, variable, copies)
+            outside.put_copies(variable, copies)
         self._pass_on(operands, outside)
         return result
 
@@ -428,8 +423,8 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
         mesh: The replicas' devices; None: one device computes all of them.
 
     Raises:
-        NeedsTurns: Python looks at a value in the function, or it creates variables, or
-            calls ``merge_call``.
+        NeedsSequential: Python looks at a value in the function, or it creates
+            variables, or calls ``merge_call``.
         UnevenParts: Replicas are given arrays of different shapes.
         Exception: Whatever the function raises while it is traced.
     """
@@ -445,7 +440,7 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=is_slices)
 
 
-def needs_turns(call: ReplicaCall) -> bool:
+def needs_sequential(call: ReplicaCall) -> bool:
     """Whether replicas that are given what the first one is given are no one program.
     The step, if there is one, hears nothing of it.
 
@@ -465,7 +460,7 @@ def needs_turns(call: ReplicaCall) -> bool:
     shared = [uncut(x) for x in sorted_out.shared]
     try:
         discovered(_replica(call, sorted_out), shared, split, call.team)
-    except NeedsTurns:
+    except NeedsSequential:
         return True
     return False
 
@@ -485,7 +480,7 @@ def alone(call: ReplicaCall) -> Any:
     """What the only replica returns, in a step.
 
     Raises:
-        NeedsTurns: As `as_one_program`.
+        NeedsSequential: As `as_one_program`.
     """
     with ReplicaContext(call.strategy, 0):
         return _looked_out(call.fn, call.args, call.kwargs)
@@ -497,16 +492,16 @@ def _looked_out(
     try:
         return fn(*args, **kwargs)
     except _LOOKS as error:
-        raise _needs_turns(error) from error
+        raise _needs_sequential(error) from error
     except (TypeError, IndexError) as error:
         if not is_of_shapes(error):
             raise
-        raise _needs_turns(error) from error
+        raise _needs_sequential(error) from error
 
 
-def _needs_turns(error: Exception) -> NeedsTurns:
+def _needs_sequential(error: Exception) -> NeedsSequential:
     first = str(error).partition("\n")[0]
-    return NeedsTurns(f"{type(error).__name__}: {first}")
+    return NeedsSequential(f"{type(error).__name__}: {first}")
 
 
 def _per_replica(node: Any, count: int) -> Any:

@@ -73,13 +73,13 @@ class DistributedValues:
 
     @property
     def whole(self) -> Any:
-        """The one array in which all values lie, None if there is none.
+        """The one array in which all values are, None if there is none.
 
         Its rows are the replicas' rows, those of replica 0 first, so functions that do
         not look beyond a row (``x * 2``) may take it in place of the values: it is one
         operation for all devices. Functions that look along the first axis (softmax,
         cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
-        accelerators, give it this array: jax refuses arguments that lie on different
+        accelerators, give it this array: jax refuses arguments that are on different
         devices each.
         """
         return self._whole
@@ -207,7 +207,7 @@ def _shards(
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Whether this is an array of jax that lies somewhere, and no part of a trace."""
+    """Whether this is an array of jax on some device, and no part of a trace."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     Connect = Callable[..., ClusterSession]
     """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some, with
     ``stores_per_ps=`` if there are to be more than one, with
-    ``resume=`` and ``begins_anew=`` if the session has a name."""
+    ``resume=`` and ``restart_partial=`` if the session has a name."""
 
 _MOST_STORES: Final = 64
 """Of one ps: each has a port, a thread and a connection to every worker."""
@@ -222,8 +222,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             connect = partial(connect, replicas=int(replicas))
         if resume is not None:
             _check_name(resume)
-            begins_anew = patience is not None
-            connect = partial(connect, resume=resume, begins_anew=begins_anew)
+            restart_partial = patience is not None
+            connect = partial(connect, resume=resume, restart_partial=restart_partial)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:

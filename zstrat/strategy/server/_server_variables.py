@@ -1,6 +1,6 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
-`ServerVariables` is the creator of the strategy's scope and the home of all that was
+`ServerVariables` is the creator of the strategy's scope and the storage of all that was
 created in it. Where each goes and what key it has is decided by `_variable_placement`.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         GradientCall,
-        HomeRows,
-        HomeUpdate,
         OptimizerHandle,
+        StorageRows,
+        StorageUpdate,
         VariableRequest,
     )
     from zstrat.wire import InitialEntry
@@ -102,7 +102,7 @@ class ServerVariables(StrategyCreator):
 
     def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
-        return variable.home is self
+        return variable.storage is self
 
     def require_known(self, plan: Plan) -> None:
         """Refuses a step that uses what was created for another connection.
@@ -253,20 +253,20 @@ class ServerVariables(StrategyCreator):
     ) -> list[np.ndarray]:
         return await self._session.run_async(*self._reading(variables))
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         warn_of_blocking("variable.sparse_read_async(indices)")
         return self._session.run(*self._reading_rows(parts))
 
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    async def read_rows_async(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         return await self._session.run_async(*self._reading_rows(parts))
 
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+    def update_many(self, updates: Sequence[StorageUpdate]) -> None:
         warn_of_blocking(
             _TWINS.get(updates[0][1], "variable.scatter_async(op, sparse_delta)")
         )
         self._session.run(*self._updating(updates))
 
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+    async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
         await self._session.run_async(*self._updating(updates))
 
     def bind(self, call: GradientCall) -> None:
@@ -324,11 +324,11 @@ class ServerVariables(StrategyCreator):
     ) -> _Request[list[np.ndarray]]:
         return self._servers.read(_specs(variables)), "reading variables"
 
-    def _reading_rows(self, parts: Sequence[HomeRows]) -> _Request[list[np.ndarray]]:
+    def _reading_rows(self, parts: Sequence[StorageRows]) -> _Request[list[np.ndarray]]:
         wanted = [(variable.spec, indices) for variable, indices in parts]
         return self._servers.read_rows(wanted), "reading rows"
 
-    def _updating(self, updates: Sequence[HomeUpdate]) -> _Request[None]:
+    def _updating(self, updates: Sequence[StorageUpdate]) -> _Request[None]:
         sent = [
             (variable.spec, op, 0 if optimizer is None else optimizer.id, operands)
             for variable, op, operands, optimizer in updates

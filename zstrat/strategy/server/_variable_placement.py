@@ -204,7 +204,7 @@ class VariablePlacement:
         return where
 
     def mark(self) -> tuple[int, list[int]]:
-        """Whose turn it is and what lies where, for `back_to`."""
+        """Whose turn it is and what is placed where, for `back_to`."""
         return self._placed, list(self._bytes)
 
     def back_to(self, mark: tuple[int, list[int]]) -> None:
