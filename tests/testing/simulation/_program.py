@@ -192,6 +192,9 @@ class TrainingProgram:
             return None
         placement = replication.placement
         placement.validate()
+        cluster = coordinator.cluster
+        for task in (*cluster.ps, *cluster.workers, *replication.processes):
+            task.validate()
         if placement.without_backup:
             return None
         found = set().union(*(store.copy_processes for store in placement.stores))

@@ -3,11 +3,11 @@
 A task session opens the session on one worker or parameter server each time its link
 opens (`MovableLink`), and again while another coordinator holds the task or is not yet
 known to be dead (`SessionRequest`). It runs on the loop thread and has no task of its
-own: futures and timers call it back.
+own: futures and timers call it back. `SessionPhase` has its drawing.
 
-A task with one life (a parameter server) keeps what is ours over a cut line and over
-our own absence. So its loss is not told while it may come back with all of it: it is
-asked whether the session goes on, in silence.
+A task with *one life* (a parameter server) keeps our data while its connection is cut
+and while we are away. So its loss is not reported while it may come back with all of
+it: it is silently asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
 alternate.
@@ -16,9 +16,10 @@ alternate.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.errors import (
     BusyError,
@@ -53,6 +54,42 @@ if TYPE_CHECKING:
     the task has opened the session."""
 
 log = logging.getLogger("zstrat.coordinator")
+
+
+class SessionPhase(enum.Enum):
+    """Whether a task is in our session, and what is known of our data there if not.
+
+    AWAY ──opened──▶ JOINED ──link lost (one life)──▶ SILENT ──greets──▶ JOINED
+     ▲ ▲               │                                │
+     │ └─ link lost ───┴──── its time to return is over ┘
+     │
+     └──RECONNECTED, RENEWING: only while `TaskSessionEvents.task_lost` runs
+
+    any ──another process greets, or another coordinator has taken it──▶ GONE
+    any ──it says that it has nothing, or `move` to an empty one──▶ EMPTY
+    GONE ──resumed after all──▶ JOINED
+    GONE, EMPTY ──`renew`, or `move` to where our data is──▶ AWAY
+    any ──`release`──▶ RELEASED ──`leave`──▶ CLOSED ◀──`leave`── any
+    """
+
+    AWAY = "not in the session; our data may still be there"
+    JOINED = "in the session"
+    SILENT = "in the session; its link is lost, and it has some time to return"
+    RECONNECTED = "lost its link alone: it is the same process"
+    RENEWING = "enters another session of ours"
+    GONE = "our data is lost for certain"
+    EMPTY = "our data is lost for certain; it is not asked again before `renew`"
+    RELEASED = "a worker that we let go: no loss"
+    CLOSED = "we have left it"
+
+
+_WITHOUT_SESSION: Final = (
+    SessionPhase.AWAY,
+    SessionPhase.RECONNECTED,
+    SessionPhase.RENEWING,
+    SessionPhase.GONE,
+    SessionPhase.EMPTY,
+)
 
 
 class TaskSessionEvents(Protocol):
@@ -125,12 +162,8 @@ class TaskSession:
         """Why the session was not opened at the last attempt."""
         self.line: ServerLine | None = None
         """Where requests wait while the task is away."""
-        self.gone = False
-        """What the task held of ours is lost for certain."""
-        self.lives_on = False
-        """It was lost to its connection alone: the process is the same."""
-        self.is_moved = False
-        """It leaves because it enters another session of ours: `renew`."""
+        self.phase = SessionPhase.AWAY
+        """Only this class changes it."""
         self.back_by = 0.0
         """Until when (loop time) it is to be back with all it held, as it has said."""
         self._request = SessionRequest(opening, turn, notice, self._answered)
@@ -139,11 +172,10 @@ class TaskSession:
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
         """The incarnation that has something of ours."""
-        self._emptied, self._warned = False, ""
+        self._warned = ""
         self._missed: int | None = None
         """The level at which its loss was logged: that of its return, too."""
         self._entered: asyncio.Event = asyncio.Event()
-        self._closed = False
         self._link = MovableLink(
             make_link,
             address,
@@ -176,9 +208,33 @@ class TaskSession:
         return self.is_ready and self.link.is_heard
 
     @property
+    def gone(self) -> bool:
+        """Whether our data on the task is lost for certain."""
+        is_emptied = self.phase is SessionPhase.RENEWING and self._one_life
+        return is_emptied or self.phase in (SessionPhase.GONE, SessionPhase.EMPTY)
+
+    @property
+    def lives_on(self) -> bool:
+        """Whether the process of a worker that is being lost still runs."""
+        if self.phase is SessionPhase.RENEWING:
+            return not self._one_life
+        is_ours = self.phase in (SessionPhase.RELEASED, SessionPhase.CLOSED)
+        return is_ours or self.phase is SessionPhase.RECONNECTED
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the task is lost because we move it to another session, or let it
+        go."""
+        return self.phase in (
+            SessionPhase.RENEWING,
+            SessionPhase.RELEASED,
+            SessionPhase.CLOSED,
+        )
+
+    @property
     def is_closed(self) -> bool:
-        """Whether we have left it, for good."""
-        return self._closed
+        """Whether we have left the task, for good."""
+        return self.phase is SessionPhase.CLOSED
 
     @property
     def is_lost(self) -> bool:
@@ -250,19 +306,16 @@ class TaskSession:
         Args:
             close_messages: Close the sessions before.
         """
-        if self._closed:
+        if self.is_closed:
             return
         self._request.stop()
         self._stop_absence()
         if self.is_ready:
-            # A parameter server loses what it held; a worker is the process that it
-            # was.
-            self.gone, self.lives_on = self._one_life, not self._one_life
-            self.is_moved = True
-            self._leave("it enters another session of the program", logging.INFO)
+            why = "it enters another session of the program"
+            self._leave(why, logging.INFO, SessionPhase.RENEWING)
             if self._moves:
-                self.give_up("it enters another session of the program")
-        self.gone = self.lives_on = self.is_moved = self._emptied = False
+                self.give_up(why)
+        self._set_phase(SessionPhase.AWAY)
         self._life, self.refusal = None, None
         self._request.enter(session, close_messages)
         if self.link.is_open:
@@ -272,14 +325,15 @@ class TaskSession:
         """Goes on at another address, where all is that the task held, in the memory of
         the incarnation ``life``, if that is known; ``is_empty``: where nothing is, and
         which is entered behind `renew`."""
-        if self._closed:
+        if self.is_closed:
             return
         self._request.stop()
         self._stop_absence()
         self.opened, self.refusal, self._life = None, None, life or None
         self._entered.clear()
         self._request.restart_pauses()
-        self.address, self.gone, self._emptied = address, is_empty, is_empty
+        self.address = address
+        self._set_phase(SessionPhase.EMPTY if is_empty else SessionPhase.AWAY)
         self._link.move(address)
         if self.line is not None:
             self.line.move(self.link)
@@ -315,9 +369,13 @@ class TaskSession:
         """
         return self._request.close(self.link, timeout, exits=exits)
 
+    def release(self) -> None:
+        """Marks a worker that we let go: its end is not a loss."""
+        self._set_phase(SessionPhase.RELEASED)
+
     def leave(self) -> None:
-        """We go: nothing is told to `TaskSessionEvents` any more."""
-        self._closed = True
+        """Leaves the task: nothing is reported to `TaskSessionEvents` from now on."""
+        self._set_phase(SessionPhase.CLOSED)
         self._link.stop()
         self._request.stop()
         self._stop_absence()
@@ -330,7 +388,7 @@ class TaskSession:
         await self._link.close()
 
     def _greeted(self, hello: Hello) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         self._stop_absence()
         before, self.hello = self.hello, hello
@@ -339,14 +397,18 @@ class TaskSession:
         if not self._one_life:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
-                self.lives_on = same
-                self._leave("it connected anew")
-                self.lives_on = False
+                phase = SessionPhase.RECONNECTED if same else SessionPhase.AWAY
+                self._leave("it connected anew", phase=phase)
+                if self.phase is SessionPhase.RECONNECTED:
+                    self._set_phase(SessionPhase.AWAY)
         elif self._life not in (None, hello.incarnation):
-            self.gone = True
-            self._leave("it was started again, and what it held is gone")
+            is_empty = self.phase is SessionPhase.EMPTY
+            self._leave(
+                "it was started again, and what it held is gone",
+                phase=None if is_empty else SessionPhase.GONE,
+            )
             return
-        elif self._emptied:
+        elif self.phase is SessionPhase.EMPTY:
             if self._moves:
                 self._events.task_lost(self, "what it held is gone")
             return
@@ -357,7 +419,7 @@ class TaskSession:
         self._ask()
 
     def _lost(self, error: PeerLostError) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         self._request.stop()
         self.back_by = asyncio.get_running_loop().time() + error.returns
@@ -373,9 +435,10 @@ class TaskSession:
                 words = "%s at %s is to be back within %g s, with all it held: %s"
                 log.warning(words, self.name, self.address, grace, error.reason)
             self._absence = loop.call_later(grace, self._leave, error.reason, level)
+            self._set_phase(SessionPhase.SILENT)
 
     def _received(self, message: Message) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         if self.is_ready:
             self._events.message_received(self, message)
@@ -396,8 +459,9 @@ class TaskSession:
             return
         if self.is_ready:
             # A coordinator that takes a server over empties it.
-            self.gone = self._one_life and isinstance(error, BusyError)
-            self._leave(str(error))
+            is_taken = self._one_life and isinstance(error, BusyError)
+            phase = SessionPhase.GONE if is_taken else SessionPhase.AWAY
+            self._leave(str(error), phase=phase)
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             if self._request.repeat(self._ask, error):
@@ -413,8 +477,8 @@ class TaskSession:
         assert isinstance(answer, SessionOpened), answer
         assert self.hello is not None
         if self._one_life and self._life is not None and not answer.resumed:
-            self._emptied = self.gone = True
-            self._leave("it served another coordinator, and what it held is gone")
+            why = "it served another coordinator, and what it held is gone"
+            self._leave(why, phase=SessionPhase.EMPTY)
             return
         if (objection := self._objection(self, self.hello, answer)) is not None:
             self._request.withdraw(self.link)
@@ -423,7 +487,7 @@ class TaskSession:
         resumed, self.opened, self.refusal = self.is_ready, answer, None
         self._request.opened()
         self._warned = ""
-        self.gone = False
+        self._set_phase(SessionPhase.JOINED)
         if self.line is not None:
             self.line.resume()
         if resumed:
@@ -454,7 +518,21 @@ class TaskSession:
             self._warned = str(error)
         self.refusal = error
 
-    def _leave(self, reason: str, level: int = logging.WARNING) -> None:
+    def _leave(
+        self,
+        reason: str,
+        level: int = logging.WARNING,
+        phase: SessionPhase | None = None,
+    ) -> None:
+        """Reports that the task is not in our session.
+
+        Args:
+            phase: What is known of our data there; None: nothing new.
+        """
+        if phase is None and self.phase in (SessionPhase.JOINED, SessionPhase.SILENT):
+            phase = SessionPhase.AWAY
+        if phase is not None:
+            self._set_phase(phase)
         level = logging.INFO if self._moves else level  # its owner says what follows
         if self.opened is not None:
             words = "lost" if self.gone or not self._one_life else "no contact with"
@@ -473,3 +551,23 @@ class TaskSession:
         if self._absence is not None:
             self._absence.cancel()
             self._absence = None
+        if self.phase is SessionPhase.SILENT:
+            self.phase = SessionPhase.JOINED
+
+    def _set_phase(self, phase: SessionPhase) -> None:
+        if self.phase is not SessionPhase.CLOSED:
+            self.phase = phase
+
+    def validate(self) -> None:
+        """Checks the phase against all else that is known. Tests call it."""
+        phase, where = self.phase, (self.name, self.phase)
+        assert (self._absence is not None) == (phase is SessionPhase.SILENT), where
+        if phase in (SessionPhase.JOINED, SessionPhase.SILENT):
+            assert self.is_ready, where
+            assert self._entered.is_set(), where
+        if phase in _WITHOUT_SESSION:
+            assert not self.is_ready, where
+        if phase in (SessionPhase.GONE, SessionPhase.EMPTY, SessionPhase.SILENT):
+            assert self._one_life, where
+        if phase in (SessionPhase.RECONNECTED, SessionPhase.RELEASED):
+            assert not self._one_life, where
