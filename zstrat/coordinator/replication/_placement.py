@@ -72,7 +72,7 @@ class StorePlacement:
     def __init__(
         self, addresses: Sequence[str], replicas: int = 1, per_process: int = 1
     ) -> None:
-        self._replicas, self._own = replicas, len(addresses)
+        self.replicas, self._own = replicas, len(addresses)
         self._is_started = False
         """Until then no backup is sought."""
         self._processes = [StoreProcess(address) for address in addresses]
@@ -108,7 +108,7 @@ class StorePlacement:
 
     def has_or_wants_backup(self, number: int) -> bool:
         """Whether the store has more than a primary, or is to have."""
-        return bool(self._replicas) or not self.stores[number].is_bare
+        return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
         """Creates the stores that no process has by itself. Comes before `start`."""
@@ -221,13 +221,13 @@ class StorePlacement:
         copy."""
         if not self._is_started:
             return []
-        if store.phase is CopyPhase.PAIRED and self._replicas:
+        if store.phase is CopyPhase.PAIRED and self.replicas:
             return self._seek_third(store)
         if store.phase is not CopyPhase.ALONE:
             return []
         at, count = store.primary.process, len(self._processes)
         fit = self._fit_for_copy(store)
-        if not fit or (store.target is None and not self._replicas):
+        if not fit or (store.target is None and not self.replicas):
             return []
         # Of equals the next one after the primary, so that backups go round.
         return store.host(
@@ -280,7 +280,7 @@ class StorePlacement:
         match store.phase:
             case CopyPhase.ALONE:
                 return self._seek(store)
-            case CopyPhase.PAIRED if self._replicas:
+            case CopyPhase.PAIRED if self.replicas:
                 return self._seek(store)
             case CopyPhase.ADDING | CopyPhase.FILLING if (
                 store.third is not None and store.third.process != target
@@ -291,7 +291,7 @@ class StorePlacement:
             case CopyPhase.HOSTING if not at_target:
                 return store.seek_elsewhere(unwilling=False)
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
-                at_target or self._replicas
+                at_target or self.replicas
             ):
                 return store.detach(MOVES)
             case CopyPhase.EMPTY:
@@ -306,14 +306,14 @@ class StorePlacement:
         is_for_move, store.target = store.is_backup_at_target, None
         if store.phase in THIRD_BESIDE:
             return store.end_third(reason)
-        if self._replicas or not is_for_move:
+        if self.replicas or not is_for_move:
             return []  # the store is to have the backup anyway
         return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
         """Replaces the backup of the store, in a process that leaves."""
         store = self.stores[number]
-        if self._replicas and store.phase is not CopyPhase.HOSTING:
+        if self.replicas and store.phase is not CopyPhase.HOSTING:
             return self._seek(store)
         return self._end_backup(store, MOVES)
 
@@ -354,7 +354,7 @@ class StorePlacement:
         if not self._is_current(order, CopyPhase.REPLACING, CopyPhase.ATTACHING):
             return []
         orders = store.filled()
-        if self._replicas:
+        if self.replicas:
             return orders + self._seek(store)
         if store.is_backup_at_target:
             return orders + store.promote(MOVES)
