@@ -421,8 +421,8 @@ def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
                 f"initial state {slot} from the values of {call.words(leaf)}, {other} "
                 "and perhaps more, but parameter servers update each variable by "
                 "itself: use an optimizer whose initial state is constant, or depends "
-                "on each variable's own value, or train with a strategy whose processes hold "
-                "all variables (MirroredStrategy, MultiWorkerMirroredStrategy)"
+                "on each variable's own value, or train with a strategy whose "
+                "processes hold all variables (MirroredStrategy, MultiWorkerMirroredStrategy)"
             )
 
 
