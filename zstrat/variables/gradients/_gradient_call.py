@@ -422,7 +422,8 @@ def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
                 "and perhaps more, but parameter servers update each variable by "
                 "itself: use an optimizer whose initial state is constant, or depends "
                 "on each variable's own value, or train with a strategy whose "
-                "processes hold all variables (MirroredStrategy, MultiWorkerMirroredStrategy)"
+                "processes hold all variables (MirroredStrategy, "
+                "MultiWorkerMirroredStrategy)"
             )
 
 
