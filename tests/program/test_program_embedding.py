@@ -169,7 +169,7 @@ def test_refusals(storage):
         IDS,
         partition_strategy="mod",
     )
-    refused(ValueError, "no first axis", count, IDS)
+    refused(ValueError, "is a scalar", count, IDS)
     refused(ValueError, "must be integers, not float64", table, IDS * 1.0)
     refused(ValueError, "must be integers, not float64", TABLE, IDS * 1.0)
     refused(ValueError, "must be integers, not bool", table, IDS > 3)
