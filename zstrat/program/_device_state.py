@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Outdated(Exception):
-    """The variables are elsewhere than where the program was traced for them: another
-    thread has begun to keep a copy for each replica, or processes were formed anew.
-    Nothing was done; the program is to be found again."""
+    """The variables are not stored as the program was traced for: another thread has
+    given each replica a copy, or the processes have changed. Nothing was done; the
+    caller finds the program again."""
 
 
 class PlannedVariables:

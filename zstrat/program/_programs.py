@@ -87,7 +87,7 @@ class ProgramsOfCall:
         return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one, of variables that are elsewhere."""
+        """Whether there is one whose variables are stored differently now."""
         found = self.programs.get(self._name(elements))
         return found is not None and not found.is_current
 
