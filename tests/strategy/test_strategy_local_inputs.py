@@ -27,20 +27,6 @@ def shards(element):
     return sorted(element.whole.addressable_shards, key=lambda shard: shard.index)
 
 
-def test_the_example_of_the_documentation():
-    global_batch_size = 2
-    strategy = zs.MirroredStrategy(devices=["CPU:0", "CPU:1"])
-    dataset = zs.data.Dataset.range(4).batch(global_batch_size)
-    dist_dataset = strategy.experimental_distribute_dataset(dataset)
-
-    @zs.function
-    def replica_fn(x):
-        return x * 2
-
-    result = [strategy.run(replica_fn, args=(x,)) for x in dist_dataset]
-    assert [values(each) for each in result] == [[[0], [2]], [[4], [6]]]
-
-
 def test_a_batch_that_splits_is_one_array_over_the_devices():
     strategy = zs.MirroredStrategy(FOUR)
     data = {"x": X, "y": Y}

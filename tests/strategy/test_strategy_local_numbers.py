@@ -53,51 +53,6 @@ def run(request):
     return run
 
 
-# Two replicas have these. A sum of them wraps where a byte is too small for it.
-FLAGS = np.array([[True, True, False], [True, False, False]])
-BYTES = np.array([[200, 100, 3], [200, 50, 4]], np.uint8)
-SIGNED = np.array([[100, -100, 3], [100, -100, 4]], np.int8)
-MEANS = [
-    (FLAGS, [1.0, 0.5, 0.0]),
-    (BYTES, [200.0, 75.0, 3.5]),
-    (SIGNED, [100.0, -100.0, 3.5]),
-]
-
-
-@pytest.mark.parametrize(("values", "mean"), MEANS)
-def test_means_of_narrow_integers(two, run, values, mean):
-    def fn():
-        return own(values)
-
-    def reduced():
-        return zs.get_replica_context().all_reduce("mean", fn())
-
-    assert two.reduce("mean", run(two, fn), None).tolist() == mean
-    assert two.reduce("mean", PerReplica(tuple(values)), None).tolist() == mean
-    assert local(two, run(two, reduced)) == [mean] * 2
-
-
-def test_sums_of_booleans_count(two, run):
-    def fn():
-        return own(FLAGS)
-
-    def reduced():
-        return zs.get_replica_context().all_reduce("sum", fn())
-
-    assert two.reduce("sum", run(two, fn), None).tolist() == [2, 1, 0]
-    assert two.reduce("sum", PerReplica(tuple(FLAGS)), None).tolist() == [2, 1, 0]
-    assert two.reduce("sum", PerReplica(tuple(FLAGS)), 0) == 3
-    assert local(two, run(two, reduced)) == [[2, 1, 0]] * 2
-
-
-def test_the_mean_of_bytes_in_a_variable(two, run):
-    with two.scope():
-        v = zs.Variable(np.zeros(3, np.uint8), aggregation=A.MEAN)
-    run(two, lambda: v.assign(own(BYTES)).value())
-    assert v.numpy().tolist() == [200, 75, 3]
-    assert v.numpy().dtype == np.uint8
-
-
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("count", [0, 5, 100, -7])
 def test_no_count_is_lost_when_it_is_assigned(three, inside, count):
@@ -144,13 +99,6 @@ def test_a_scalar_variable_is_read_as_an_array(two, synchronization):
     for each in (v, apart):
         assert isinstance(each.numpy(), np.ndarray)
         assert each.numpy().shape == ()
-
-
-def test_gather_takes_an_integer(two):
-    value = PerReplica((np.ones(2), np.ones(2)))
-    for axis in ("x", None, 1.0, True, (0,)):
-        with pytest.raises(TypeError, match="gather: axis must be an integer, got"):
-            two.gather(value, axis)
 
 
 def test_all_gather_of_shapes_that_do_not_fit(two):
@@ -263,33 +211,6 @@ VALUES = np.array(
     np.int32,
 )
 MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
-WIDE = np.array([[2**32 - 1, 2**31], [2**32 - 1, 1]], np.uint32)
-NARROW = np.array([[-128, 127, -3], [-128, 127, -2]], np.int8)
-CASES = [
-    (VALUES, MEAN),
-    (WIDE, [2**32 - 1, 2**30]),
-    (NARROW, [-128, 127, -2]),
-]
-
-
-@pytest.mark.parametrize(("values", "mean"), CASES)
-def test_what_replicas_assign(two, run, values, mean):
-    with two.scope():
-        v = zs.Variable(np.zeros_like(values[0]), aggregation=A.MEAN)
-    run(two, lambda: v.assign(own(values)).value())
-    assert v.numpy().dtype == values.dtype
-    assert v.numpy().tolist() == mean
-
-
-@pytest.mark.parametrize(("values", "mean"), CASES)
-def test_what_replicas_have_when_it_is_read(two, run, values, mean):
-    with two.scope():
-        v = zs.Variable(
-            np.zeros_like(values[0]), aggregation=A.MEAN, synchronization=S.ON_READ
-        )
-    run(two, lambda: v.assign(own(values)).value())
-    assert v.numpy().tolist() == mean
-    assert zs.function(lambda: v.value() + 0)().tolist() == mean
 
 
 def test_a_team_of_eight_and_a_byte():
@@ -299,26 +220,3 @@ def test_a_team_of_eight_and_a_byte():
         v = zs.Variable(np.zeros(1, np.int8), aggregation=A.MEAN)
     eight.run(lambda: v.assign(own(values)).value())
     assert v.numpy().tolist() == [123]  # 123.5
-
-
-FAR = np.array([[2**31 - 1, 2**30, 5], [2**31 - 1, 2**30 + 1, 6]], np.int32)
-
-
-@pytest.mark.parametrize("values", [FAR, -FAR, WIDE])
-def test_what_is_reduced_does_not_wrap_on_the_way(two, run, values):
-    mean = values.astype(float).mean(0)
-    found = run(two, lambda: zs.get_replica_context().all_reduce("mean", own(values)))
-    for each in two.experimental_local_results(found):
-        assert each.dtype == np.float32
-        np.testing.assert_allclose(each, mean, rtol=1e-7)
-    parts = run(two, lambda: own(values))
-    here = zs.PerReplica(tuple(values))
-    for each in (parts, here):
-        np.testing.assert_allclose(two.reduce("mean", each, None), mean, rtol=1e-7)
-        np.testing.assert_allclose(
-            two.reduce("mean", each, 0), values.astype(float).mean(), rtol=1e-7
-        )
-        there = two.extended.reduce_to("mean", each, "CPU:0")
-        np.testing.assert_allclose(there, mean, rtol=1e-7)
-    reduce = zs.function(lambda: two.reduce("mean", two.run(lambda: own(values)), 0))
-    np.testing.assert_allclose(reduce(), values.astype(float).mean(), rtol=1e-7)

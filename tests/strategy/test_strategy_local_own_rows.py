@@ -44,42 +44,6 @@ def tables(strategy):
 
 
 @pytest.mark.parametrize("is_step", [False, True])
-@pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize("of", ["sparse_read", "embedding_lookup"])
-def test_rows_of_the_own_copy(two, is_step, in_turns, of):
-    found = tables(two)
-
-    def rows(table):
-        if of == "sparse_read":
-            return table.sparse_read(np.array([2, 1, 2]))
-        return zs.embedding_lookup(table, jnp.array([2, 1, 2]))
-
-    def replica():
-        if in_turns:
-            meet()
-        return [rows(table)[:, 0] for table in found]
-
-    run = zs.function(two.run) if is_step else two.run
-    for result in run(replica):
-        assert values(result) == [[20, 10, 20], [40, 20, 40]]
-
-
-@pytest.mark.parametrize("is_step", [False, True])
-def test_rows_after_an_update_of_the_own_copy(two, is_step):
-    own, read = tables(two)
-
-    def replica():
-        meet()
-        own.assign_add(jnp.ones((3, 1)))
-        read.assign_add(jnp.ones((3, 1)))
-        return own.sparse_read([1])[:, 0], read.sparse_read([1])[:, 0]
-
-    run = zs.function(two.run) if is_step else two.run
-    for result in run(replica):
-        assert values(result) == [[11], [21]]
-
-
-@pytest.mark.parametrize("is_step", [False, True])
 def test_gradients_of_rows_of_the_own_copy(two, is_step):
     own, _ = tables(two)
 
@@ -112,14 +76,18 @@ def test_rows_that_are_not_there_are_named(two):
 def test_outside_of_replicas_rows_are_of_what_is_read(two):
     """The sum of both copies of the one, the first copy of the other."""
     own, read = tables(two)
+    ids = np.array([1, 2, 1])
 
     def rows():
-        return own.sparse_read([1]), read.sparse_read([1, 2]), read.value()
+        looked_up = [zs.embedding_lookup(table, ids) for table in (own, read)]
+        return own.sparse_read([1]), read.sparse_read([1, 2]), read.value(), looked_up
 
-    for first, summed, whole in (rows(), zs.function(rows)()):
+    for first, summed, whole, looked_up in (rows(), zs.function(rows)()):
         assert np.asarray(first).tolist() == [[10]]
         assert np.asarray(summed).tolist() == [[30], [60]]
         assert np.asarray(whole).tolist() == [[0], [30], [60]]
+        for found, factor in zip(looked_up, (1, 3), strict=True):
+            np.testing.assert_array_equal(found[:, 0], factor * 10 * ids)
 
 
 def test_in_merge_call_rows_are_of_what_is_read(two):
@@ -127,10 +95,14 @@ def test_in_merge_call_rows_are_of_what_is_read(two):
 
     def replica():
         return zs.get_replica_context().merge_call(
-            lambda strategy: (own.sparse_read([1]), read.sparse_read([1]))
+            lambda strategy: (
+                own.sparse_read([1]),
+                read.sparse_read([1]),
+                zs.embedding_lookup(read, np.array([1])),
+            )
         )
 
     for run in (two.run, zs.function(two.run)):
-        first, summed = run(replica)
-        assert np.asarray(first).tolist() == [[10]]
-        assert np.asarray(summed).tolist() == [[30]]
+        first, *summed = map(np.asarray, run(replica))
+        assert first.tolist() == [[10]]
+        assert [found.tolist() for found in summed] == [[[30]]] * 2

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from ranks import ranks
 from test_strategy_on_read_integer_means import check
 
@@ -119,3 +120,31 @@ def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
         "run in a zs.function"
     ] * len(told)
     assert len(told) == 2  # one of each rank
+
+
+@pytest.mark.parametrize("how", ["sum", "mean", "gather"])
+@pytest.mark.parametrize("in_step", [True, False])
+def test_gradients_of_what_all_replicas_have_together(how, in_step):
+    """Each loss is weighed with another number; the gradient is that of their sum."""
+
+    def program(strategy, rank):
+        def replica():
+            context = zs.get_replica_context()
+            number = context.replica_id_in_sync_group
+
+            def loss(x):
+                if how == "gather":
+                    both = context.all_gather(x, 0)
+                else:
+                    both = context.all_reduce(how, x)
+                return jnp.sum(both) * (number + 1)
+
+            return jax.grad(loss)(jnp.ones(2))
+
+        step = zs.function(lambda: strategy.run(replica))
+        found = step() if in_step else strategy.run(replica)
+        return np.stack(strategy.experimental_local_results(found))
+
+    expected = sum(range(1, 5)) / (4 if how == "mean" else 1)
+    for found in ranks(2, program, TWO):
+        np.testing.assert_allclose(found, np.full((2, 2), expected), rtol=1e-6)

@@ -10,8 +10,7 @@ import pytest
 import zstrat as zs
 from zstrat.strategy import PerReplica
 
-SUM, MEAN = zs.VariableAggregation.SUM, zs.VariableAggregation.MEAN
-FIRST = zs.VariableAggregation.ONLY_FIRST_REPLICA
+SUM = zs.VariableAggregation.SUM
 
 
 def replica_id():
@@ -75,53 +74,6 @@ def assert_all_equal(found):
     first = found[0]
     for other in found[1:]:
         jax.tree.map(np.testing.assert_allclose, first, other)
-
-
-def test_collectives_are_the_same_both_ways(two):
-    def fn(_, x):
-        context = zs.get_replica_context()
-        rows = zs.IndexedSlices(x[:1, None], jnp.asarray([replica_id()]), (2, 1))
-        return {
-            "sum": context.all_reduce("sum", {"a": x, "b": [x * 2]}),
-            "mean": context.all_reduce("MEAN", x),
-            "gather": context.all_gather(x[None], axis=1),
-            "rows": context.all_reduce("sum", rows).to_dense(),
-            "fixed": "text",
-            "own": x + replica_id(),
-        }
-
-    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
-    found = both_ways(two, list, lambda v, x: {**fn(v, x), "fixed": 1}, x)
-    assert_all_equal(found)
-    result = found[0][0]
-    np.testing.assert_allclose(result["sum"]["a"], [[2, 4]] * 2)
-    np.testing.assert_allclose(result["sum"]["b"][0], [[4, 8]] * 2)
-    np.testing.assert_allclose(result["mean"], [[1, 2]] * 2)
-    np.testing.assert_allclose(result["gather"], [[[0, 1, 2, 3]]] * 2)
-    np.testing.assert_allclose(result["rows"], [[[0], [2]]] * 2)
-    np.testing.assert_allclose(result["own"], [[0, 1], [3, 4]])
-
-
-@pytest.mark.parametrize(("aggregation", "merged"), [(SUM, 3), (MEAN, 1.5), (FIRST, 1)])
-def test_updates_are_the_same_both_ways(two, aggregation, merged):
-    def make():
-        return [zs.Variable([10.0, 20.0], aggregation=aggregation) for _ in range(3)]
-
-    def fn(variables):
-        a, b, c = variables
-        number = replica_id() + 1
-        a.assign(jnp.ones(2) * number)
-        b.assign_add(jnp.ones(2) * number)
-        c.assign_sub(jnp.ones(2) * number)
-        return b.value()
-
-    found = both_ways(two, make, fn)
-    assert_all_equal(found)
-    result, (a, b, c) = found[0]
-    np.testing.assert_allclose(a, [merged] * 2)
-    np.testing.assert_allclose(b, [10 + merged, 20 + merged])
-    np.testing.assert_allclose(c, [10 - merged, 20 - merged])
-    np.testing.assert_allclose(result, [b, b])
 
 
 def test_training_is_the_same_both_ways(two):

@@ -20,16 +20,6 @@ S = zs.VariableSynchronization
 WAYS = ["by itself", "in a step", "in turns", "in turns in a step"]
 
 
-def pairwise(first, second, times=1):
-    """For ``run`` and two more arguments: every two of the three, not all three."""
-    return [
-        pytest.param(WAYS[(n + m + 2 * t) % 4], *one, *two)
-        for n, one in enumerate(first)
-        for m, two in enumerate(second)
-        for t in range(times)
-    ]
-
-
 @pytest.fixture(params=WAYS)
 def run(request, two):
     """``strategy.run`` in each of its ways."""
@@ -61,29 +51,6 @@ def number():
 
 def values_of(result):
     return [float(x) for x in result.values]
-
-
-@pytest.mark.parametrize(
-    ("run", "method", "expected", "aggregation", "merged"),
-    pairwise(
-        [("assign", 0), ("assign_add", 10), ("assign_sub", 10)],
-        [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)],
-        times=2,
-    ),
-    indirect=["run"],
-)
-def test_on_write_merges_what_replicas_write(
-    two, run, method, expected, aggregation, merged
-):
-    v = variable(two, 10.0, aggregation)
-
-    def fn():
-        getattr(v, method)(number())
-        return v.value()
-
-    expected += merged * (-1 if method == "assign_sub" else 1)
-    assert values_of(run(fn)) == [expected] * 2
-    assert v.numpy() == expected
 
 
 @pytest.mark.parametrize(
@@ -139,63 +106,6 @@ def test_a_mixed_step_sees_its_own_writes(two):
     assert [x.tolist() for x in two.run(lambda: v.value()).values] == [[2, 3], [3, 4]]
 
 
-ROWS = [
-    ("scatter_add", np.add),
-    ("scatter_sub", np.subtract),
-    ("scatter_mul", np.multiply),
-    ("scatter_div", np.divide),
-]
-
-
-@pytest.mark.parametrize(
-    ("run", "method", "how", "aggregation"),
-    pairwise(ROWS, [(A.SUM,), (A.MEAN,), (A.ONLY_FIRST_REPLICA,), (A.NONE,)]),
-    indirect=["run"],
-)
-def test_rows_that_replicas_write(two, run, method, how, aggregation):
-    v = variable(two, np.full((3, 2), 8, np.float32), aggregation)
-
-    def fn():
-        rows = jnp.ones((1, 2)) * number() * 2
-        index = jnp.asarray(number() - 1, jnp.int32)[None]
-        getattr(v, method)(zs.IndexedSlices(rows, index))
-        return v.value()
-
-    result = run(fn)
-    scale = 0.5 if aggregation is A.MEAN else 1.0
-    copies = [np.full((3, 2), 8, np.float32) for _ in range(2)]
-    for replica, copy in enumerate(copies):
-        for other in range(2):
-            skip = aggregation is A.NONE and other != replica
-            if skip or (aggregation is A.ONLY_FIRST_REPLICA and other):
-                continue
-            copy[other] = how(copy[other], 2 * (other + 1) * scale)
-    np.testing.assert_allclose(v.numpy(), copies[0])
-    for found, expected in zip(result.values, copies, strict=True):
-        np.testing.assert_allclose(found, expected)
-
-
-@pytest.mark.parametrize("method", ["scatter_min", "scatter_max", "scatter_update"])
-def test_rows_that_cannot_be_merged(two, run, method):
-    def fn(v):
-        rows = jnp.ones((1, 2)) * number()
-        getattr(v, method)(zs.IndexedSlices(rows, jnp.asarray([0])))
-        return v.value()
-
-    for aggregation in (A.SUM, A.MEAN):
-        v = variable(two, np.ones((3, 2), np.float32), aggregation)
-        with pytest.raises(NotImplementedError, match=method):
-            run(lambda v=v: fn(v))
-    start = np.full((3, 2), 1.5, np.float32)
-    how = {"scatter_min": min, "scatter_max": max}.get(method, lambda old, new: new)
-    first = variable(two, start, A.ONLY_FIRST_REPLICA)
-    run(lambda: fn(first))
-    assert first.numpy()[0].tolist() == [how(1.5, 1.0)] * 2
-    own = variable(two, start, A.NONE)
-    found = run(lambda: fn(own))
-    assert [x[0, 0] for x in found.values] == [how(1.5, 1.0), how(1.5, 2.0)]
-
-
 def test_a_number_that_is_the_same_everywhere_has_no_sum(two, run):
     v = variable(two, 10.0, A.SUM)
     words = r"DistributedValues.*\b1\b.*\b0\b"
@@ -247,15 +157,6 @@ def test_on_read_merges_when_it_is_read(two, run, aggregation, merged):
     assert v.numpy() == 2 * merged
 
 
-def test_on_read_without_aggregation_has_no_value_outside(two, run):
-    v = variable(two, 0.0, A.NONE, S.ON_READ)
-    assert values_of(run(lambda: v.assign_add(number()).value() + 0)) == [1, 2]
-    with pytest.raises(ValueError, match="NONE"):
-        v.numpy()
-    with pytest.raises(ValueError, match="NONE"):
-        zs.function(lambda: v.value())()
-
-
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("aggregation", [A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA])
 def test_on_read_written_from_outside(two, inside, aggregation):
@@ -277,16 +178,6 @@ def test_on_read_written_from_outside(two, inside, aggregation):
         do(lambda: v.assign_add(1.0))
         do(lambda: v.assign_sub(2.0))
         assert values_of(two.run(lambda: v.value())) == [3.0] * 2
-
-
-@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "min", "max", "update"])
-def test_on_read_has_no_rows(two, run, op):
-    v = variable(two, np.ones((3, 2), np.float32), A.SUM, S.ON_READ)
-    rows = zs.IndexedSlices(np.ones((1, 2), np.float32), [0])
-    with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
-        run(lambda: getattr(v, f"scatter_{op}")(rows))
-    with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
-        getattr(v, f"scatter_{op}")(rows)
 
 
 @pytest.mark.parametrize(("aggregation", "merged"), MERGED)

@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from zstrat.program.trace._where import here
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from jax.sharding import Mesh
 
@@ -159,9 +159,15 @@ class Channel:
                 return list(collective.broadcast(given, 0))
 
 
-def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Sums over all processes. Differentiable: gradients are summed, too."""
-    return list(_differentiable(channel, here())(tuple(arrays)))
+def sum_over(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
+    """Sums over all processes. Differentiable: gradients are summed, too.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
+    """
+    return list(_differentiable(channel, here(), axis)(tuple(arrays)))
 
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -169,12 +175,17 @@ def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return _bound(channel, CrossKind.FIRST, here(), arrays)
 
 
-def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def gather_from(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
     """Concatenates the arrays of all processes, ``[size * n, ...]``.
 
     Differentiable: a process gets the sum of all gradients of its part.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
     """
-    return list(_gathering(channel, here())(tuple(arrays)))
+    return list(_gathering(channel, here(), axis)(tuple(arrays)))
 
 
 crossing: Final[Any] = Primitive("zstrat_crossing")
@@ -250,27 +261,48 @@ def gathered(array: jax.Array, axis: str) -> jax.Array:
     )
 
 
-def _differentiable(channel: Channel, where: str) -> Any:
+def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
         lambda arrays: (reduced(arrays), None),
-        lambda _, gradients: (reduced(gradients),),
+        lambda _, gradients: (_summed_once(reduced, gradients, axis),),
     )
     return summed
 
 
-def _gathering(channel: Channel, where: str) -> Any:
+def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
-    def mine(_: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+    def mine(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
-        return (tuple(jnp.split(x, size)[rank] for x in whole),)
+        return tuple(jnp.split(x, size)[rank] for x in whole)
 
     both = jax.custom_vjp(gathered)
-    both.defvjp(lambda arrays: (gathered(arrays), None), mine)
+    both.defvjp(
+        lambda arrays: (gathered(arrays), None),
+        lambda _, gradients: (_summed_once(mine, gradients, axis),),
+    )
     return both
+
+
+def _summed_once(
+    cross: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    gradients: tuple[Any, ...],
+    axis: str | None,
+) -> tuple[Any, ...]:
+    """The gradients of all processes, and of all replicas of a mapped axis.
+
+    What crosses is taken from one replica, so the gradients of all are added before.
+    The first replica gets the sum and the others zeros, because the gradient of what
+    made the arrays equal (a sum over the axis, say) adds them up once more.
+    """
+    if axis is None:
+        return cross(gradients)
+    whole = cross(tuple(_psum(list(gradients), axis)))
+    is_first = jax.lax.axis_index(axis) == 0
+    return tuple(jnp.where(is_first, x, jnp.zeros_like(x)) for x in whole)

@@ -134,6 +134,11 @@ class TeamReduction(abc.ABC):
     def __init__(self, team: Team) -> None:
         self._team = team
 
+    @property
+    def _axis(self) -> str | None:
+        """Name of the axis that several replicas are mapped over."""
+        return None
+
     @abc.abstractmethod
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         """The sum of each column of arrays of one shape."""
@@ -157,7 +162,7 @@ class TeamReduction(abc.ABC):
             [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
         )
         if self._team.channel is not None:
-            totals = sum_over(self._team.channel, totals)
+            totals = sum_over(self._team.channel, totals, self._axis)
         return [x / self._team.size for x in totals] if mean else totals
 
     def gathered(self, columns: Sequence[Column], axis: int = 0) -> list[jax.Array]:
@@ -174,7 +179,8 @@ class TeamReduction(abc.ABC):
             return whole
         # Between processes rows are gathered, which are of the first axis.
         fronts = [_moved(x, axis, 0) for x in whole]
-        return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
+        whole = gather_from(self._team.channel, fronts, self._axis)
+        return [_moved(x, 0, axis) for x in whole]
 
     def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
         """What replica 0 has of each column."""
@@ -280,6 +286,10 @@ class TeamReduction(abc.ABC):
 class MappedReduction(TeamReduction):
     """Replicas that are one program over `AXIS`, which jax's own collectives bring
     together inside of XLA. A column has one part, which is that of each replica."""
+
+    @property
+    def _axis(self) -> str | None:
+        return None if self._team.local == 1 else AXIS
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         arrays = [strong(array) for (array,) in columns]
