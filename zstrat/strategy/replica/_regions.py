@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import BodyProgram, MadeUp, RecordedLookup, TraceFeed
+    from zstrat.program.trace import BodyProgram, Placeholder, RecordedLookup, TraceFeed
 
     from ._collective import Team
 
@@ -310,7 +310,7 @@ def discovered(
     The step itself is not read inside this trace: its values would belong to a trace
     that ends before the step does.
     """
-    found: list[tuple[DiscoveredRegion, list[MadeUp]]] = []
+    found: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
 
     def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
         feed = Discovery(seed)
@@ -318,14 +318,14 @@ def discovered(
         with probe.recording():
             result = fn(shared, own)
         region = DiscoveredRegion(probe.capture, result)
-        found[:] = [(region, feed.made_up)]
-        return region.made, [each.value for each in feed.made_up]
+        found[:] = [(region, feed.placeholders)]
+        return region.made, [each.value for each in feed.placeholders]
 
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         args = values[0], shared, own_arrays
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
-        region, made_up = found[0]
-        region.program = body_program(closed, made_up, jax.tree.structure(made))
+        region, placeholders = found[0]
+        region.program = body_program(closed, placeholders, jax.tree.structure(made))
         return [], []
 
     def abstract(seed: jax.Array, shared: Any, arrays: Sequence[Any]) -> None:
