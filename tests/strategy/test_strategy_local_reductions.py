@@ -286,3 +286,16 @@ def test_integers_of_64_bits_are_not_cut():
     assert [x.tolist() for x in found.values] == [[6_000_000_000]] * 2
     found = strategy.extended.broadcast_to(np.array([6]), v)
     assert places_of(found) == D[:2]
+
+
+@pytest.mark.parametrize("do", [lambda fn: fn(), lambda fn: zs.function(fn)()])
+def test_what_replicas_share_is_gathered_from_each_of_them(do):
+    strategy = zs.MirroredStrategy(NAMES[:2])
+    with strategy.scope():
+        v = zs.Variable([3.0, 5.0], aggregation=zs.VariableAggregation.MEAN)
+    assert do(lambda: strategy.gather(v, 0)).tolist() == [3, 5, 3, 5]
+    assert do(lambda: strategy.reduce("sum", {"v": [v]}, None))["v"][0].tolist() == [
+        6,
+        10,
+    ]
+    assert do(lambda: strategy.reduce("mean", v, 0)) == 4.0
