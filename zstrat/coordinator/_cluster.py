@@ -393,7 +393,7 @@ class Cluster:
             self.run_status.printed(task.name, message.texts)
         if isinstance(message, WorkerReported):
             if not self._closing:
-                self.turnover.reports.report_received(task, message)
+                self.turnover.reported.report_received(task, message)
             return
         if id(task) in self._ps_ids:
             if self.replication is not None:

@@ -35,8 +35,7 @@ from ._outcomes import Outcomes
 from ._queue import QueueLeft
 from ._resources import Builder
 from ._run_status import short
-from ._shipping import ClosureShipping
-from ._worker_channel import WorkerChannel
+from ._shipping import ClosureShipping, WorkerChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -369,7 +368,7 @@ class Dispatcher:
                 if (kept.worker, kept.epoch) == (member.place, member.epoch)
             ]
             try:
-                channel.forget(arguments, resources, mine)
+                channel.send_drops(arguments, resources, mine)
             except BusyError as error:  # it is told with the next turns
                 log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:

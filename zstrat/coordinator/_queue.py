@@ -77,6 +77,8 @@ FIRST_DELAY: Final = 0.1
 """Seconds that a suspect waits behind its second loss; doubled with each further one,
 up to `LONGEST_DELAY`."""
 LONGEST_DELAY: Final = 5.0
+HANDBACK_DELAY: Final = 0.05
+"""Seconds before a closure is retried that its worker gave back without running it."""
 
 
 class QueuePhase(enum.Enum):

@@ -17,7 +17,6 @@ import numpy as np
 
 from zstrat.cluster import ClusterResolver, TPUClusterResolver
 from zstrat.program import Function, in_python_step
-from zstrat.program.gradients import is_live
 from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
@@ -318,7 +317,7 @@ def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
         NotImplementedError: Nothing would trace it.
     """
     recording = recorder.get()
-    if is_staging() or (recording is not None and not is_live(recording)):
+    if is_staging() or (recording is not None and not recording.live):
         return fn
     plain = fn
     # A partial of a step function is traced as the function is.

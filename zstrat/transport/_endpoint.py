@@ -36,7 +36,8 @@ from zstrat.wire.connection import (
 from ._address import bindable, parse
 from ._admission import Attendance, RefusalLog, check_exposure
 from ._curve import Authenticator
-from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
+from ._descriptors import Accepted, allowed
+from ._listener import IN_ALL, BoundSocket, Newcomers
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote

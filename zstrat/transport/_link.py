@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._curve import Security
-    from ._listener import Accepted
+    from ._descriptors import Accepted
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)

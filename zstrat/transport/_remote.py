@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Hello, Job, Sink
 
-    from ._listener import Accepted
+    from ._descriptors import Accepted
     from ._pump import Outlet
 
 

@@ -34,8 +34,8 @@ from zstrat.wire import Offer
 from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
+from ._pump import SHARED
 from ._rate_limit import RateLimit
-from ._traffic import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

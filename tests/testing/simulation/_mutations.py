@@ -117,9 +117,9 @@ async def _restless(self: Any, holder: object) -> Any:
     return cut_of(self._dispatcher.queue)
 
 
-def _serves_on(self: Any) -> None:
+def _serves_on(self: Any, *role: object) -> None:
     """A primary hears that a newer view has another one, and goes on alone."""
-    self._detach()
+    self.backups.detach()
 
 
 def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
@@ -190,11 +190,6 @@ def _parted(self: Any, store: Any) -> Any:
     return self.detach(store, "it moves")
 
 
-def _bare(self: Any, message: Any) -> None:
-    """A new primary does not hear that the old one is its backup."""
-    self.backup, self.view = None, message.view
-
-
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -249,7 +244,7 @@ _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
-_LEFT: Final = f"{_COPIES}._role.StoreServingRole.state_for_successor"
+_LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
 _TELL: Final = f"{_FENCES}.Marking.tell"
@@ -354,7 +349,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
-        f"{_COPIES}._replica_role.ReplicaRole.promoted": _bare
+        f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": _nothing
     },
     "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
 }

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from zstrat.program.trace._context import apart, current_trace, fresh
 from zstrat.program.trace._eager import Immediate
 from zstrat.program.trace._flow import Flow
 from zstrat.program.trace._where import claimed, here
-from zstrat.variables import KeepsCopies, recorder
+from zstrat.variables import TraceRecorder, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         GradientCall,
         Table,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -51,13 +50,6 @@ class NotKnownYet(BaseException):
         self.by = by
 
 
-@runtime_checkable
-class Live(Protocol):
-    """A recorder that may hand out real values."""
-
-    live: bool
-
-
 class SoughtLookup(NamedTuple):
     """A lookup by the function. ``via`` tells of each component of the table which of
     the arrays that it was given (by number) was used in place of the variable."""
@@ -68,7 +60,7 @@ class SoughtLookup(NamedTuple):
     where: str
 
 
-class Substitution:
+class Substitution(TraceRecorder):
     """Hands out given arrays in place of values read from outside.
 
     Other reads go on to ``outer``; updates and draws are refused. If nothing is being
@@ -96,7 +88,7 @@ class Substitution:
         rows_of: Callable[[int, SoughtLookup], jax.Array] | None = None,
         is_staged: bool = False,
     ) -> None:
-        self.live = not is_staged and (outer is None or is_live(outer))
+        self.live = not is_staged and (outer is None or outer.live)
         """Whether values are real, so that nothing is being captured."""
         self.sought: list[SoughtLookup] = []
         self._outer = Immediate() if outer is None else outer
@@ -133,8 +125,6 @@ class Substitution:
         return self._value_of(variable)
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies of a variable of which each replica has its own."""
-        assert isinstance(self._outer, KeepsCopies)
         return self._outer.copies(variable)
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
@@ -173,13 +163,6 @@ class Substitution:
 
     def drew(self, leaf: object) -> bool:
         return self._outer.drew(leaf)
-
-
-def is_live(outer: TraceRecorder) -> bool:
-    """Whether values are real under this recorder, so that nothing is captured."""
-    if isinstance(outer, Immediate):
-        return True
-    return isinstance(outer, Live) and outer.live
 
 
 Call = Callable[[list[Any], Substitution], Any]

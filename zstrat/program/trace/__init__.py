@@ -23,7 +23,6 @@ from ._int32_checks import fits as fits
 from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
-from ._iterator import Drawing as Drawing
 from ._iterator import StepIterator as StepIterator
 from ._made_up import BodyProgram as BodyProgram
 from ._made_up import MadeUp as MadeUp
@@ -39,12 +38,10 @@ from ._signature import Plain as Plain
 from ._structure import is_described as is_described
 from ._structure import split as split
 from ._updates import apart_from_now as apart_from_now
-from ._updates import copies_in_step as copies_in_step
 from ._updates import device_storage as device_storage
 from ._updates import has_copies as has_copies
 from ._updates import is_apart as is_apart
 from ._updates import is_on_read as is_on_read
-from ._updates import keep_copies as keep_copies
 from ._updates import moved as moved
 from ._updates import rows_here as rows_here
 from ._updates import updates_copies as updates_copies

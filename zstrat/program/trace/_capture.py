@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
     Table,
+    TraceRecorder,
     VariableUse,
     copy_storage,
     lives_here,
@@ -54,10 +55,8 @@ from ._updates import (
     Write,
     after_writes,
     apart_from_now,
-    copies_in_step,
     is_apart,
     is_here,
-    keep_copies,
     moved,
     rows_here,
     shown_to,
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         CopyStorage,
         GradientCall,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -85,7 +83,7 @@ if TYPE_CHECKING:
 
 def row_of(recording: TraceRecorder, copy: CopyStorage) -> jax.Array:
     """The value of the copy."""
-    row: jax.Array = copies_in_step(recording, copy.container)[copy.number]
+    row: jax.Array = recording.copies(copy.container)[copy.number]
     return row
 
 
@@ -102,9 +100,9 @@ def change(recording: TraceRecorder, copy: CopyStorage, update: Recorded) -> Non
     if len(operands) > 1:
         operands = (marked(reaching(operands[0])), *operands[1:])
     apart_from_now(copy.container)
-    copies = copies_in_step(recording, copy.container)
+    copies = recording.copies(copy.container)
     value = moved(update.op, operands, copies[copy.number])
-    keep_copies(recording, copy.container, copies.at[copy.number].set(value))
+    recording.put_copies(copy.container, copies.at[copy.number].set(value))
 
 
 MAX_DRAWS: Final = 1024
@@ -123,7 +121,7 @@ class RecordedLookup:
     where: str
 
 
-class Capture:
+class Capture(TraceRecorder):
     """Records one trace of a body. See the module's docstring.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of ``iterators``, those

@@ -16,6 +16,7 @@ from zstrat.data import native
 from zstrat.variables import (
     Gathering,
     Table,
+    TraceRecorder,
     apply_now,
     is_staging,
     read_parts,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
 
-class Immediate:
+class Immediate(TraceRecorder):
     """Reads and updates through ``storage``, or each variable's own if that is None.
 
     Values and elements are jax arrays, as in a captured step, but with values. Under
@@ -57,7 +58,7 @@ class Immediate:
         draw: Callable[[StepIterator], Any] = StepIterator.draw,
     ) -> None:
         self._storage, self._draw = storage, draw
-        self.has_values = True
+        self.live = self.has_values = True
         # A worker has no place for new variables.
         self.may_create = storage is None
         self._outermost = current_trace()

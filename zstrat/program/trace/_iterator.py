@@ -18,11 +18,9 @@ from typing import (
     Any,
     Final,
     Generic,
-    Protocol,
     Self,
     TypeVar,
     final,
-    runtime_checkable,
 )
 
 import jax
@@ -146,23 +144,6 @@ _FIXED: Final = (jax.Array, np.generic, int, float, complex, str, bytes)
 """Leaves that cannot be written to."""
 
 
-@runtime_checkable
-class Drawing(Protocol):
-    """A recorder that knows draws, besides reads and updates."""
-
-    def draw(self, iterator: StepIterator) -> Any:
-        """The element as the trace sees it."""
-        ...
-
-    def require_known_end(self, name: str) -> None:
-        """Called before Python goes by whether there are more elements.
-
-        Raises:
-            LoopsOverData: The step is being traced, which cannot tell.
-        """
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Optional(Generic[T]):
@@ -266,10 +247,7 @@ class StepIterator:
     def get_next(self) -> Any:
         """The next element, as ``next()``."""
         current = recorder.get()
-        # None is asked first: to ask whether it has a protocol takes microseconds.
-        if current is not None and isinstance(current, Drawing):
-            return current.draw(self)
-        return self.draw()
+        return self.draw() if current is None else current.draw(self)
 
     def get_next_as_optional(self) -> Optional[Any]:
         """The next element, or that there is none.
@@ -334,7 +312,7 @@ def require_untraced(name: str) -> None:
         LoopsOverData: A step is being traced, which cannot tell.
     """
     current = recorder.get()
-    if current is not None and isinstance(current, Drawing):
+    if current is not None:
         current.require_known_end(name)
 
 

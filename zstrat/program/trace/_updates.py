@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from zstrat.variables import (
     ABSENT,
     DeviceStorage,
-    KeepsCopies,
     TreeStep,
     VariableAggregation,
     VariableSynchronization,
@@ -130,20 +129,6 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
         return value
     finally:
         recorder.reset(before)
-
-
-def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
-    """All copies, ``[count, ...]``, as the step sees them."""
-    assert isinstance(recording, KeepsCopies), recording
-    return recording.copies(variable)
-
-
-def keep_copies(
-    recording: TraceRecorder, variable: VariableHandle, copies: Any
-) -> None:
-    """Tells the step which copies there are from now on."""
-    assert isinstance(recording, KeepsCopies), recording
-    recording.put_copies(variable, copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_on_read
+from zstrat.program.trace import is_on_read
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
@@ -44,7 +44,7 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     if storage.pool.copies == 1:
         # Who reads an ON_READ variable reads all processes; who reads its copy here
         # does not, so that copy needs a handle of its own, without that rule.
-        apart = variable.is_brought_together
+        apart = variable.is_aggregated_on_read
         return (handle(variable.spec, storage) if apart else variable,)
     if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
@@ -72,8 +72,8 @@ def as_values(node: Any) -> Any:
         recording = recorder.get()
         if recording is None:
             return PerReplica(tuple(storage.copies(node)))
-        return PerReplica(tuple(copies_in_step(recording, node)))
-    if node.is_brought_together:
+        return PerReplica(tuple(recording.copies(node)))
+    if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
     count = _sharing(storage.pool)
     return node if count == 1 else Mirrored((node.value(),) * count)

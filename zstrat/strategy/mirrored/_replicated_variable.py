@@ -28,7 +28,6 @@ from zstrat.strategy.replica._fibers import ReplicaBarrier, current_fiber
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
 from zstrat.variables import (
     DeviceStorage,
-    KeepsCopies,
     Variable,
     VariableAggregation,
     VariableUpdate,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
         Storage,
         StorageUpdate,
         TraceRecorder,
-        UpdateRecorder,
         VariableSpec,
     )
 
@@ -180,7 +178,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         return made  # type: ignore[no-any-return]  # of this class
 
     @property
-    def is_brought_together(self) -> bool:
+    def is_aggregated_on_read(self) -> bool:
         return not self._is_mine
 
     @property
@@ -284,12 +282,11 @@ class SyncOnReadVariable(ReplicatedVariable):
         """The copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
-        assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -297,7 +294,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
-                assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
         operand = jnp.asarray(value, self.dtype)

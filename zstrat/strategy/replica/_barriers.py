@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.gradients import is_live
 from zstrat.variables import is_staging, recorder
 
 from ._collective import TeamReduction
@@ -49,7 +48,7 @@ def merging(
         result = merge_fn(strategy, *merged, **named)
         given = [select_replica(number, result) for number in range(len(values))]
         current = recorder.get()
-        if is_staging() or not (current is None or is_live(current)):
+        if is_staging() or not (current is None or current.live):
             return given  # a program knows by itself where things are
         there = strategy._devices()
         return [*map(brought, given, there), *given[len(there) :]]

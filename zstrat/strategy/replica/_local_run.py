@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
@@ -157,7 +156,7 @@ class LocalMesh:
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
-        if current is not None and is_live(current):
+        if current is not None and current.live:
             return self._run_sequentially(self._call(fn, args, kwargs))
         if current is not None or is_staging():
             return self._staged(self._call(fn, args, kwargs))

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients import is_live
 from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (
     LOOKS,
@@ -36,10 +35,8 @@ from zstrat.program.trace import (
     asked,
     body_program,
     claimed,
-    copies_in_step,
     has_copies,
     is_of_shapes,
-    keep_copies,
     printed_before,
     uncut,
 )
@@ -150,9 +147,7 @@ def replicate(
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    copies = [
-        Spread(copies_in_step(outside, variable), stacked=True) for variable in own
-    ]
+    copies = [Spread(outside.copies(variable), stacked=True) for variable in own]
     given = _Given(len(split), variables, own)
 
     def mapped(
@@ -186,7 +181,7 @@ def replicate(
         arrays, operands = mapped(one, rows)
     else:
         # Other processes may run their replicas sequentially, by the same order.
-        now = recording is None or is_live(recording)
+        now = recording is None or recording.live
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     traced = region.traced
     results = len(traced.arrays)
@@ -263,7 +258,7 @@ class TracedRegion:
             [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
         )
         for variable, copies in zip(self.changed, made, strict=True):
-            keep_copies(outside, variable, copies)
+            outside.put_copies(variable, copies)
         self._pass_on(operands, outside)
         return result
 

@@ -15,10 +15,10 @@ import abc
 import contextlib
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.program.gradients import is_live
-from zstrat.program.trace import Drawing, Immediate, updates_copies
+from zstrat.program.trace import Immediate, updates_copies
 from zstrat.variables import (
     Table,
+    TraceRecorder,
     VariableAggregation,
     VariableSynchronization,
     recorder,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from zstrat.program.trace import StepIterator
     from zstrat.variables import (
         GradientCall,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from ._collective import Team
 
 
-class ReplicaRecorder(abc.ABC):
+class ReplicaRecorder(TraceRecorder, abc.ABC):
     """The recorder inside a replica function.
 
     Args:
@@ -50,7 +49,7 @@ class ReplicaRecorder(abc.ABC):
 
     def __init__(self, outer: TraceRecorder, team: Team) -> None:
         self.outer = outer
-        self.live = is_live(outer)
+        self.live = outer.live
         """Whether values are real, so that nothing is being captured."""
         self._team = team
 
@@ -73,13 +72,10 @@ class ReplicaRecorder(abc.ABC):
         return self.outer.drew(leaf)
 
     def draw(self, iterator: StepIterator) -> Any:
-        if isinstance(self.outer, Drawing):
-            return self.outer.draw(iterator)
-        return iterator.draw()
+        return self.outer.draw(iterator)
 
     def require_known_end(self, name: str) -> None:
-        if isinstance(self.outer, Drawing):
-            self.outer.require_known_end(name)
+        self.outer.require_known_end(name)
 
     def _is_own(self, update: VariableUpdate) -> bool:
         """Whether it is of a value that this replica has by itself. Asked of updates

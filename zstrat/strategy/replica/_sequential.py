@@ -18,15 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import (
     Immediate,
     apart_from_now,
     as_replica,
-    copies_in_step,
     device_storage,
     has_copies,
-    keep_copies,
     lookup_inside,
     marked,
     moved,
@@ -87,7 +84,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
-    is_real = outer is None or is_live(outer)
+    is_real = outer is None or outer.live
     is_unnoticed = outer is None and is_staging()
     made = _FirstCreations(creator.get())
     team = call.team
@@ -156,7 +153,7 @@ class SequentialReplica(ReplicaRecorder):
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
-        row: jax.Array = copies_in_step(self.outer, variable)[number]
+        row: jax.Array = self.outer.copies(variable)[number]
         return row
 
     def update(self, update: VariableUpdate) -> None:
@@ -201,9 +198,9 @@ class SequentialReplica(ReplicaRecorder):
         number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = copies_in_step(self.outer, variable)
+            copies = self.outer.copies(variable)
             value = moved(op, operands, copies[number])
-            keep_copies(self.outer, variable, copies.at[number].set(value))
+            self.outer.put_copies(variable, copies.at[number].set(value))
             return
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
         # Real values under another recorder: of what is differentiated.

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import (
     Capture,
     Discovery,
     Replay,
-    copies_in_step,
     has_copies,
     joined,
 )
@@ -59,7 +57,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
-    if team.channel is None or outside is None or is_live(outside):
+    if team.channel is None or outside is None or outside.live:
         found = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order that a program gives them: who reduces
         # one after the other does so with other processes.
@@ -79,9 +77,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
     held = [
-        copies_in_step(outside, v)
-        if has_copies(v, region.team.local)
-        else outside.read(v)
+        outside.copies(v) if has_copies(v, region.team.local) else outside.read(v)
         for v in variables
     ]
     keys = [variable.spec.key for variable in variables]
