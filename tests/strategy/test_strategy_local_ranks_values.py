@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from ranks import Board, Threads, ranks
 from test_strategy_on_read_integer_means import check
+from tiers import combined
 
 import zstrat as zs
 from zstrat.program.stages import PROCESS, Channel
@@ -215,8 +216,9 @@ def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
     assert len(told) == 2  # one of each rank
 
 
-@pytest.mark.parametrize("how", ["sum", "mean", "gather"])
-@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize(
+    ("how", "in_step"), combined(["sum", "mean", "gather"], [True, False])
+)
 def test_gradients_of_what_all_replicas_have_together(how, in_step):
     """Each loss is weighed with another number; the gradient is that of their sum."""
 

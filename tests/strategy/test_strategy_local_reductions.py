@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import combined
 
 import zstrat as zs
 
@@ -133,8 +134,7 @@ def destination_of(given):
     return zs.PerReplica([jax.device_put(0.0, D[n]) for n in given])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "kind"), combined([*OPS], KINDS, step=3))
 def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
     ops = OPS[name]()
     cases = [(dtype, shape) for dtype in DTYPES for shape in [(), (2, 3)]]
@@ -152,8 +152,9 @@ def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
                 require_equal(part, expected_of(op, numbers(dtype, shape)))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *VARIABLES])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "kind"), combined([*OPS], [*KINDS, *VARIABLES], step=4)
+)
 def test_what_the_strategy_reduces(name, kind):
     strategy = zs.MirroredStrategy(NAMES, cross_device_ops=OPS[name]())
     with strategy.scope():
@@ -182,8 +183,9 @@ def test_what_the_strategy_reduces(name, kind):
 AXES = [None, 0, 1, -1, (0, 1), [1]]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("kind", [*KINDS, *VARIABLES])
+@pytest.mark.parametrize(
+    ("kind", "inside"), combined([*KINDS, *VARIABLES], [True, False])
+)
 def test_axes(kind, inside):
     strategy = zs.MirroredStrategy(NAMES)
     values = numbers("f4", (2, 3))
