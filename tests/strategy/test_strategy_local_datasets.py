@@ -1,17 +1,30 @@
-"""Distributed datasets of the local strategies, on four of the devices."""
+"""Distributed datasets of the local strategies: their elements, absent components, and
+their positions in checkpoints."""
+
+from __future__ import annotations
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ranks import ranks
 
 import zstrat as zs
 from zstrat.data import Dataset
+from zstrat.experimental import CentralStorageStrategy
 
 R = 4
+
+
 FOUR = [f"CPU:{n}" for n in range(R)]
+
+
 X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+
+
 Y = np.random.default_rng(1).normal(size=24).astype(np.float32)
 
 
@@ -185,3 +198,160 @@ def test_bytes_may_come_in_the_order_of_another_machine(devices):
         ]
         assert sum(float(x) for x, _ in found) == sum(range(8))
         assert sum(int(y) for _, y in found) == sum(range(8))
+
+
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+@pytest.fixture(params=["mirrored", "central"])
+def two(request):
+    if request.param == "mirrored":
+        return zs.MirroredStrategy(DEVICES)
+    return CentralStorageStrategy(DEVICES)
+
+
+def batches(count, size):
+    """The numbers below ``count`` in batches, each beside a None."""
+    rows = Dataset.from_generator(lambda: ((np.float32(i), None) for i in range(count)))
+    return rows.batch(size)
+
+
+def parts(strategy, element):
+    x, absent = element
+    assert absent is None
+    values = strategy.experimental_local_results(x)
+    return [np.asarray(value).tolist() for value in values]
+
+
+def absence(x, absent):
+    assert absent is None
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "expected"),
+    [
+        (8, 4, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (5, 4, [[[0, 1], [2, 3]], [[4], []]]),
+        (3, 3, [[[0, 1], [2]]]),
+        (1, 4, [[[0], []]]),
+    ],
+)
+def test_an_absent_component_stays_absent(two, count, size, expected):
+    distributed = two.experimental_distribute_dataset(batches(count, size))
+    assert [parts(two, element) for element in distributed] == expected
+    sums = [two.run(absence, args=element) for element in distributed]
+    found = [[float(x) for x in two.experimental_local_results(s)] for s in sums]
+    assert found == [[sum(part) for part in step] for step in expected]
+
+
+def test_elements_of_a_function_may_lack_one(two):
+    def dataset_fn(context):
+        return [{"x": np.full(2, i, np.float32), "y": None} for i in range(3)]
+
+    found = list(two.distribute_datasets_from_function(dataset_fn))
+    assert [element["y"] for element in found] == [None, None]
+    values = [two.experimental_local_results(element["x"]) for element in found]
+    assert [[np.asarray(v).tolist() for v in step] for step in values] == [
+        [[0, 0], [1, 1]],
+        [[2, 2], []],
+    ]
+
+
+@pytest.mark.parametrize("count", [8, 3])
+def test_its_description_lacks_it_too(two, count):
+    distributed = two.experimental_distribute_dataset(batches(count, count))
+    described, absent = distributed.element_spec
+    assert absent is None
+    assert [each.shape for each in described.values] == (
+        [(4,), (4,)] if count == 8 else [(2,), (1,)]
+    )
+
+
+def test_replicas_need_the_same_components(two):
+    elements = [(np.ones(2), None), (np.ones(2), np.ones(2))]
+    distributed = two.distribute_datasets_from_function(lambda context: elements)
+    with pytest.raises(ValueError, match="tree_map"):
+        next(iter(distributed))
+
+
+ROWS = 22
+
+
+def mixed():
+    """Its last batch is an uneven one."""
+    return Dataset.range(ROWS).shuffle(ROWS).batch(8).repeat(2)
+
+
+def drawn(strategy, iterator, count=9):
+    return [
+        [np.asarray(part).tolist() for part in strategy.experimental_local_results(x)]
+        for x in itertools.islice(iterator, count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zs.MirroredStrategy([f"CPU:{n}" for n in range(3)]),
+        lambda: zs.MirroredStrategy(["CPU:0", "CPU:1"]),
+        lambda: zs.TPUStrategy(),
+        lambda: zs.OneDeviceStrategy("CPU:1"),
+        lambda: zs.CentralStorageStrategy(),
+    ],
+    ids=["mirrored 3", "mirrored 2", "tpu", "one device", "central storage"],
+)
+@pytest.mark.parametrize("by_function", [False, True])
+def test_the_steps_behind_a_restore_are_those_of_one_run(make, by_function, tmp_path):
+    strategy = make()
+
+    @zs.function
+    def step(total, iterator):
+        sums = strategy.run(lambda x: jnp.sum(x), args=(next(iterator),))
+        total.assign_add(strategy.reduce("sum", sums, None))
+
+    def training():
+        dataset = mixed()
+        if strategy.num_replicas_in_sync == 8:  # whose shapes are static
+            dataset = Dataset.range(ROWS).shuffle(ROWS).batch(8, drop_remainder=True)
+        if by_function:
+            made = strategy.distribute_datasets_from_function(lambda _: dataset)
+        else:
+            made = strategy.experimental_distribute_dataset(dataset)
+        with strategy.scope():
+            total = zs.Variable(np.int32(0))
+        iterator = iter(made)
+        return total, iterator, zs.Checkpoint(total=total, iterator=iterator)
+
+    total, iterator, checkpoint = training()
+    is_one = by_function and strategy.num_replicas_in_sync == 8
+    if not is_one:  # eight elements are one step, and there are two
+        step(total, iterator)
+    path = checkpoint.save(tmp_path / "a")
+    here, rest = int(total.numpy()), drawn(strategy, iterator)
+    iterator.close()
+    total, iterator, checkpoint = training()
+    drawn(strategy, iterator, 1)
+    checkpoint.restore(path).assert_consumed()
+    assert int(total.numpy()) == here
+    assert drawn(strategy, iterator) == rest
+    iterator.close()
+
+
+def test_one_file_serves_all_workers(tmp_path):
+    def program(strategy, rank, path=None):
+        dataset = Dataset.range(ROWS).shuffle(ROWS, seed=3).batch(4).repeat(2)
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        iterator = iter(distributed)
+        checkpoint = zs.Checkpoint(iterator=iterator)
+        if path is None:
+            drawn(strategy, iterator, 7)
+            path = checkpoint.write(tmp_path / f"of {rank}")
+        else:
+            checkpoint.read(path).assert_consumed()
+        return path, drawn(strategy, iterator, 20), drawn(strategy, distributed, 3)
+
+    (path, *first), (_, *second) = ranks(2, program)
+    found = ranks(2, lambda strategy, rank: program(strategy, rank, path))
+    assert [each[1:] for each in found] == [tuple(first), tuple(second)]
+    assert len(first[0]) == 5

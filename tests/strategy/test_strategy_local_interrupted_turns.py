@@ -1,5 +1,5 @@
-"""Settings of jax around a meeting: none is left behind, and none is another's. And how
-replicas are ended that waited for one that failed."""
+"""Errors and settings of jax around a meeting of replicas in turns: the others are
+ended, the first error is raised, and no setting is left behind or is another's."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,77 @@ from jax.extend import source_info_util
 
 import zstrat as zs
 
+MEAN = zs.VariableAggregation.MEAN
+
+
+@pytest.fixture
+def shared(two):
+    with two.scope():
+        return zs.Variable(0.0, aggregation=MEAN)
+
 
 def number():
     return zs.get_replica_context().replica_id_in_sync_group
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_wait_elsewhere(two, shared, failing):
+    def fn():
+        try:
+            if int(number()) == failing:
+                raise KeyError("the user's")
+            meet()
+        finally:
+            shared.assign(1.0)
+
+    with pytest.raises(RuntimeError, match="merge_call") as caught:
+        two.run(fn)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.args == ("the user's",)
+    assert shared.numpy() == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_have_returned(two, shared, failing):
+    def fn():
+        if int(number()) != failing:
+            return
+        try:
+            raise KeyError("the user's")
+        finally:
+            shared.assign(1.0)
+
+    with pytest.raises(RuntimeError, match="merge_call") as caught:
+        two.run(fn)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_all_clean_up_and_the_error_is_raised(two, shared):
+    def fn():
+        try:
+            if int(number()) == 1:
+                raise KeyError("the user's")
+        finally:
+            shared.assign(1.0)
+
+    with pytest.raises(KeyError, match="the user's"):
+        two.run(fn)
+    np.testing.assert_array_equal(shared.numpy(), 1)
+
+
+def test_what_the_caller_handles_is_no_cause(two, shared):
+    def fn():
+        if int(number()) == 0:
+            meet()
+        shared.assign(1.0)
+
+    try:
+        raise OSError("handled outside")
+    except OSError:
+        with pytest.raises(RuntimeError, match="merge_call") as caught:
+            two.run(fn)
+    assert caught.value.__cause__ is None
+    assert isinstance(caught.value.__context__, OSError)
 
 
 def meet(merge_fn=lambda strategy: None):
