@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat.errors import (
@@ -18,7 +17,7 @@ from zstrat.errors import (
     ZstratError,
     to_wire,
 )
-from zstrat.transport import RateLimit
+from zstrat.transport import RateLimitedLog
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class AnsweredReports:
         self._take = take
         self._answering: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(MAX_GREETED)
-        self._rate_limit = RateLimit(time.monotonic)
+        self._refusals = RateLimitedLog(log)
 
     def accept(self, are_wished: bool) -> None:
         """The program takes such workers from now on, or none any more."""
@@ -93,9 +92,8 @@ class AnsweredReports:
         try:
             answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            if self._rate_limit.may_log():
-                words = "no worker at %.80r: %s (%d so far)"
-                log.warning(words, message.address, error, self._rate_limit.count)
+            text = "refused the worker at %.80r: %s"
+            self._refusals.write(logging.WARNING, text, message.address, error)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_log_error)
