@@ -16,8 +16,10 @@
 #   make bench-check   the same, and what has become worse since benchmarks/reached.json
 #   make scale    docs/scale.md, of what things cost on this machine (minutes)
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
+#   make durations   tests/durations.txt, of how long each file of tests takes
 #   make metrics   the table of docs/observing.md, of the numbers that tasks report
 #   make messages  tests/messages.txt, of every sentence that the code may say
+#   make size     how many files, classes, functions and lines there are
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
 #   make docs     the documentation as a site, out/site/index.html; needs no network to be read
 #   make lint | units | clean
@@ -25,7 +27,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics lint pytest test-fast cluster bench bench-check scale api docs units clean
+.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics size lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -67,7 +69,11 @@ pytest: $(VENV)/.dev
 test-thorough: $(VENV)/.dev
 	@$(MAKE) --no-print-directory pytest ARGS="-m 'not (optax or engines)' $(ARGS)"
 
-# Without daemons, systems, and files of eight seconds or more (tests/conftest.py).
+# The slowest files begin first.
+durations: $(VENV)/.dev
+	@$(MAKE) --no-print-directory pytest ARGS="--record-durations $(ARGS)"
+
+# Without daemons, systems, and files of eight seconds or more (tests/durations.txt).
 test-fast: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
 	  -m 'not (optax or engines or thorough or processes or slow)' $(ARGS)
@@ -136,6 +142,10 @@ messages: $(VENV)/.dev
 
 metrics: $(VENV)/.dev
 	@$(PY) tests/telemetry/test_telemetry_metrics.py
+
+# A reader has to hold all of this in mind: look at it before and after a change.
+size: $(VENV)/.dev
+	@$(PY) tests/size.py
 
 # Warnings are errors. (The variable silences a notice that Material prints at each build:
 # it is mended until May 2027, and Zensical is its successor.)

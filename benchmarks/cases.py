@@ -77,19 +77,19 @@ def latency() -> Reading:
     return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6, hops)
 
 
-def pull_64mb(lane: str) -> Reading:
+def pull_64mb(transport: str) -> Reading:
     import jax
 
     from benchmarks import direct
 
     size = 64 * MiB
-    with direct.client(size // 4, lane) as client:
+    with direct.client(size // 4, transport) as client:
 
         async def once() -> None:
             jax.block_until_ready(jax.device_put(await client.pull()))
 
         value = size / client.seconds(once, 15)
-    limit = raw.pull(size, 15) if lane == "tcp" else raw.memcpy(size, 15)
+    limit = raw.pull(size, 15) if transport == "tcp" else raw.memcpy(size, 15)
     return Reading(value / 1e9, limit / 1e9)
 
 
@@ -114,14 +114,14 @@ def _pulled(elements: int, count: int) -> float:
         return 4 * elements * count / client.seconds(once, 15)
 
 
-def push_64mb(lane: str) -> Reading:
+def push_64mb(transport: str) -> Reading:
     from benchmarks import direct
 
     size = 64 * MiB
-    with direct.client(size // 4, lane) as client:
+    with direct.client(size // 4, transport) as client:
         delta = np.ones(size // 4, np.float32)
         value = size / client.seconds(lambda: client.push(delta), 15)
-    limit = raw.push(size, 15) if lane == "tcp" else raw.memcpy(size, 15)
+    limit = raw.push(size, 15) if transport == "tcp" else raw.memcpy(size, 15)
     return Reading(value / 1e9, limit / 1e9)
 
 

@@ -20,14 +20,16 @@ RING: Final = "a ring over bare TCP sockets, numpy"
 ZMQ_RING: Final = "a ring over bare DEALER and ROUTER sockets, numpy"
 
 
-def seconds(system: str, ranks: int, work: str, repeats: int, lane: str = "") -> float:
+def seconds(
+    system: str, ranks: int, work: str, repeats: int, transport: str = ""
+) -> float:
     """Median seconds of one call, over all but the first quarter of the repeats."""
     program = [sys.executable, "-m", "benchmarks.ranks", system, work, str(repeats)]
     if system == "mpi":
         options = ["--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
         return _last_number(["mpirun", *options, *program])
-    if lane:
-        program.append(lane)
+    if transport:
+        program.append(transport)
     return _last_number(
         [sys.executable, "-m", "benchmarks.copies", str(ranks), *program]
     )
@@ -56,13 +58,13 @@ def peers(
 
 
 def one_size(
-    ranks: int, nbytes: int, repeats: int, lane: str, names: tuple[str, ...]
+    ranks: int, nbytes: int, repeats: int, transport: str, names: tuple[str, ...]
 ) -> Reading:
     """In GB/s of the array's bytes; a small one in calls per second."""
     amount = nbytes / 1e9 if nbytes >= MiB else 1.0
     work = str(nbytes)
-    ours = seconds("zstrat", ranks, work, repeats, lane)
-    least = seconds("ring" if lane == "tcp" else "floor", ranks, work, repeats)
+    ours = seconds("zstrat", ranks, work, repeats, transport)
+    least = seconds("ring" if transport == "tcp" else "floor", ranks, work, repeats)
     others = peers(ranks, work, repeats, names)
     rates = {name: amount / each for name, each in others.items()}
     return Reading(amount / ours, amount / least, rates)
@@ -106,7 +108,7 @@ def _one_host(
 
 def _over_tcp(ranks: int) -> Case:
     return Case(
-        f"all-reduce of 64 MB, {ranks} ranks, TCP lane",
+        f"all-reduce of 64 MB, {ranks} ranks, TCP transport",
         "GB/s",
         # Where the ring takes 23 ms with two ranks, 1.4 times gloo's speed is 28 ms.
         0.8,
@@ -121,7 +123,7 @@ def _little_over_tcp(ranks: int, most: float) -> Case:
     """``most``: seconds that one call may take: five sixths of what gloo took where the
     targets were set, call after call."""
     return Case(
-        f"all-reduce of 1 MB, {ranks} ranks, TCP lane",
+        f"all-reduce of 1 MB, {ranks} ranks, TCP transport",
         "GB/s",
         round(MiB / 1e9 / most, 2),
         RING,

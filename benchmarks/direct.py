@@ -29,18 +29,18 @@ class Client:
     """Pull and push of float32 arrays."""
 
     def __init__(
-        self, address: str, session: int, keys: Sequence[int], lane: str
+        self, address: str, session: int, keys: Sequence[int], transport: str
     ) -> None:
         self._loop = new_event_loop()
         self._keys = keys
-        self._loop.run_until_complete(self._open(address, session, lane))
+        self._loop.run_until_complete(self._open(address, session, transport))
 
-    async def _open(self, address: str, session: int, lane: str) -> None:
+    async def _open(self, address: str, session: int, transport: str) -> None:
         self._link = Link(
             address,
             hello("worker", 7, new_incarnation()),
             name="/job:ps/task:0",
-            settings=replace(settings_from(environment()), lane=lane),
+            settings=replace(settings_from(environment()), transport=transport),
         )
         self._link.start()
         await self._link.wait_open(self._loop.time() + 10)
@@ -73,9 +73,9 @@ async def _seconds(once: Callable[[], Awaitable[object]], repeats: int) -> float
 
 
 @contextlib.contextmanager
-def client(elements: int, lane: str, count: int = 1) -> Iterator[Client]:
+def client(elements: int, transport: str, count: int = 1) -> Iterator[Client]:
     """The client, and a ps that holds ``count`` arrays of so many elements."""
-    with LocalCluster(num_ps=1, num_workers=1, lane=lane) as local:
+    with LocalCluster(num_ps=1, num_workers=1, transport=transport) as local:
         strategy = zs.ParameterServerStrategy(local.resolver)
         with strategy.scope():
             variables = [
@@ -83,7 +83,7 @@ def client(elements: int, lane: str, count: int = 1) -> Iterator[Client]:
             ]
         address = local.spec.task_address("ps", 0)
         session, keys = strategy.session.session, [v.spec.key for v in variables]
-        direct = Client(address, session, keys, lane)
+        direct = Client(address, session, keys, transport)
         try:
             yield direct
         finally:

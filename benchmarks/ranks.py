@@ -1,4 +1,4 @@
-"""One rank of a benchmark: ``python -m benchmarks.ranks SYSTEM WORK REPEATS [LANE]``.
+"""One rank of a benchmark: ``python -m benchmarks.ranks SYSTEM WORK REPEATS [HOW]``.
 
 Runs as several processes side by side. Rank 0 prints the median seconds of one call,
 after a warm-up, as its last line. The systems are zstrat; ``gloo`` (of PyTorch) and
@@ -43,8 +43,8 @@ def arrays_of(work: str) -> list[np.ndarray]:
 
 
 def main() -> None:
-    system, work, repeats, *lane = sys.argv[1:]
-    rank, reduce, end = SYSTEMS[system](*lane)
+    system, work, repeats, *transport = sys.argv[1:]
+    rank, reduce, end = SYSTEMS[system](*transport)
     arrays = arrays_of(work)
     times = []
     for _ in range(int(repeats)):
@@ -64,10 +64,10 @@ def _place() -> tuple[int, list[str]]:
     return config["task"]["index"], config["cluster"]["worker"]
 
 
-def _zstrat(lane: str = "auto") -> System:
+def _zstrat(transport: str = "auto") -> System:
     import zstrat as zs
 
-    group = zs.collectives.Group(lane=lane)
+    group = zs.collectives.Group(transport=transport)
 
     def reduce(arrays: list[np.ndarray]) -> None:
         if len(arrays) == 1:
@@ -85,9 +85,9 @@ def _gloo() -> System:
     rank, addresses = _place()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    meeting = f"tcp://{addresses[0]}"
+    rendezvous = f"tcp://{addresses[0]}"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=len(addresses)
+        "gloo", init_method=rendezvous, rank=rank, world_size=len(addresses)
     )
 
     def reduce(arrays: list[np.ndarray]) -> None:

@@ -1,5 +1,5 @@
 """What sockets reach between ranks of one host, plain ones and those of ZeroMQ: the
-floors of the TCP lane.
+floors of the TCP transport.
 
 A ring: each rank sends to the next one and receives from the one before, in the order
 of Patarasuk and Yuan (2009): ``size - 1`` hops that add, ``size - 1`` that copy. One

@@ -79,7 +79,7 @@ def _stepped(servers: int, workers: int, numbers: int, count: int) -> dict[str, 
     nothing."""
     import zstrat as zs
 
-    with zs.LocalCluster(servers, workers, lane="tcp") as local:
+    with zs.LocalCluster(servers, workers, transport="tcp") as local:
         with zs.ParameterServerStrategy(local.resolver) as strategy:
             coordinator = zs.ClusterCoordinator(strategy)
             with strategy.scope():
@@ -158,7 +158,9 @@ def _serve(pipe: Any) -> None:
 def _settings() -> Any:
     from zstrat.config import Settings, Timeouts
 
-    return Settings(timeouts=replace(Timeouts(), beat=BEAT, patience=30.0), lane="tcp")
+    return Settings(
+        timeouts=replace(Timeouts(), beat=BEAT, liveness=30.0), transport="tcp"
+    )
 
 
 async def _connected(

@@ -48,7 +48,7 @@ from zstrat.launch import (
 from zstrat.signals import handle, handle_on
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
-from zstrat.transport.health import register, serve_as_told
+from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
 from ._log import start_logging
@@ -156,7 +156,7 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
     name_children(task)
     notifier = Notifier(environment())
     try:
-        serve_as_told(settings)
+        serve_from_settings(settings)
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN

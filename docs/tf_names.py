@@ -5,7 +5,7 @@ docs/names.toml says of each what zstrat has for it, in three ways:
 
 - By itself: ``tf.distribute.X`` is ``zs.X``, and members and arguments are those of the
   same name. Nothing is written down for these; the code is looked at.
-- ``[here]``: the place of one that lies elsewhere.
+- ``[here]``: the place of one that is elsewhere.
 - ``[[instead]]``: what to write instead of some ``names`` ``of`` a class or function:
   members (``eval``), arguments of a member (``join(timeout=)``), and of its call
   (``(constraint=)``); without names, all of it.
@@ -123,7 +123,7 @@ def _place(owner: str, names: Names) -> str:
 
 
 def found_at(path: str) -> Any:
-    """What lies at a path like ``zs.Strategy.run``; None: nothing."""
+    """Returns what a path names, like ``zs.Strategy.run``; None: nothing."""
     found: Any = importlib.import_module("zstrat")
     for part in path.split(".")[1:]:
         inner = getattr(found, part, None)

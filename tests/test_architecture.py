@@ -64,7 +64,7 @@ DOORS = {
     "uvloop": "zstrat.transport._loop",
     "optax": "zstrat.optimizers",
     "cloudpickle": "zstrat.program.ship._pickler",
-    "greenlet": "zstrat.strategy.replica._turns",
+    "greenlet": "zstrat.strategy.replica._fibers",
     "psutil": "zstrat.telemetry",
     "distributed": "zstrat.launch.fleet._dask",
     "ray": ("zstrat.launch.fleet._ray", "zstrat.integrations.ray"),

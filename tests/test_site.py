@@ -147,7 +147,7 @@ def test_what_is_internal_is_there_and_nothing_of_tensorflow(site_pages, of_tf):
 def test_a_variable_is_shown_with_what_programs_call(site_pages):
     shown = site_pages.members("Variable")
     assert {"assign", "assign_add", "numpy", "value", "scatter_add"} <= {*shown}
-    assert not {"spec", "home", "owner"} & {*shown}
+    assert not {"spec", "storage", "owner"} & {*shown}
     made = site_pages.reference()["reference/variables.md"]
     (of_variable,) = re.findall(r"::: \S+\.Variable\n(?: .*\n)*", made)
     assert '"scatter_max"' in of_variable

@@ -64,16 +64,7 @@ GONE_NAMES = {
 }
 """Part of an identifier, between underscores or capitals -> a plain name."""
 
-RIGHT = {
-    # `Timeouts.patience` is renamed with the transport.
-    ("zstrat/launch/_worker_join.py", "patience"),
-    ("zstrat/cli/_look.py", "patience"),
-    # The name of `zstrat.transport.health`.
-    ("daemons/_main.py", "told"),
-    ("zstrat/launch/_task.py", "told"),
-    # The name of `zstrat.transport`.
-    ("zstrat/launch/_worker_join.py", "told"),
-}
+RIGHT: set[tuple[str, str]] = set()
 """File and word where a word of the tables is right."""
 
 

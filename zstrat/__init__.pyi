@@ -111,9 +111,9 @@ from zstrat.tpu import (
 )
 from zstrat.transport.health import dashboard as dashboard
 from zstrat.transport.health import serve_http as serve_http
+from zstrat.variables import DowncastWarning as DowncastWarning
 from zstrat.variables import IndexedSlices as IndexedSlices
 from zstrat.variables import Module as Module
-from zstrat.variables import NarrowingWarning as NarrowingWarning
 from zstrat.variables import Optimizer as Optimizer
 from zstrat.variables import ShardedVariable as ShardedVariable
 from zstrat.variables import Variable as Variable

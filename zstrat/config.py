@@ -26,7 +26,7 @@ class Timeouts:
 
     beat: float = 0.5
     """Interval of heartbeats to a peer that received no other message."""
-    patience: float = 5.0
+    liveness: float = 5.0
     """A peer that sent nothing for this long is lost. Ten heartbeats: a loaded machine
     may delay some of them, and a false loss repeats all requests in flight."""
     reconnect: float = 1.0
@@ -55,7 +55,7 @@ class Timeouts:
     def notice(self) -> float:
         """The time after which the end of a program, or of its connection, is noticed:
         a silent owner of a cluster keeps it for this long."""
-        return self.patience + self.reconnect
+        return self.liveness + self.reconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Settings:
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
-    lane: str = "auto"
+    transport: str = "auto"
     prefetch: int = 0
     """Optimizer steps for which a worker fetches values and rows in advance. Each makes
     gradients staler, by as many updates as there are workers."""
@@ -121,7 +121,7 @@ class Settings:
     it. None: built-in defaults."""
 
 
-LANES: Final = ("auto", "tcp", "ipc", "shm")
+TRANSPORTS: Final = ("auto", "tcp", "ipc", "shm")
 OUTPUTS: Final = ("program", "files")
 
 MISTAKEN: Final = 2
@@ -131,15 +131,17 @@ TRY_AGAIN: Final = 75
 restarted."""
 
 
-def checked_lane(lane: str) -> str:
-    """Returns the lane if it is valid.
+def checked_transport(transport: str) -> str:
+    """Returns the transport if it is valid.
 
     Raises:
-        ValueError: There is no such lane.
+        ValueError: There is no such transport.
     """
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    return lane
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}"
+        )
+    return transport
 
 
 def environment() -> Mapping[str, str]:
@@ -236,7 +238,7 @@ def _seconds(name: str, text: str) -> float:
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
-    least = 2 * _BEAT if name == "ZSTRAT_PATIENCE" else 0.0
+    least = 2 * _BEAT if name == "ZSTRAT_LIVENESS" else 0.0
     if value < least:
         raise ValueError(
             f"{name}={text!r}: expected {least:g} seconds or more, as live peers send "
@@ -284,7 +286,7 @@ _DURATIONS: Final = {
     "ZSTRAT_DRAIN": "drain",
     "ZSTRAT_HANDOVER": "handover",
     "ZSTRAT_LAUNCHER_TIMEOUT": "launcher",
-    "ZSTRAT_PATIENCE": "patience",
+    "ZSTRAT_LIVENESS": "liveness",
     "ZSTRAT_REQUEST": "request",
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
@@ -295,7 +297,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
     "ZSTRAT_HANDOVER",
-    "ZSTRAT_PATIENCE",
+    "ZSTRAT_LIVENESS",
     "ZSTRAT_REQUEST",
 )
 """Durations on which the tasks and their program have to agree."""
@@ -306,7 +308,7 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_HTTP_TOKEN": ("http_token", _text),
     "ZSTRAT_INSECURE": ("insecure", _is("1", "", "0")),
     "ZSTRAT_KEYS": ("keys", _path),
-    "ZSTRAT_LANE": ("lane", _one_of(*LANES)),
+    "ZSTRAT_TRANSPORT": ("transport", _one_of(*TRANSPORTS)),
     "ZSTRAT_LOG": ("log_json", _is("json", "", "text")),
     "ZSTRAT_OUTPUT": ("output", _one_of(*OUTPUTS)),
     "ZSTRAT_PREFETCH": ("prefetch", _prefetch),

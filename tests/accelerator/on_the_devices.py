@@ -41,7 +41,7 @@ class Made:
 
     def has(self, *variables):
         """Whether they are there, and steps have them where the replicas are."""
-        where = [variable.home.value().devices() for variable in variables]
+        where = [variable.storage.value().devices() for variable in variables]
         return all(devices == set(self.replicas) for devices in where) and all(
             variable.device.endswith(self._home) for variable in variables
         )

@@ -34,7 +34,7 @@ def frame(body: bytes, flags: int = 0) -> bytes:
 
 
 def framed(message: Message, number: int = 0) -> bytes:
-    """A message of ours as it lies on the wire."""
+    """A message of ours as it is encoded on the wire."""
     header, raws = encode(message, number)
     parts = [header, *(raw.tobytes() for raw in raws)]
     return b"".join([frame(part, _MORE) for part in parts[:-1]] + [frame(parts[-1])])

@@ -119,7 +119,7 @@ def target(
     noting: bool = False,
     **env: str,
 ) -> Iterator[Target]:
-    """A daemon of ``job``, killed afterwards; its log lies in the folder.
+    """A daemon of ``job``, killed afterwards; its log is in the folder.
 
     Args:
         noting: It runs on a loop that notes its turns.

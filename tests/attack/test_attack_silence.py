@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 def test_who_falls_silent_is_hung_up_without_its_help(folder):
     with (
-        target(Job.PS, folder, ZSTRAT_PATIENCE="1") as ps,
+        target(Job.PS, folder, ZSTRAT_LIVENESS="1") as ps,
         raw(ps.address, claim(Job.OBSERVER)) as peer,
     ):
         peer.hung_up()  # else its connection would stay for as long as TCP lets it
@@ -73,7 +73,7 @@ def test_who_only_looks_may_not_send_a_body(ps):
 
 def test_who_only_looks_may_not_send_a_message_without_an_end(folder):
     """libzmq keeps all of its parts, however many, until the last one is there."""
-    with target(Job.PS, folder, ZSTRAT_PATIENCE="60", ZSTRAT_HANDSHAKE="60") as ps:
+    with target(Job.PS, folder, ZSTRAT_LIVENESS="60", ZSTRAT_HANDSHAKE="60") as ps:
         for hello in (claim(Job.OBSERVER), None):
             with raw(ps.address, hello) as peer:
                 if hello is not None:
@@ -88,7 +88,7 @@ def test_who_only_looks_may_not_send_a_message_without_an_end(folder):
 def test_nor_may_a_worker(folder):
     """Its silence would be noticed much later."""
     with (
-        target(Job.PS, folder, ZSTRAT_PATIENCE="60") as ps,
+        target(Job.PS, folder, ZSTRAT_LIVENESS="60") as ps,
         raw(ps.address, claim(Job.WORKER)) as peer,
     ):
         peer.answer()

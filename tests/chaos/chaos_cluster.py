@@ -15,7 +15,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.testing import DaemonCluster
 
 PATIENCE, RECONNECT = 3.0, 1.0
-SETTINGS = Settings(timeouts=Timeouts(patience=PATIENCE, reconnect=RECONNECT))
+SETTINGS = Settings(timeouts=Timeouts(liveness=PATIENCE, reconnect=RECONNECT))
 LONGER = PATIENCE + RECONNECT + 2.0
 """Seconds after which a task that is away has been given up."""
 SHORTER = 0.2 * PATIENCE

@@ -38,8 +38,8 @@ class Network:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             generate_keys(folder / "keys")
-            times = Timeouts(patience=PATIENCE, reconnect=RECONNECT)
-            self._settings = Settings(times, lane="tcp", keys=folder / "keys")
+            times = Timeouts(liveness=PATIENCE, reconnect=RECONNECT)
+            self._settings = Settings(times, transport="tcp", keys=folder / "keys")
             self._log = stack.enter_context((folder / "log").open("wb"))
             stack.callback(self._end)
             for task in self._tasks:
@@ -122,9 +122,9 @@ class Network:
         command = [sys.executable, "-m", f"zstrat.daemons.{job}", "--index", index]
         command += ["--bind", self._address(task), "--parent", str(os.getpid())]
         told = {
-            "ZSTRAT_PATIENCE": str(PATIENCE),
+            "ZSTRAT_LIVENESS": str(PATIENCE),
             "ZSTRAT_KEYS": str(self._settings.keys),
-            "ZSTRAT_LANE": "tcp",
+            "ZSTRAT_TRANSPORT": "tcp",
             "NPROC": "1",
             "TF_CONFIG": "{}",
         }

@@ -19,11 +19,11 @@ LARGE = 2**20
 
 
 @pytest.mark.parametrize(
-    ("elements", "each", "lane"),
+    ("elements", "each", "transport"),
     [(1, 400, "auto"), (LARGE, 40, "tcp"), (LARGE, 40, "auto")],
 )
-def test_updates_of_all_programs_are_applied_once_each(elements, each, lane):
-    settings, one = Settings(lane=lane), np.ones(elements, np.float32)
+def test_updates_of_all_programs_are_applied_once_each(elements, each, transport):
+    settings, one = Settings(transport=transport), np.ones(elements, np.float32)
     with zs.Server({"ps": ["127.0.0.1:0"]}) as server:
         relay = Relay(server.target.removeprefix("tcp://"))
         spec = zs.ClusterSpec({"ps": [relay.address]})

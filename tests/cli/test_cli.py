@@ -30,7 +30,7 @@ from zstrat.telemetry import size
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-    for name in ("TF_CONFIG", "ZSTRAT_KEYS", "ZSTRAT_LANE"):
+    for name in ("TF_CONFIG", "ZSTRAT_KEYS", "ZSTRAT_TRANSPORT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -43,7 +43,7 @@ def short_folder():
 
 OPEN_PORTS = (
     "note: without keys every user of this machine can reach these ports and run code "
-    "here; --lane ipc or ZSTRAT_KEYS avoids that"
+    "here; --transport ipc or ZSTRAT_KEYS avoids that"
 )
 
 
@@ -221,7 +221,7 @@ def test_keygen_per_task(tmp_path):
 def test_status_of_a_cluster_with_keys(tmp_path):
     keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
     zstrat("keygen", str(keys))
-    with LocalCluster(1, 1, lane="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
+    with LocalCluster(1, 1, transport="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
         file.write_text(toml(cluster.spec))
         command = ("--cluster", str(file), "--timeout")
         known = zstrat("status", *command, "30", "--keys", str(keys))
@@ -249,10 +249,10 @@ def test_units(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("lane", "with_keys", "warned"),
+    ("transport", "with_keys", "warned"),
     [("tcp", False, True), ("tcp", True, False), ("auto", False, False)],
 )
-def test_cluster_in_the_foreground(lane, with_keys, warned, short_folder):
+def test_cluster_in_the_foreground(transport, with_keys, warned, short_folder):
     folder = short_folder / "cluster"
     command = ["cluster", "--ps", "1", "--workers", "1", "--dir", str(folder)]
     env = {k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"}
@@ -260,7 +260,7 @@ def test_cluster_in_the_foreground(lane, with_keys, warned, short_folder):
         env["ZSTRAT_KEYS"] = str(short_folder / "keys")
         zstrat("keygen", env["ZSTRAT_KEYS"])
     process = subprocess.Popen(
-        [sys.executable, "-m", "zstrat.cli", *command, "--lane", lane],
+        [sys.executable, "-m", "zstrat.cli", *command, "--transport", transport],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -374,7 +374,7 @@ def test_sizes(number, words):
 @pytest.mark.processes
 def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):
     file = tmp_path / "choices.toml"
-    options = ("--sizes", "400,40", "-n", "2", "--lane", "ipc")
+    options = ("--sizes", "400,40", "-n", "2", "--transport", "ipc")
     ran = zstrat("bench", "collectives", *options, "--calibrate", str(file))
     assert ran.exit_code == 0, ran.output
     rows = [line for line in ran.stdout.splitlines() if " ranks " in line]

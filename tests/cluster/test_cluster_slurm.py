@@ -224,7 +224,7 @@ def test_ranks_that_slurm_dealt_out_in_another_order(
         ("0,1,2", 1, {}, 1, "1"),
         ("0,1,2,3", 1, {"gpus_per_node": 2}, 1, "1"),
         (None, 1, {"gpus_per_node": 8}, 4, "4,5,6,7"),
-        ("3", 1, {"gpus_per_node": 2}, 1, "3"),  # Slurm has dealt them out
+        ("3", 1, {"gpus_per_node": 2}, 1, "3"),  # Slurm has distributed them
         ("0", 1, {}, 0, "0"),
         ("", 1, {}, 0, ""),
         ("-1", 1, {}, 0, "-1"),

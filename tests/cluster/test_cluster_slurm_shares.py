@@ -1,4 +1,4 @@
-"""GPUs of Slurm's tasks: who has dealt them out, and what a second resolver finds."""
+"""GPUs of Slurm's tasks: who has distributed them, and what a second resolver finds."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def test_what_somebody_else_has_set_since_is_what_there_is(
     assert found() == ({"GPU": 1}, "7")
 
 
-@pytest.mark.parametrize(("rank", "dealt"), [(0, "0,1"), (1, "2,3")])
+@pytest.mark.parametrize(("rank", "devices"), [(0, "0,1"), (1, "2,3")])
 @pytest.mark.parametrize("options", [{}, {"gpus_per_task": 2}])
 def test_what_slurm_has_dealt_out_stays_as_it_is(
-    task: Callable[..., None], rank: int, dealt: str, options: dict[str, int]
+    task: Callable[..., None], rank: int, devices: str, options: dict[str, int]
 ) -> None:
-    task(rank, dealt, SLURM_GPUS_ON_NODE="4")
+    task(rank, devices, SLURM_GPUS_ON_NODE="4")
     for _ in range(2):
-        assert found(**options) == ({"GPU": 2}, dealt)
+        assert found(**options) == ({"GPU": 2}, devices)
 
 
 def test_one_gpu_for_each_task_by_slurm(task: Callable[..., None]) -> None:

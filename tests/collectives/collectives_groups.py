@@ -15,7 +15,9 @@ from zstrat.cluster import ClusterSpec, SimpleClusterResolver, free_ports
 from zstrat.collectives import Group
 from zstrat.config import Settings, Timeouts
 
-QUICK = Settings(timeouts=Timeouts(beat=0.2, patience=2.0, reconnect=0.3), lane="tcp")
+QUICK = Settings(
+    timeouts=Timeouts(beat=0.2, liveness=2.0, reconnect=0.3), transport="tcp"
+)
 
 
 class Ranks:
@@ -89,4 +91,4 @@ def ranks_of(size, **options):
 
 def patient(seconds):
     """Settings that take a rank for lost only after so long."""
-    return replace(QUICK, timeouts=replace(QUICK.timeouts, patience=seconds))
+    return replace(QUICK, timeouts=replace(QUICK.timeouts, liveness=seconds))

@@ -33,8 +33,8 @@ def drawn(rank, count):
 
 
 class Between:
-    """The message lane, played by shared memory of the first ranks: parts are carried
-    out one by one on a thread, some time after they were started."""
+    """Stands in for messages between hosts, by shared memory of the first ranks: parts
+    are carried out one by one on a thread, some time after they were started."""
 
     def __init__(self, engine, leaders):
         self.engine, self.leaders, self.parts = engine, leaders, []

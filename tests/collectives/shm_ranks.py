@@ -15,7 +15,7 @@ import numpy as np
 
 from zstrat.wire import DTYPES
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 UFUNCS = {"SUM": np.add, "MEAN": np.add, "MIN": np.minimum, "MAX": np.maximum}
 
@@ -48,7 +48,7 @@ class RankProcess:
 
     def answer(self, number: int) -> Any:
         while number not in self._answers:
-            assert self._wire.poll(PATIENCE), "the rank does not answer"
+            assert self._wire.poll(TIMEOUT), "the rank does not answer"
             got, kind, outcome = self._wire.recv()
             self._answers[got] = outcome if kind == "done" else Refused(kind, outcome)
         return self._answers.pop(number)
@@ -65,13 +65,13 @@ class RankProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self._wire.send(None)
             try:
-                self.process.wait(PATIENCE)
+                self.process.wait(TIMEOUT)
             finally:
                 self.kill()
         self._wire.close()

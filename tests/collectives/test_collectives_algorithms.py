@@ -39,7 +39,7 @@ def test_a_strategy_names_what_goes_between_hosts(
     """As TF's options do; a host speaks with one voice whatever they say."""
     options = zs.CommunicationOptions(implementation=implementation)
     with ranks_on(hosts, monkeypatch) as ranks:
-        groups = [ChosenGroup(g, options) for g in ranks.groups(lane="auto")]
+        groups = [ChosenGroup(g, options) for g in ranks.groups(transport="auto")]
         found = ranks.each(lambda g: g.all_reduce(SOURCES[g.rank]), groups)
     for each in found:
         np.testing.assert_array_equal(each, sum(SOURCES[: len(hosts)]))
@@ -49,7 +49,7 @@ def test_a_strategy_names_what_goes_between_hosts(
 def test_machines_of_one_name_are_told_apart_by_their_memory(monkeypatch, asked):
     """Two ranks of one machine share memory, though a third has the name of it."""
     with ranks_on("aaa", monkeypatch, elsewhere=[1]) as ranks:
-        groups = ranks.groups(lane="auto")
+        groups = ranks.groups(transport="auto")
         found = ranks.each(lambda g: g.all_reduce(SOURCES[g.rank]), groups)
         assert [group.hosts for group in groups] == [2, 2, 2]
     for each in found:
@@ -59,7 +59,7 @@ def test_machines_of_one_name_are_told_apart_by_their_memory(monkeypatch, asked)
 
 def test_without_shared_memory_all_ranks_take_part(monkeypatch, asked):
     with ranks_on("aab", monkeypatch) as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         ranks.each(lambda g: g.all_reduce(SOURCES[g.rank], algorithm="ring"), groups)
         assert [group.hosts for group in groups] == [2, 2, 2]
     assert asked == [("all_reduce", "ring", 3)] * 3
@@ -72,14 +72,14 @@ def test_without_shared_memory_all_ranks_take_part(monkeypatch, asked):
 def test_tagged_and_compressed_calls_go_by_messages(monkeypatch, asked, options, name):
     source = np.ones(3, np.float32)
     with ranks_on("aa", monkeypatch) as ranks:
-        groups = ranks.groups(lane="auto")
+        groups = ranks.groups(transport="auto")
         ranks.each(lambda g: g.all_reduce(source, **options), groups)
     assert asked == [("all_reduce", name, 2)] * 2
 
 
 def test_what_saves_nothing_goes_from_every_rank(monkeypatch, asked):
     with ranks_on("aab", monkeypatch) as ranks:
-        groups = ranks.groups(lane="auto")
+        groups = ranks.groups(transport="auto")
         ranks.each(lambda g: g.reduce_scatter(np.ones(3)), groups)
         ranks.each(lambda g: g.barrier(), groups)
         ranks.each(lambda g: g.broadcast(np.ones(3), algorithm="chain"), groups)

@@ -60,12 +60,12 @@ async def both(*work):
 )
 def make(request):
     """Makes groups of two ranks, which have other groups besides, or none."""
-    lane, over, has_others = request.param
+    transport, over, has_others = request.param
     before = shared()
     with ranks_of(2, over=over) as ranks:
         others = ranks.groups(name="others") if has_others else []
         options = {"timeout": 20, "rendezvous_timeout": 20}
-        options["settings"] = replace(QUICK, lane=lane)
+        options["settings"] = replace(QUICK, transport=transport)
         yield lambda rank: Group.create(ranks.resolver(rank), **options)
         for found in ranks.each(lambda group: group.all_reduce(np.ones(3)), others):
             np.testing.assert_array_equal(found, np.full(3, 2.0))

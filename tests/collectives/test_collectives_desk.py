@@ -10,7 +10,7 @@ from zstrat.errors import CollectiveTimeoutError
 from zstrat.wire import JoinGroup, MemberEntry
 
 
-async def test_the_end_of_patience_is_told_though_the_timer_came_early(hasty):
+async def test_the_end_of_timeout_is_told_though_the_timer_came_early(hasty):
     desk = RendezvousService(hasty)
     member = MemberEntry("/job:worker/task:1", "h:1", "h", 1, 1, 0, 0, b"")
     remote = SimpleNamespace(hello=SimpleNamespace(incarnation=1), name="worker:1")

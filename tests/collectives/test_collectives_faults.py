@@ -184,7 +184,7 @@ def test_a_rank_that_leaves_is_named(trio):
 
 
 def test_a_rank_that_has_left_is_named_at_once_where_memory_is_shared(trio):
-    groups = trio.groups(lane="shm", timeout=None)
+    groups = trio.groups(transport="shm", timeout=None)
     trio.each(lambda group: group.all_reduce(np.ones(3)), groups)
     trio.start(groups[2].close).result(60)
     calls = {0: lambda group: group.barrier(), 1: lambda group: group.all_reduce(1.0)}
@@ -302,5 +302,5 @@ def test_the_process_must_be_a_member():
     for tasks in (["worker:5"], ["worker"], ["worker:0", "worker:0"], []):
         with pytest.raises(ValueError, match=r"task"):
             Group(resolver, tasks=tasks)
-    with pytest.raises(ValueError, match="lane="):
-        Group(resolver, lane="pigeon")
+    with pytest.raises(ValueError, match="transport="):
+        Group(resolver, transport="pigeon")

@@ -15,8 +15,14 @@ import pytest
 from shm_ranks import RankProcess, Ranks, Refused, given, run, same
 
 from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
-from zstrat.collectives.memory import _futex
-from zstrat.collectives.memory._futex import MISSES, REST, SLOW, SpinPolicy, sleep_while
+from zstrat.collectives.memory import _barrier
+from zstrat.collectives.memory._barrier import (
+    MISSES,
+    REST,
+    SLOW,
+    SpinPolicy,
+    sleep_while,
+)
 from zstrat.errors import ClosedError
 from zstrat.wire import MemberEntry
 
@@ -183,19 +189,19 @@ def test_a_sleep_on_no_memory_is_an_error() -> None:
         sleep_while(64, 0, time.monotonic())
 
 
-def test_patience_rests_where_looks_do_not_pay() -> None:
-    patience = SpinPolicy(is_crowded=False)
+def test_spinning_rests_where_looks_do_not_pay() -> None:
+    spin = SpinPolicy(is_crowded=False)
     for _ in range(MISSES):
-        assert patience.looks()
-        patience.ended(False, 0.0)
+        assert spin.looks()
+        spin.ended(False, 0.0)
     for _ in range(2):
-        assert [patience.looks() for _ in range(REST)] == [0] * REST
-        assert patience.looks()  # one try, and it is the same
-        patience.ended(True, SLOW * 2)
-    assert [patience.looks() for _ in range(REST)] == [0] * REST
+        assert [spin.looks() for _ in range(REST)] == [0] * REST
+        assert spin.looks()  # one try, and it is the same
+        spin.ended(True, SLOW * 2)
+    assert [spin.looks() for _ in range(REST)] == [0] * REST
     for _ in range(3):
-        assert patience.looks()
-        patience.ended(True, 0.0)
+        assert spin.looks()
+        spin.ended(True, 0.0)
 
 
 @pytest.fixture
@@ -242,7 +248,7 @@ def test_ctrl_c_ends_a_call_and_all_after_it(pair) -> None:
 
 def test_fences_of_machines_that_order_weakly(pair, monkeypatch) -> None:
     """They are calls into the kernel; calls with them come to the same end."""
-    monkeypatch.setattr(_futex, "_ORDERS_STORES", False)
+    monkeypatch.setattr(_barrier, "_ORDERS_STORES", False)
     count = 300_000
     sources = [np.full(count, 1.5, np.float32), np.full(count, 2.0, np.float32)]
     calls = [

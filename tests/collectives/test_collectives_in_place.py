@@ -28,8 +28,8 @@ def groups(request):
     with pytest.MonkeyPatch.context() as patch:
         hosts = "aba" if request.param == "two hosts" else "aaa"
         with ranks_on(hosts, patch) as ranks:
-            lane = "tcp" if request.param == "tcp" else "auto"
-            found = ranks.groups(lane=lane)
+            transport = "tcp" if request.param == "tcp" else "auto"
+            found = ranks.groups(transport=transport)
             yield lambda call: ranks.each(call, found)
 
 

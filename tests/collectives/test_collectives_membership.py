@@ -16,7 +16,7 @@ from zstrat.collectives.group import (
     seat_of,
     verdict,
 )
-from zstrat.collectives.group._keys import (
+from zstrat.collectives.group._traffic import (
     FORMING,
     PARTS,
     key_between,
@@ -33,11 +33,11 @@ from zstrat.wire import CallState, JoinGroup, MemberEntry
 SEATS = tuple(GroupSeat("worker", rank, f"host{rank}:1") for rank in range(4))
 
 
-def request(rank, *, generation=0, size=4, incarnation=None, task=None, patience=10.0):
+def request(rank, *, generation=0, size=4, incarnation=None, task=None, timeout=10.0):
     made = incarnation or rank + 100
     task = task or f"/job:worker/task:{rank}"
     member = MemberEntry(task, f"host{rank}:1", "host", made, made, 0, 0, b"")
-    return JoinGroup("train", generation, rank, size, member, patience)
+    return JoinGroup("train", generation, rank, size, member, timeout)
 
 
 def rendezvous():
@@ -45,10 +45,10 @@ def rendezvous():
     return MembershipState("train", lambda: next(numbers))
 
 
-@pytest.mark.parametrize("patience", [float("nan"), float("inf"), -1.0, 1e308])
-def test_no_rank_waits_for_ever_or_for_no_time_at_all(patience):
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0, 1e308])
+def test_no_rank_waits_for_ever_or_for_no_time_at_all(timeout):
     place = rendezvous()
-    assert place.ask(request(1, patience=patience), "t1", 10.0) == []
+    assert place.ask(request(1, timeout=timeout), "t1", 10.0) == []
     assert 10.0 <= place.due <= 10.0 + 7 * 86400
     (refused,) = place.tick(place.due)
     assert refused.token == "t1"
@@ -128,11 +128,11 @@ def test_what_does_not_fit_is_refused(wrong, words, late):
         raise refused.error
 
 
-def test_patience_of_rank_0_ends_it_for_all():
+def test_timeout_of_rank_0_ends_it_for_all():
     place = rendezvous()
     place.open(SEATS)
-    place.ask(request(0, patience=5.0), 0, 100.0)
-    place.ask(request(3, patience=50.0), 3, 100.0)
+    place.ask(request(0, timeout=5.0), 0, 100.0)
+    place.ask(request(3, timeout=50.0), 3, 100.0)
     assert place.due == 105.0
     assert place.tick(104.0) == []
     refused = place.tick(105.0)
@@ -144,9 +144,9 @@ def test_patience_of_rank_0_ends_it_for_all():
     assert place.is_idle
 
 
-def test_patience_of_another_rank_ends_it_for_that_one():
+def test_timeout_of_another_rank_ends_it_for_that_one():
     place = rendezvous()
-    place.ask(request(2, patience=1.0), 2, 0.0)
+    place.ask(request(2, timeout=1.0), 2, 0.0)
     (refused,) = place.tick(1.0)
     assert isinstance(refused, Refused)
     assert "has not made the group" in str(refused.error)

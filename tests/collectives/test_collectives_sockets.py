@@ -105,7 +105,7 @@ def sums(ranks, groups, count=1000):
 )
 def test_ranks_at_ports_that_share_no_memory_have_them(over, engine) -> None:
     with ranks_of(3, over=over) as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         assert engines_of(groups) == [engine] * 3
         for found in sums(ranks, groups):
             np.testing.assert_array_equal(found, np.arange(1000.0) * 3)
@@ -117,7 +117,7 @@ def test_ranks_at_ports_that_share_no_memory_have_them(over, engine) -> None:
 )
 def test_memory_comes_first_where_ranks_share_any(monkeypatch, hosts, engine) -> None:
     with ranks_on(hosts, monkeypatch, over="tcp") as ranks:
-        groups = ranks.groups(lane="auto")
+        groups = ranks.groups(transport="auto")
         assert engines_of(groups) == [engine] * 3
         for found in sums(ranks, groups):
             np.testing.assert_array_equal(found, np.arange(1000.0) * 3)
@@ -139,7 +139,7 @@ def test_where_keys_are_demanded_they_are_encrypted(tmp_path) -> None:
 def goes_by_links(size, caplog):
     caplog.set_level("INFO", "zstrat.collectives")
     with ranks_of(size, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         assert engines_of(groups) == ["NoneType"] * size
         for found in sums(ranks, groups):
             expected = np.arange(1000.0) * sum(range(size))
@@ -187,7 +187,7 @@ def test_a_large_group_goes_by_links(monkeypatch, caplog) -> None:
 
 def test_a_new_generation_has_new_ones() -> None:
     with ranks_of(3, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         groups[2].close()
         ranks.each(lambda group: group.reform(ranks=[0, 1]), groups[:2])
         assert engines_of(groups[:2]) == ["SocketEngine"] * 2
@@ -203,7 +203,7 @@ def test_large_and_small_calls_of_one_group_meet_where_each_belongs() -> None:
     """What an engine does not take goes by links, in the same order of numbers."""
     counts = [1, LARGEST // 8, LARGEST // 8 + 1, 3, 2 * LARGEST // 8, 70_000]
     with ranks_of(3, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         for count in counts:
             for found in sums(ranks, groups, count):
                 np.testing.assert_array_equal(found, np.arange(float(count)) * 3)
@@ -267,7 +267,7 @@ def test_other_calls_under_the_same_number_are_found(pair) -> None:
 def test_calls_that_go_by_links_and_by_sockets_find_that_they_differ(first) -> None:
     """At once, not at the deadline."""
     with ranks_of(2, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp", timeout=3600)
+        groups = ranks.groups(transport="tcp", timeout=3600)
         calls = [
             partial(groups[0].all_reduce, np.ones(3)),
             partial(groups[1].all_reduce, np.ones(LARGEST)),
@@ -310,7 +310,7 @@ def test_a_wait_is_ended_from_another_thread(pair) -> None:
 
 def test_a_group_says_whose_connection_ended() -> None:
     with ranks_of(2, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp", timeout=3600)
+        groups = ranks.groups(transport="tcp", timeout=3600)
         told = ranks.start(partial(groups[1].all_reduce, np.ones(3), tag="x"))
         waiting = ranks.start(partial(groups[0].all_reduce, np.ones(3)))
         groups[1]._work.engine.close()
@@ -324,7 +324,7 @@ def test_a_group_says_whose_connection_ended() -> None:
 
 def test_others_hear_of_an_error_that_is_none_of_ours(monkeypatch) -> None:
     with ranks_of(2, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp", timeout=3600)
+        groups = ranks.groups(transport="tcp", timeout=3600)
 
         def run(call):
             raise MemoryError("no room")
@@ -344,7 +344,7 @@ def test_without_room_for_connections_all_goes_by_links(monkeypatch, caplog) -> 
         caplog.at_level("INFO", logger="zstrat.collectives"),
         ranks_of(2, over="tcp") as ranks,
     ):
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         assert [group._work.engine for group in groups] == [None, None]
         found = ranks.each(lambda group: group.all_reduce(np.ones(3)), groups)
         np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
@@ -355,7 +355,7 @@ class SlowPacking:
     """Holds up the packing of arrays in threads that say so, once they have begun."""
 
     def __init__(self, monkeypatch):
-        buckets = import_module("zstrat.collectives._buckets")
+        buckets = import_module("zstrat.collectives._leaves")
         flat = buckets.Bucket.flat
         self.begun, self.go = {}, {}
 
@@ -393,7 +393,7 @@ def test_who_begins_later_and_is_ready_earlier_waits(monkeypatch) -> None:
             return first.result(60).result(60), second.result(60)
 
     with ranks_of(2, over="tcp") as ranks:
-        for (few, more), second in ranks.each(both, ranks.groups(lane="tcp")):
+        for (few, more), second in ranks.each(both, ranks.groups(transport="tcp")):
             assert [*few, *more] == [2.0] * 7
             assert [*second] == [4.0] * 3
 
@@ -401,7 +401,7 @@ def test_who_begins_later_and_is_ready_earlier_waits(monkeypatch) -> None:
 def test_a_group_is_closed_while_another_thread_begins(monkeypatch) -> None:
     packing = SlowPacking(monkeypatch)
     with ranks_of(2, over="tcp") as ranks, ThreadPoolExecutor(2) as threads:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(transport="tcp")
         ranks.each(lambda each: each.all_reduce_async(np.ones(3)).result(60), groups)
         first, go = packing.start(threads, groups[0])
         generation = groups[0]._work.generation

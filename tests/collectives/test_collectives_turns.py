@@ -9,7 +9,7 @@ import pytest
 from zstrat.collectives.group import CallTurns
 from zstrat.threads import ThreadBell
 
-PATIENCE = 100.0
+TIMEOUT = 100.0
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def is_through(turn):
             through.set()
 
     threading.Thread(target=take, daemon=True).start()
-    return through.wait(PATIENCE)
+    return through.wait(TIMEOUT)
 
 
 def test_turns_come_in_the_order_in_which_they_were_drawn():
@@ -47,7 +47,7 @@ def test_turns_come_in_the_order_in_which_they_were_drawn():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert order == [0, 1, 2]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zstrat.config import (
-    LANES,
     NAMES,
+    TRANSPORTS,
     Settings,
     Timeouts,
     daemon_variables,
@@ -23,26 +23,26 @@ def test_nothing_said_is_the_default() -> None:
 
 
 def test_a_program_waits_for_one_that_may_be_gone_and_not_for_one_that_lives() -> None:
-    timeouts = settings_from({"ZSTRAT_PATIENCE": "30"}).timeouts
-    assert timeouts.notice > timeouts.patience
+    timeouts = settings_from({"ZSTRAT_LIVENESS": "30"}).timeouts
+    assert timeouts.notice > timeouts.liveness
     assert timeouts.turn == 0
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_lanes(lane: str) -> None:
-    assert settings_from({"ZSTRAT_LANE": lane}).lane == lane
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transports(transport: str) -> None:
+    assert settings_from({"ZSTRAT_TRANSPORT": transport}).transport == transport
 
 
 def test_everything_said() -> None:
     settings = settings_from(
         {
-            "ZSTRAT_LANE": "tcp",
+            "ZSTRAT_TRANSPORT": "tcp",
             "ZSTRAT_KEYS": "/etc/zstrat/keys",
             "ZSTRAT_INSECURE": "1",
             "ZSTRAT_LOG": "json",
             "ZSTRAT_TRACEBACK": "full",
             "ZSTRAT_OUTPUT": "files",
-            "ZSTRAT_PATIENCE": "2.5",
+            "ZSTRAT_LIVENESS": "2.5",
             "ZSTRAT_REQUEST": "600",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_TURN": "4.5",
@@ -57,7 +57,7 @@ def test_everything_said() -> None:
     )
     assert settings == Settings(
         timeouts=Timeouts(
-            patience=2.5,
+            liveness=2.5,
             request=600.0,
             connect=9.0,
             turn=4.5,
@@ -66,7 +66,7 @@ def test_everything_said() -> None:
             launcher=90.0,
         ),
         state=Path("/var/lib/zstrat"),
-        lane="tcp",
+        transport="tcp",
         prefetch=1,
         keys=Path("/etc/zstrat/keys"),
         insecure=True,
@@ -78,7 +78,7 @@ def test_everything_said() -> None:
 
 
 def test_a_daemon_reads_what_its_program_tells() -> None:
-    times = Timeouts(patience=2.5, connect=9.0, drain=10.0, handover=30.0)
+    times = Timeouts(liveness=2.5, connect=9.0, drain=10.0, handover=30.0)
     settings = Settings(times, state=Path("/var/lib/zstrat"))
     assert settings_from(daemon_variables(settings)) == settings
 
@@ -92,10 +92,10 @@ def test_no_keys_is_no_folder() -> None:
     assert settings_from({"ZSTRAT_KEYS": ""}).keys is None
 
 
-def test_unknown_lane() -> None:
-    words = "ZSTRAT_LANE='udp'"
+def test_unknown_transport() -> None:
+    words = "ZSTRAT_TRANSPORT='udp'"
     with pytest.raises(ValueError, match=words):
-        settings_from({"ZSTRAT_LANE": "udp"})
+        settings_from({"ZSTRAT_TRANSPORT": "udp"})
 
 
 def test_unknown_traceback() -> None:
@@ -120,7 +120,7 @@ def test_prefetch_that_cannot_be(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ZSTRAT_PATIENCE", "ZSTRAT_CONNECT_TIMEOUT", "ZSTRAT_DRAIN"]
+    "name", ["ZSTRAT_LIVENESS", "ZSTRAT_CONNECT_TIMEOUT", "ZSTRAT_DRAIN"]
 )
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "86400", "1s"])
 def test_seconds(name: str, text: str) -> None:
@@ -128,11 +128,11 @@ def test_seconds(name: str, text: str) -> None:
         settings_from({name: text})
 
 
-def test_a_patience_in_which_nobody_need_have_spoken_is_refused() -> None:
-    assert settings_from({"ZSTRAT_PATIENCE": "1"}).timeouts.patience == 1
-    words = r"ZSTRAT_PATIENCE='0.*\b9\b.*\b1\b"
+def test_a_liveness_in_which_nobody_need_have_spoken_is_refused() -> None:
+    assert settings_from({"ZSTRAT_LIVENESS": "1"}).timeouts.liveness == 1
+    words = r"ZSTRAT_LIVENESS='0.*\b9\b.*\b1\b"
     with pytest.raises(ValueError, match=words):
-        settings_from({"ZSTRAT_PATIENCE": "0.9"})
+        settings_from({"ZSTRAT_LIVENESS": "0.9"})
 
 
 def test_toml_files(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_insecure_is_not_what_somebody_may_have_meant() -> None:
 
 
 def test_a_slip_of_the_pen_is_told_from_names_of_others() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_PATIENCE"):
-        settings_from({"ZSTRAT_PATEINCE": "1"})
+    with pytest.raises(ValueError, match="ZSTRAT_LIVENESS"):
+        settings_from({"ZSTRAT_LIVENSES": "1"})
     others = dict.fromkeys(("ZSTRAT_PS_PORT", "ZSTRAT_KEYS_SERVICE_HOST"), "1")
     assert settings_from(others) == Settings()
 

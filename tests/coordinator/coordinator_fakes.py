@@ -42,7 +42,7 @@ from zstrat.wire import (
     BuildResource,
     CancelSteps,
     Captured,
-    ClockTold,
+    ClockTime,
     CloseSession,
     Completion,
     Completions,
@@ -114,7 +114,7 @@ class FakeTask:
             raise BusyError(f"{self.job}:{self.index} is busy")
         match message:
             case AskClock():
-                return ClockTold(self.now)
+                return ClockTime(self.now)
             case BeginCapture():
                 self.capturing.append(message)
                 return Done()
@@ -394,7 +394,7 @@ class World:
             request=20.0,
             reconnect=self.reconnect,
             turn=turn,
-            patience=patience,
+            liveness=patience,
         )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = connect_session(self.spec, settings, make_link=self.make_link)

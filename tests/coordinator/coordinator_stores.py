@@ -15,7 +15,7 @@ from zstrat.wire import (
     AskCopies,
     AttachBackup,
     CloseSession,
-    CopiesTold,
+    CopiesReport,
     DetachBackup,
     Done,
     DropStore,
@@ -77,7 +77,7 @@ class StorePs(FakePs):
             case DropStore() | DetachBackup():
                 return Done()
             case AskCopies():
-                return CopiesTold([])
+                return CopiesReport([])
             case OpenSession():
                 origin = self.former or message.origin or message.session
                 return replace(super().handle(message), origin=origin)

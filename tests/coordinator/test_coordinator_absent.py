@@ -11,7 +11,7 @@ ABORTED, READY = RemoteValueStatus.ABORTED, RemoteValueStatus.READY
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
+def _short_timeout(monkeypatch):
     """Who waits for a worker that never comes fails the test."""
     monkeypatch.setattr(_datasets, "FIRST_BUILD", 10.0)
 

@@ -159,18 +159,18 @@ def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, t
     world.reconnect = 3600.0
     coordinator = world.coordinator()
     (ps,) = world.ps
-    (lane,) = world.session.cluster.ps
+    (line,) = world.session.cluster.ps
     lost = []
 
     def blip():
-        lane._events = SimpleNamespace(task_lost=lambda *a: lost.append(a))
+        line._events = SimpleNamespace(task_lost=lambda *a: lost.append(a))
         if told:  # the link gave it up: the program was stopped, say
             ps.kill()
         ps.come_back(same=True)
 
     world.on_loop(blip)
     world.until(lambda: len(ps.sessions) == 2)
-    assert world.on_loop(lambda: lane.is_ready)
+    assert world.on_loop(lambda: line.is_ready)
     assert coordinator.schedule(good).fetch() == 1
     coordinator.join()
     assert lost == []
@@ -342,7 +342,7 @@ def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
     coordinator.join()
 
 
-def test_trouble_that_lasts_is_raised(world, monkeypatch):
+def test_failures_that_last_are_raised(world, monkeypatch):
     monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, -1)

@@ -10,7 +10,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ClosureAbortedError
-from zstrat.variables import NarrowingWarning
+from zstrat.variables import DowncastWarning
 
 
 class Batch(NamedTuple):
@@ -244,7 +244,7 @@ def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
         for _ in range(2):
             coordinator.schedule(same, args=(numbers,)).fetch()
     numbers[-1] = 2**40
-    with pytest.warns(NarrowingWarning, match=r"\b1099511627776\b.*\b0\b") as told:
+    with pytest.warns(DowncastWarning, match=r"\b1099511627776\b.*\b0\b") as told:
         coordinator.schedule(same, args=(numbers,)).fetch()
     assert told[0].filename == __file__
 

@@ -13,14 +13,14 @@ from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
 
 
-def lane(name, *, ready=False):
+def task(name, *, ready=False):
     return SimpleNamespace(
         name=name, address=f"{name}.example:1", is_ready=ready, state="no answer"
     )
 
 
 def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog):
-    ps, workers, clock = [lane("p0"), lane("p1")], [lane("w0"), lane("w1")], FakeClock()
+    ps, workers, clock = [task("p0"), task("p1")], [task("w0"), task("w1")], FakeClock()
     arrival = _arrival.Arrival(ps, workers, clock.call_later)
     arrival.start()
     assert clock.advance_to_next() == 2.0
@@ -38,7 +38,7 @@ def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog
 
 
 def test_what_was_said_already_is_not_said_again_at_length(caplog):
-    ps, workers, clock = [lane("p0")], [lane("w0")], FakeClock()
+    ps, workers, clock = [task("p0")], [task("w0")], FakeClock()
     _arrival.Arrival(ps, workers, clock.call_later).start()
     for _ in range(3):
         clock.advance_to_next()
@@ -51,7 +51,7 @@ def test_what_was_said_already_is_not_said_again_at_length(caplog):
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
-    monkeypatch.setattr(_arrival, "FIRST_WORD", 0.0)
+    monkeypatch.setattr(_arrival, "FIRST_WARNING", 0.0)
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):

@@ -66,10 +66,10 @@ def test_a_blocking_call_on_the_loop_itself_is_refused(portal):
 def test_closing_ends_what_runs_and_is_idempotent(portal):
     ended = []
 
-    async def farewell():
+    async def callback():
         ended.append(threading.current_thread().name)
 
-    portal.at_close(farewell)
+    portal.at_close(callback)
     portal.close()
     portal.close()
     assert ended == ["test"]
@@ -79,11 +79,11 @@ def test_closing_ends_what_runs_and_is_idempotent(portal):
     assert not portal.call_soon(print)
 
 
-def test_a_farewell_that_fails_does_not_keep_the_thread(portal, caplog):
-    async def farewell():
+def test_a_close_callback_that_fails_does_not_keep_the_thread(portal, caplog):
+    async def callback():
         raise ValueError("boom")
 
-    portal.at_close(farewell)
+    portal.at_close(callback)
     portal.close()
     assert not portal._thread.is_alive()
     assert "boom" in caplog.text

@@ -242,8 +242,8 @@ async def test_a_change_that_is_cancelled_anywhere_was_made_or_not(world, replic
             await back()
             assert servers.addresses == before
             assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
-    async for _ in cancelled_everywhere(servers.level_async):
-        await servers.level_async()
+    async for _ in cancelled_everywhere(servers.rebalance_async):
+        await servers.rebalance_async()
     assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
 
 

@@ -113,7 +113,7 @@ class Stores(RuleBasedStateMachine):
                 held = Held(store, view, address, is_beside=order.beside)
                 self.memory[process][store] = held
                 return "done"
-            case Promote(backup=backup, heir=heir):
+            case Promote(backup=backup, partner=partner):
                 held = self.at(backup.address, store)
                 if held is None:
                     return None
@@ -121,10 +121,12 @@ class Stores(RuleBasedStateMachine):
                     return "never counted"
                 if not held.is_whole or held.view > view:
                     return "refused"
-                if not held.is_primary or heir is None:
+                if not held.is_primary or partner is None:
                     held.backup = held.third = None
-                if heir is not None and held.backup is None:
-                    held.backup = self.at(heir.address, store) or Held(store, 0, "gone")
+                if partner is not None and held.backup is None:
+                    held.backup = self.at(partner.address, store) or Held(
+                        store, 0, "gone"
+                    )
                 held.is_primary, held.view = True, view
                 return "done"
         primary = self.at(self.lines[store], store)
@@ -224,7 +226,7 @@ class Stores(RuleBasedStateMachine):
         store %= self.count
         held = self.at(self.lines[store], store)
         if held is not None and held.is_primary and held.backup is not None:
-            self.take(self.placement.backup_lost(store, held.view, "cut"))
+            self.take(self.placement.stores[store].backup_lost(held.view, "cut"))
 
     @rule(store=PLACES, is_heard=st.booleans())
     def answers(self, store, is_heard):
@@ -293,7 +295,7 @@ class Stores(RuleBasedStateMachine):
         """Whether the program knows of two whole copies, and its primary reaches its
         backup."""
         if store.phase is CopyPhase.PROMOTING:
-            return store.is_third_heir and store.third is not None
+            return store.is_third_in_sync and store.third is not None
         return store.is_paired
 
     @rule()
@@ -338,11 +340,8 @@ class Stores(RuleBasedStateMachine):
         assert len(views) == len(set(views))
 
     @invariant()
-    def backups_are_elsewhere(self):
-        for store in self.placement.stores:
-            # Where a swap went wrong, the primary no longer has anything.
-            if store.phase is not CopyPhase.PROMOTING and store.backup is not None:
-                assert store.backup.process != store.primary.process
+    def stores_are_valid(self):
+        self.placement.validate()
 
     def teardown(self):
         """All are back, and stay: each store that can be is served, and has two."""

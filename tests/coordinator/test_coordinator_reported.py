@@ -25,10 +25,10 @@ def reported(make_world):
     coordinator = world.coordinator()
     server = world.ps[0]
 
-    def report(address, index=-1, patience=20.0):
+    def report(address, index=-1, timeout=20.0):
         known = len(server.answers)
         session = world.session.cluster.session
-        told = WorkerReported(session, known + 1, address, index, patience)
+        told = WorkerReported(session, known + 1, address, index, timeout)
         world.on_loop(server.link.say, told)
         world.until(lambda: len(server.answers) > known)
         answer = server.answers[-1]
@@ -44,7 +44,7 @@ def reported(make_world):
 
 def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported):
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
-        reported("late:1", patience=0.01)
+        reported("late:1", timeout=0.01)
     reported.workers.accept_joining()
     assert reported("late:1") == 1
     reported.workers.accept_joining(False)
@@ -107,9 +107,9 @@ def test_no_report_keeps_numbers_from_those_that_come(reported):
         reported("late:1", 2**64 - 1)
     for address in ("nowhere:1", "late:1"):
         reported.world.newcomer(address).alive = False
-    for patience in (0.01, float("nan")):
+    for timeout in (0.01, float("nan")):
         with pytest.raises(DeadlineExceededError):
-            reported("nowhere:1", 2**31 - 1, patience)
+            reported("nowhere:1", 2**31 - 1, timeout)
     assert reported("late:1") == 1
     with pytest.raises(DeadlineExceededError):
         reported("late:1", 1, 0.01)
@@ -165,14 +165,14 @@ def test_what_never_comes_takes_no_room_for_ever():
     assert membership.size == 1 + 1024
     assert membership.promise("late:1") == 1
     wanted = membership.reported("late:1", 1)
-    membership.came(wanted.place)
+    membership.joined(wanted.place)
     assert membership.addresses == {0: "host:1", 1: "late:1"}
 
 
 def test_numbers_end_and_are_found_below():
     membership = Membership({0: "host:1", 1: "host:2"})
     far = membership.reported("far:1", 2**31 - 1)
-    membership.came(far.place)
+    membership.joined(far.place)
     assert [membership.promise(f"late:{n}") for n in (1, 2)] == [2, 3]
 
 
@@ -182,6 +182,6 @@ def test_numbers_that_were_promised_are_nobody_elses():
     assert membership.add("host:4") == AdmitWorker(1, 3, "host:4")
     assert membership.add("host:3") == AdmitWorker(2, 2, "host:3")
     assert membership.reported("host:3", 2) == 2
-    membership.bind("a variable has a value per worker")
+    membership.fix_places("a variable has a value per worker")
     with pytest.raises(InvalidArgumentError):
         membership.promise("host:5")

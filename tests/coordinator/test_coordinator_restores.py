@@ -37,11 +37,11 @@ class Point:
 
 @pytest.fixture
 def recovering(make_world):
-    def make(patience=3600.0, reconnect=0.0):
+    def make(timeout=3600.0, reconnect=0.0):
         world = make_world(ps=2, workers=2)
         world.reconnect = reconnect
         world.connect()
-        world.session.recover(patience)
+        world.session.recover(timeout)
         return world
 
     return make
@@ -157,7 +157,7 @@ def test_without_a_checkpoint_every_call_says_what_to_do(recovering):
 
 
 def test_a_server_that_does_not_come_back_in_time_is_named(recovering):
-    world = recovering(patience=0.05)
+    world = recovering(timeout=0.05)
     coordinator = world.coordinator()
     _remember(world, Point())
     value = coordinator.schedule(good)

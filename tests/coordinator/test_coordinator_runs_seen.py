@@ -43,7 +43,7 @@ def test_a_time_line_that_cannot_end_keeps_nothing_from_being_closed(
     world = make_world(ps=1, workers=1)
     profile = world.coordinator().profile(tmp_path / "line.json")
 
-    async def fails(patience):
+    async def fails(timeout):
         raise OSError("a defect")
 
     def ends():

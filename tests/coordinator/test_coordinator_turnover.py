@@ -170,8 +170,8 @@ def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost):
     values = [coordinator.schedule(good) for _ in range(2)]
     world.until(lambda: world.running == 2)
     world.on_loop(setattr, first, "queue", [])  # it runs, and does not end
-    patience = 60.0 if lost else 0.0
-    thread, raised = in_thread(Workers(world.session).remove, "worker0:1", patience)
+    timeout = 60.0 if lost else 0.0
+    thread, raised = in_thread(Workers(world.session).remove, "worker0:1", timeout)
     if lost:
         member = coordinator._core.dispatcher.members.members[0]
         world.until(lambda: member.retired)

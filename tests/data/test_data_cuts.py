@@ -41,7 +41,8 @@ def flat(arriving):
 
 
 def padded_steps(pieces, replicas):
-    """Pieces dealt to the replicas in turn, the last step filled up with nothing."""
+    """Pieces distributed to the replicas in turn, the last step filled up with
+    nothing."""
     steps = [pieces[n : n + replicas] for n in range(0, len(pieces), replicas)]
     return [step + [[]] * (replicas - len(step)) for step in steps]
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files: types, batches of any size, row groups dealt out."""
+"""Rows of Parquet files: types, batches of any size, row groups distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks into a dataset before it is dealt out changes nothing for the others."""
+"""Who looks into a dataset before it is distributed changes nothing for the others."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class PretendedRay(types.ModuleType):
 def test_a_fleet_that_cannot_be_gives_its_places_back(monkeypatch, tmp_path):
     pretended = PretendedRay()
     monkeypatch.setitem(sys.modules, "ray", pretended)
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "much")
-    with pytest.raises(ValueError, match="ZSTRAT_PATIENCE"):
+    monkeypatch.setenv("ZSTRAT_LIVENESS", "much")
+    with pytest.raises(ValueError, match="ZSTRAT_LIVENESS"):
         zs.launch.ray(num_ps=2, num_workers=2)
     assert pretended.reserved == []
 

@@ -54,7 +54,9 @@ def part_of(cluster, plan, rank):
     resolver = SimpleClusterResolver(
         ClusterSpec(cluster), task_type="worker", task_id=rank
     )
-    with Group(resolver, name="calibration", lane="tcp", settings=SETTINGS) as whole:
+    with Group(
+        resolver, name="calibration", transport="tcp", settings=SETTINGS
+    ) as whole:
         return calibrate_tasks(whole, plan, resolver, SETTINGS)
 
 

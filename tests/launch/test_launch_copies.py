@@ -254,7 +254,7 @@ def test_what_follows_the_script_is_for_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; print(sys.argv[1:])")
     command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script)]
-    own = ["--workers", "3", "-n", "4", "--lane", "fast", "--help"]
+    own = ["--workers", "3", "-n", "4", "--transport", "fast", "--help"]
     done = subprocess.run([*command, *own], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"worker:0 | {own}\n")
 

@@ -33,7 +33,7 @@ def look(cluster, timeout=30):
 
 
 def test_a_cluster_without_workers_killed_and_restarted_at_the_same_address():
-    with LocalCluster(1, 0, lane="tcp") as cluster:
+    with LocalCluster(1, 0, transport="tcp") as cluster:
         assert cluster.tasks == ("ps:0",)
         assert cluster.spec.jobs == ["ps"]
         (before,), spec = look(cluster), cluster.spec
@@ -82,16 +82,16 @@ def found(cluster, folder, workers):
 
 
 @pytest.mark.parametrize(
-    ("lane", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
+    ("transport", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
 )
-def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
+def test_a_cluster(transport, cores, each, monkeypatch, caplog, tmp_path):
     """Its workers share the cores and GPUs, unless they are told otherwise."""
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
     caplog.set_level("INFO", "zstrat.launch")
-    with LocalCluster(1, 2, lane=lane) as cluster:
+    with LocalCluster(1, 2, transport=transport) as cluster:
         assert cluster.tasks == ("ps:0", "worker:0", "worker:1")
         folder = cluster.directory
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -122,7 +122,7 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
 
 def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
     folder, env = tmp_path / "run", {"NPROC": "9", "PYTHONPATH": "given"}
-    with LocalCluster(1, 1, lane="tcp", directory=folder, env=env) as cluster:
+    with LocalCluster(1, 1, transport="tcp", directory=folder, env=env) as cluster:
         (environment,) = found(cluster, tmp_path, 1)
         assert environment["NPROC"] == "9"
         path = f"{os.path.abspath(sys.path[0])}:given"
@@ -144,10 +144,10 @@ def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
 
 def test_a_daemon_that_cannot_start():
     with pytest.raises(UnavailableError) as caught:
-        LocalCluster(1, 1, env={"ZSTRAT_PATIENCE": "never"})
+        LocalCluster(1, 1, env={"ZSTRAT_LIVENESS": "never"})
     words = str(caught.value)
     assert "exit code 2 before it was ready" in words
-    assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
+    assert "ZSTRAT_LIVENESS='never'" in words  # the end of its log
     (path,) = re.findall(r"last lines of (/.+-0\.log):", words)
     assert "never" in Path(path).read_text(), "the log that it names is there"
 
@@ -170,7 +170,7 @@ def test_daemons_that_are_not_ready_in_time():
     [
         ({"num_ps": 0}, "num_ps=0"),
         ({"num_workers": -1}, r"num_workers=-1.*\b0\b"),
-        ({"lane": "pigeon"}, "lane='pigeon'"),
+        ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"logs": "nowhere"}, "logs='nowhere'"),
     ],
 )
@@ -205,17 +205,17 @@ def test_a_count_of_numpy_is_a_number():
 
 
 def test_a_folder_too_deep_for_sockets(tmp_path):
-    with pytest.raises(ValueError, match="lane="):
-        LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))
+    with pytest.raises(ValueError, match="transport="):
+        LocalCluster(transport="ipc", directory=tmp_path / ("x" * 120))
 
 
-@pytest.mark.parametrize("lane", ["pigeon", "ipc"])
-def test_what_cannot_be_leaves_no_folder(lane, tmp_path, monkeypatch):
+@pytest.mark.parametrize("transport", ["pigeon", "ipc"])
+def test_what_cannot_be_leaves_no_folder(transport, tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ValueError, match=r"lane=|path is too long"):
-        LocalCluster(lane=lane)
+    with pytest.raises(ValueError, match=r"transport=|path is too long"):
+        LocalCluster(transport=transport)
     assert not list(deep.iterdir())
 
 

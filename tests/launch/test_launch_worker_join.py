@@ -82,7 +82,7 @@ async def test_whose_a_number_is_the_program_decides(server, join):
 
 
 async def test_where_one_server_is_away_the_next_is_asked(server, caplog, monkeypatch):
-    settings = Settings(timeouts=Timeouts(connect=100.0, patience=0.1))
+    settings = Settings(timeouts=Timeouts(connect=100.0, liveness=0.1))
     caplog.set_level(logging.INFO, "zstrat.task")
     waits = Told(f"reported to {server}, waiting for its program")
     monkeypatch.setattr(logging.getLogger("zstrat.task"), "handlers", [waits])

@@ -1,4 +1,4 @@
-"""A home that is a dict of numpy arrays, and variables that live in it."""
+"""A storage that is a dict of numpy arrays, and variables that live in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from zstrat.variables import (
-    DeviceHome,
+    DevicePool,
+    DeviceStorage,
     Optimizer,
-    Residence,
     ShardedVariable,
     Variable,
     VariableSpec,
@@ -24,7 +24,7 @@ from zstrat.variables import (
 from zstrat.wire import UpdateOp
 
 
-class Here(Residence):
+class Here(DevicePool):
     """One device of this process."""
 
     sharding = sharding_apart = None
@@ -36,14 +36,14 @@ class Here(Residence):
 
     place_apart = place
 
-    def mark(self):
+    def fingerprint(self):
         return self.formation
 
     def settle(self):
         pass
 
 
-class DictHome:
+class DictStorage:
     """Values by key; optimizers by id, run by optax on one variable at a time."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class DictHome:
         """One that a step moves itself."""
         variable = self.variable(value, name)
         here = Here(["/job:localhost/replica:0/task:0/device:CPU:0"])
-        return handle(variable.spec, DeviceHome(np.array(value), here))
+        return handle(variable.spec, DeviceStorage(np.array(value), here))
 
     def sharded(self, value: Any, parts: int = 2, name: str = "t") -> ShardedVariable:
         """A variable whose first rows are one more per component than the others."""
@@ -149,8 +149,8 @@ class DictHome:
 
 
 @pytest.fixture
-def home() -> DictHome:
-    return DictHome()
+def storage() -> DictStorage:
+    return DictStorage()
 
 
 @pytest.fixture(autouse=True)

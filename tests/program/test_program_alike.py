@@ -15,7 +15,7 @@ import zstrat as zs
 
 
 @pytest.fixture(params=["ps", "mirrored", "here"])
-def make(request, home):
+def make(request, storage):
     """Makes a variable that lives where most variables do."""
     one = zs.MirroredStrategy(["CPU:0"])
 
@@ -24,7 +24,7 @@ def make(request, home):
             return zs.Variable(value, name=name)
 
     ways = {
-        "ps": home.variable,
+        "ps": storage.variable,
         "mirrored": mirrored,
         "here": lambda value, name: zs.Variable(value, name=name),
     }
@@ -91,28 +91,28 @@ def test_variables_in_containers(make):
     assert step.step.trace_count == 2
 
 
-def test_other_shapes_and_dtypes_are_other_traces(home):
+def test_other_shapes_and_dtypes_are_other_traces(storage):
     step = Counted(lambda v: v * 2)
     for value in (np.zeros(2, "f"), np.zeros(3, "f"), np.zeros(2, np.int32)):
-        step(home.variable(value))
-    step(home.on_devices(np.zeros(2, "f")))
+        step(storage.variable(value))
+    step(storage.on_devices(np.zeros(2, "f")))
     assert step.step.trace_count == 4
 
 
-def test_variables_in_parts(home):
+def test_variables_in_parts(storage):
     values = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
-    tables = [home.sharded(value) for value in values]
+    tables = [storage.sharded(value) for value in values]
     step = Counted(lambda t: t.assign_add(jnp.ones(8)).value())
     for table, value in zip(tables, values, strict=True):
         np.testing.assert_array_equal(step(table), value + 1)
         np.testing.assert_array_equal(table.numpy(), value + 1)
     assert step.runs == 1
-    step(home.sharded(values[0], parts=4))
+    step(storage.sharded(values[0], parts=4))
     assert step.step.trace_count == 2
 
 
-def test_rows_are_updated_where_they_are_meant(home):
-    tables = [home.sharded(np.zeros(8, np.float32)) for _ in range(3)]
+def test_rows_are_updated_where_they_are_meant(storage):
+    tables = [storage.sharded(np.zeros(8, np.float32)) for _ in range(3)]
     step = Counted(lambda t, ids: t.scatter_add(zs.IndexedSlices(jnp.ones(2), ids)))
     for n, table in enumerate(tables):
         step(table, np.array([n, 7 - n]))
@@ -246,8 +246,8 @@ def asked_tuple_of_optax(beside):
         asked_tuple_of_optax,
     ],
 )
-def test_a_body_that_compares_with_what_it_reaches(home, asked):
-    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+def test_a_body_that_compares_with_what_it_reaches(storage, asked):
+    a, b = (storage.variable(np.float32(n)) for n in (1, 2))
     beside = types.ModuleType("beside")
     beside.mine = b
     asks = asked(beside)
@@ -257,16 +257,16 @@ def test_a_body_that_compares_with_what_it_reaches(home, asked):
     assert [float(step(v)) for v in (a, b, a)] == [1, 20, 1]
 
 
-def test_an_argument_that_holds_the_variable(home):
-    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+def test_an_argument_that_holds_the_variable(storage):
+    a, b = (storage.variable(np.float32(n)) for n in (1, 2))
     held = Held()
     held.mine = b
     step = Counted(lambda v, held: v * (10 if v is held.mine else 1))
     assert [float(step(v, held)) for v in (b, a, b)] == [20, 1, 20]
 
 
-def test_a_variable_that_is_looked_for_in_a_dict_that_nobody_sees(home):
-    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+def test_a_variable_that_is_looked_for_in_a_dict_that_nobody_sees(storage):
+    a, b = (storage.variable(np.float32(n)) for n in (1, 2))
     look = {b: 10.0}.get  # a function of C
     step = Counted(lambda v: v * look(v, 1.0))
     assert [float(step(v)) for v in (b, a, b)] == [20, 1, 20]
@@ -285,9 +285,9 @@ def test_a_body_that_asks_for_the_name(make):
     assert where(b) == 2 * len(b.device)
 
 
-def test_an_optimizer_moves_each_variable_by_itself(home):
-    a, b = (home.variable(np.full(1, n, np.float32)) for n in (1, 2))
-    optimizer = home.optimizer(optax.sgd(0.5))
+def test_an_optimizer_moves_each_variable_by_itself(storage):
+    a, b = (storage.variable(np.full(1, n, np.float32)) for n in (1, 2))
+    optimizer = storage.optimizer(optax.sgd(0.5))
     step = Counted(lambda v: optimizer.apply_gradients([(jnp.ones(1), v)]))
     step(a)
     step(b)
@@ -295,8 +295,8 @@ def test_an_optimizer_moves_each_variable_by_itself(home):
     assert step.step.trace_count == 2
 
 
-def test_rows_that_are_looked_up(home):
-    a, b = home.sharded(np.arange(4.0, dtype="f")), home.sharded(np.ones(4, "f"))
+def test_rows_that_are_looked_up(storage):
+    a, b = storage.sharded(np.arange(4.0, dtype="f")), storage.sharded(np.ones(4, "f"))
     step = Counted(lambda t, ids: t.sparse_read(ids))
     assert step(a, np.array([3, 0])).tolist() == [3, 0]
     assert step(b, np.array([3, 0])).tolist() == [1, 1]
@@ -314,10 +314,10 @@ def test_no_warning_for_other_variables_and_one_for_other_shapes(make):
         step(make([0.0] * 5))
 
 
-def test_many_variables_are_one_program(home):
+def test_many_variables_are_one_program(storage):
     """More than are kept: the shared one stays."""
     step = Counted(lambda v: v * 2)
-    variables = [home.variable(np.float32(n)) for n in range(300)]
+    variables = [storage.variable(np.float32(n)) for n in range(300)]
     assert [float(step(v)) for v in variables] == [2.0 * n for n in range(300)]
     assert step.runs == 1
 

@@ -16,12 +16,12 @@ TABLE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
 @pytest.fixture
-def count(home):
-    return home.on_devices(np.float32(0), "count")
+def count(storage):
+    return storage.on_devices(np.float32(0), "count")
 
 
-def test_rows_go_to_the_component_that_has_them(home, count):
-    table = home.sharded(TABLE, 3)  # rows 0-3, 4-6, 7-9
+def test_rows_go_to_the_component_that_has_them(storage, count):
+    table = storage.sharded(TABLE, 3)  # rows 0-3, 4-6, 7-9
 
     @zs.function
     def step(index, rows):
@@ -32,13 +32,13 @@ def test_rows_go_to_the_component_that_has_them(home, count):
     step(index, rows)
     expected = TABLE.copy()
     np.add.at(expected, index, rows)
-    np.testing.assert_array_equal(home.whole(table), expected)
+    np.testing.assert_array_equal(storage.whole(table), expected)
     assert count.numpy() == 8
 
 
-def test_a_gradient_of_rows_is_one_step_of_every_component(home, count):
-    table = home.sharded(TABLE, 3)
-    momentum = home.optimizer(optax.sgd(1.0, momentum=0.5))
+def test_a_gradient_of_rows_is_one_step_of_every_component(storage, count):
+    table = storage.sharded(TABLE, 3)
+    momentum = storage.optimizer(optax.sgd(1.0, momentum=0.5))
 
     @zs.function
     def step(index, rows):
@@ -52,11 +52,11 @@ def test_a_gradient_of_rows_is_one_step_of_every_component(home, count):
         trace = 0.5 * trace
         trace[8] += 2
         expected -= trace
-    np.testing.assert_array_equal(home.whole(table), expected)
+    np.testing.assert_array_equal(storage.whole(table), expected)
 
 
-def test_a_row_that_is_not_there_is_named(home, count):
-    table = home.sharded(TABLE, 3)
+def test_a_row_that_is_not_there_is_named(storage, count):
+    table = storage.sharded(TABLE, 3)
 
     @zs.function
     def step(it):
@@ -66,6 +66,6 @@ def test_a_row_that_is_not_there_is_named(home, count):
     drawn = zs.StepIterator([np.array([10], np.int32), np.array([4], np.int32)])
     with pytest.raises(IndexError, match=rf"{re.escape(__file__)}.*no row 10"):
         step(drawn)
-    np.testing.assert_array_equal(home.whole(table), TABLE)
+    np.testing.assert_array_equal(storage.whole(table), TABLE)
     step(drawn)  # goes on with the next element
-    assert home.whole(table)[4, 0] == TABLE[4, 0] + 1
+    assert storage.whole(table)[4, 0] == TABLE[4, 0] + 1

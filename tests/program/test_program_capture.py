@@ -20,15 +20,15 @@ Pair = namedtuple("Pair", "first second")
 def worker_run(function, *args, **kwargs):
     """What a worker does: prepare, pull, run. Returns the result and the updates."""
     prepared = zs.prepare(function, args, kwargs)
-    values = [v.home.read(v) for v in prepared.plan.variables]
+    values = [v.storage.read(v) for v in prepared.plan.variables]
     result = prepared.run(values)
     treedef = prepared.plan.out_structure.treedef
     return zs.rebuild(result.layout.structure, result.leaves, treedef), result.updates
 
 
 @pytest.mark.shows("tf.function")
-def test_each_variable_is_one_read_and_updates_keep_their_order(home):
-    v, w = home.variable([1.0, 2.0], "v"), home.variable([5.0, 6.0], "w")
+def test_each_variable_is_one_read_and_updates_keep_their_order(storage):
+    v, w = storage.variable([1.0, 2.0], "v"), storage.variable([5.0, 6.0], "w")
 
     @zs.function
     def step(x):
@@ -62,8 +62,8 @@ def test_a_weakly_typed_element_is_drawn_as_an_array_of_its_dtype():
     assert step.trace_count == 1
 
 
-def test_an_update_alone_reads_nothing(home):
-    v = home.variable(np.float32(1))
+def test_an_update_alone_reads_nothing(storage):
+    v = storage.variable(np.float32(1))
 
     @zs.function
     def step():
@@ -107,9 +107,9 @@ def _write(variable: Variable, op: UpdateOp, operands) -> None:
 @pytest.mark.parametrize(
     ("op", "operands"), WRITES, ids=lambda p: getattr(p, "name", "")
 )
-def test_a_read_after_a_write_sees_what_was_written(home, op, operands):
+def test_a_read_after_a_write_sees_what_was_written(storage, op, operands):
     start = np.array([1.0, 2.0, 3.0], np.float32)
-    v = home.variable(start)
+    v = storage.variable(start)
     kinds = [np.int32, np.float32] if len(operands) == 2 else [np.float32]
     arrays = tuple(np.array(o, k) for o, k in zip(operands, kinds, strict=True))
 
@@ -126,11 +126,11 @@ def test_a_read_after_a_write_sees_what_was_written(home, op, operands):
     np.testing.assert_array_equal(before, start)
     np.testing.assert_allclose(middle, expected, rtol=1e-6)
     np.testing.assert_allclose(after, 2 * expected, rtol=1e-6)
-    np.testing.assert_allclose(home.values[v.spec.key], 2 * expected, rtol=1e-6)
+    np.testing.assert_allclose(storage.values[v.spec.key], 2 * expected, rtol=1e-6)
 
 
-def test_what_is_assigned_and_then_read_is_not_pulled(home):
-    v = home.variable(np.float32(7))
+def test_what_is_assigned_and_then_read_is_not_pulled(storage):
+    v = storage.variable(np.float32(7))
 
     @zs.function
     def step(x):
@@ -141,9 +141,9 @@ def test_what_is_assigned_and_then_read_is_not_pulled(home):
     assert step(np.float32(2)) == 4.0
 
 
-def test_an_assignment_after_an_optimizer_can_be_read(home):
-    v = home.variable(np.float32(1))
-    opt = home.optimizer(optax.sgd(1.0))
+def test_an_assignment_after_an_optimizer_can_be_read(storage):
+    v = storage.variable(np.float32(1))
+    opt = storage.optimizer(optax.sgd(1.0))
 
     @zs.function
     def step():
@@ -152,12 +152,12 @@ def test_an_assignment_after_an_optimizer_can_be_read(home):
         return v.value()
 
     assert step() == 5.0
-    assert home.values[v.spec.key] == 5.0
+    assert storage.values[v.spec.key] == 5.0
 
 
-def test_inner_jit_and_scan_see_the_current_value_and_no_stale_trace(home):
+def test_inner_jit_and_scan_see_the_current_value_and_no_stale_trace(storage):
     """jax remembers traces of inner functions by identity and types of arguments."""
-    v = home.variable(np.float32(1))
+    v = storage.variable(np.float32(1))
 
     @jax.jit
     def scaled(x):
@@ -179,8 +179,8 @@ def test_inner_jit_and_scan_see_the_current_value_and_no_stale_trace(home):
         assert got == [10 * start, 10 * (start + 1), 10 + 3 * (start + 1)]
 
 
-def test_reads_are_allowed_under_transformations(home):
-    v = home.variable(np.array([1.0, 2.0], np.float32))
+def test_reads_are_allowed_under_transformations(storage):
+    v = storage.variable(np.array([1.0, 2.0], np.float32))
 
     @zs.function
     def step(x):
@@ -196,8 +196,8 @@ def test_reads_are_allowed_under_transformations(home):
     np.testing.assert_allclose(chosen, [1.0, 2.0])
 
 
-def test_nested_functions_are_inlined(home):
-    v = home.variable(np.float32(1))
+def test_nested_functions_are_inlined(storage):
+    v = storage.variable(np.float32(1))
 
     @zs.function
     def inner(x):
@@ -209,12 +209,12 @@ def test_nested_functions_are_inlined(home):
         return inner(x) + inner(x)
 
     assert outer(np.float32(1)) == 5.0
-    assert home.values[v.spec.key] == 3.0
+    assert storage.values[v.spec.key] == 3.0
     assert (outer.trace_count, inner.trace_count) == (1, 0)
 
 
-def test_results_keep_their_structure_and_plain_python_values(home):
-    v = home.variable(np.float32(3))
+def test_results_keep_their_structure_and_plain_python_values(storage):
+    v = storage.variable(np.float32(3))
 
     @zs.function
     def step(x, flag):
@@ -241,14 +241,14 @@ def test_results_keep_their_structure_and_plain_python_values(home):
         assert type(result["a"][2]) is bool
 
 
-def test_results_of_the_worker_are_complete_numpy_arrays_of_their_own(home):
+def test_results_of_the_worker_are_complete_numpy_arrays_of_their_own(storage):
     big = np.arange(1 << 16, dtype=np.float32)
     aligned = np.empty(big.nbytes + 64, np.uint8)
     offset = -aligned.ctypes.data % 64
     value = aligned[offset : offset + big.nbytes].view(np.float32)
     value[:] = big
-    v = home.variable(value)
-    home.values[v.spec.key] = value
+    v = storage.variable(value)
+    storage.values[v.spec.key] = value
 
     @zs.function
     def step(x, it):
@@ -285,8 +285,8 @@ def test_a_constant_function_is_computed_once():
     assert runs == [1, 1]
 
 
-def test_context_is_known_in_a_step_and_a_second_attempt_is_seen(home):
-    v = home.variable(np.float32(0))
+def test_context_is_known_in_a_step_and_a_second_attempt_is_seen(storage):
+    v = storage.variable(np.float32(0))
 
     @zs.function
     def step():
@@ -306,9 +306,9 @@ def test_context_is_known_in_a_step_and_a_second_attempt_is_seen(home):
     assert step.trace_count == 3
 
 
-def test_bfloat16_and_integers_and_booleans(home):
-    v = home.variable(np.array([1, 2], jnp.bfloat16))
-    n, flag = home.variable(np.int32(3)), home.variable(np.array(True))
+def test_bfloat16_and_integers_and_booleans(storage):
+    v = storage.variable(np.array([1, 2], jnp.bfloat16))
+    n, flag = storage.variable(np.int32(3)), storage.variable(np.array(True))
 
     @zs.function
     def step():
@@ -323,19 +323,22 @@ def test_bfloat16_and_integers_and_booleans(home):
     assert updates[0].arrays[0].dtype == jnp.bfloat16
 
 
-def test_a_plan_that_updates_local_variables_is_not_shared(home):
+def test_a_plan_that_updates_local_variables_is_not_shared(storage):
     local = Variable(1.0, name="mine")
     zs.function(lambda: local.value()).plan().require_shared()
     step = zs.function(lambda: local.assign_add(local.value()))
     with pytest.raises(ValueError, match=r"'mine'.*strategy\.scope"):
         step.plan().require_shared()
-    remote = home.variable(np.float32(1))
+    remote = storage.variable(np.float32(1))
     zs.function(lambda: remote.value()).plan().require_shared()
 
 
-def test_a_body_runs_once_where_it_is_called(home):
+def test_a_body_runs_once_where_it_is_called(storage):
     """Also one that looks rows up, of which two programs are made."""
-    v, table = home.variable(np.float32(2)), home.variable(np.eye(3, dtype=np.float32))
+    v, table = (
+        storage.variable(np.float32(2)),
+        storage.variable(np.eye(3, dtype=np.float32)),
+    )
     ran = []
 
     @zs.function
@@ -359,9 +362,9 @@ def test_a_body_runs_once_where_it_is_called(home):
     assert (step.trace_count, rows.trace_count) == (1, 1)
 
 
-def test_python_that_changes_is_as_it_was_in_the_trace(home):
+def test_python_that_changes_is_as_it_was_in_the_trace(storage):
     """As of ``tf.function``: a number of numpy's is the same in all steps."""
-    v, captured = home.variable(np.float32(0)), {"count": 0}
+    v, captured = storage.variable(np.float32(0)), {"count": 0}
 
     @zs.function
     def step():

@@ -89,9 +89,12 @@ assert "test_program_code" not in sys.modules
 """
 
 
-def test_a_step_runs_in_another_process(home, tmp_path):
+def test_a_step_runs_in_another_process(storage, tmp_path):
     """Closures over variables, optimizer, steps, arrays, keys and classes."""
-    w, optimizer = home.variable(np.float32(1), "w"), home.optimizer(optax.sgd(0.1))
+    w, optimizer = (
+        storage.variable(np.float32(1), "w"),
+        storage.optimizer(optax.sgd(0.1)),
+    )
     constant, key = jnp.arange(3.0), jax.random.key(7)
 
     @zs.function
@@ -121,10 +124,10 @@ def test_a_step_runs_in_another_process(home, tmp_path):
 
 
 @pytest.mark.parametrize("made", [Node, KeyNode, Trained])
-def test_an_optimizer_of_a_tree_of_a_users_class_arrives(home, tmp_path, made):
+def test_an_optimizer_of_a_tree_of_a_users_class_arrives(storage, tmp_path, made):
     """It was flattened before jax was told of the class."""
-    params = made(home.variable(np.float32(1), "w"))
-    optimizer = home.optimizer(optax.sgd(0.1), params)
+    params = made(storage.variable(np.float32(1), "w"))
+    optimizer = storage.optimizer(optax.sgd(0.1), params)
     structure = jax.tree.structure(params)
     OPTIMIZERS[:] = [optimizer]
 

@@ -11,8 +11,8 @@ import zstrat.program as zs
 from zstrat.errors import OutOfRangeError
 
 
-def test_draws(home):
-    v = home.variable(np.float32(0))
+def test_draws(storage):
+    v = storage.variable(np.float32(0))
 
     @zs.function
     def step(it, other):

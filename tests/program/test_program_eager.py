@@ -14,7 +14,7 @@ import zstrat.program as zs
 Pair = namedtuple("Pair", "first second")
 
 
-def test_eager_and_captured_steps_agree(home):
+def test_eager_and_captured_steps_agree(storage):
     printed = []
 
     def body(v, it):
@@ -26,16 +26,16 @@ def test_eager_and_captured_steps_agree(home):
 
     results = []
     for eager in (False, True):
-        v = home.variable(np.array([1.0, 2.0], np.float32))
+        v = storage.variable(np.array([1.0, 2.0], np.float32))
         function = zs.function(body, eager=eager)
         it = zs.StepIterator(iter(np.full((2, 2), 5, np.float32)))
-        results.append([function(v, it), function(v, it), home.values[v.spec.key]])
+        results.append([function(v, it), function(v, it), storage.values[v.spec.key]])
     jax.tree.map(np.testing.assert_allclose, results[0], results[1])
     np.testing.assert_array_equal(printed[-2], [1.0, 2.0])
 
 
-def test_eager_steps_see_current_values_under_transformations(home):
-    v = home.variable(np.float32(1))
+def test_eager_steps_see_current_values_under_transformations(storage):
+    v = storage.variable(np.float32(1))
 
     @jax.jit
     def scaled(x):
@@ -56,8 +56,8 @@ def test_eager_steps_see_current_values_under_transformations(home):
         assert got == [10 * start, 10 * start + 10, 13 + 3 * start, start + 1]
 
 
-def test_numpy_in_eager_steps_is_the_value_and_is_refused_where_there_is_none(home):
-    v = home.variable(np.array([1.0, 2.0], np.float32))
+def test_numpy_in_eager_steps_is_the_value_and_is_refused_where_there_is_none(storage):
+    v = storage.variable(np.array([1.0, 2.0], np.float32))
 
     @zs.function(eager=True)
     def step():
@@ -67,15 +67,15 @@ def test_numpy_in_eager_steps_is_the_value_and_is_refused_where_there_is_none(ho
 
     before, after = step()
     assert (before.tolist(), after.tolist()) == ([1, 2], [3, 6])
-    home_step = zs.function(lambda: v.numpy())
+    outer_step = zs.function(lambda: v.numpy())
     jitted = zs.function(lambda: jax.jit(lambda: v.numpy())(), eager=True)
-    for refused in (home_step, jitted):
+    for refused in (outer_step, jitted):
         with pytest.raises(RuntimeError, match=r"numpy\(\)"):
             refused()
 
 
-def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
-    v = home.variable(np.float32(1))
+def test_eager_steps_draw_and_update_at_their_top_level_alone(storage):
+    v = storage.variable(np.float32(1))
     it = zs.StepIterator(iter(np.arange(3, dtype=np.float32)))
 
     @zs.function(eager=True)
@@ -92,16 +92,16 @@ def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
     with pytest.raises(RuntimeError, match="ASSIGN"):
         updates()
     assert next(it) == 0.0
-    assert home.values[v.spec.key] == 1.0
+    assert storage.values[v.spec.key] == 1.0
 
 
-def test_run_eager_goes_through_the_given_home(home):
-    v = home.variable(np.float32(1))
+def test_run_eager_goes_through_the_given_storage(storage):
+    v = storage.variable(np.float32(1))
     shipped = zs.load(zs.dump_code(zs.function(lambda: v.assign_add(2.0), eager=True)))
-    result = zs.run_eager(shipped, (), {}, home)
+    result = zs.run_eager(shipped, (), {}, storage)
     assert result.leaves[0] == 3.0
     assert result.updates == []
-    assert home.values[v.spec.key] == 3.0
+    assert storage.values[v.spec.key] == 3.0
 
 
 def test_an_eager_step_is_given_what_a_captured_one_is():
@@ -121,16 +121,16 @@ def test_an_eager_step_is_given_what_a_captured_one_is():
             assert x.tolist() == y.tolist() == z.tolist()
 
 
-def test_an_eager_result_of_classes_is_rebuilt_without_a_trace(home):
-    v = home.variable(np.float32(1))
+def test_an_eager_result_of_classes_is_rebuilt_without_a_trace(storage):
+    v = storage.variable(np.float32(1))
     step = zs.function(lambda: {"pair": Pair(v.value(), 2)}, eager=True)
-    result = zs.run_eager(step, (), {}, home)
+    result = zs.run_eager(step, (), {}, storage)
     assert zs.rebuild(result.layout.structure, result.leaves) == {"pair": Pair(1, 2)}
 
 
-def test_an_eager_result_that_nobody_could_rebuild(home):
+def test_an_eager_result_that_nobody_could_rebuild(storage):
     partial = jax.tree_util.Partial(lambda x: x, 1.0)  # keeps the function beside it
     step = zs.function(lambda: {"pair": partial}, eager=True)
     assert step()["pair"]() == 1  # here it need not cross a wire
     with pytest.raises(TypeError, match="PyTreeDef"):
-        zs.run_eager(step, (), {}, home)
+        zs.run_eager(step, (), {}, storage)

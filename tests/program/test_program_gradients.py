@@ -31,8 +31,8 @@ def close(a, b):
 
 
 @pytest.fixture
-def params(home):
-    return {"w": home.variable(W, "w"), "b": home.variable(B, "b")}
+def params(storage):
+    return {"w": storage.variable(W, "w"), "b": storage.variable(B, "b")}
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
@@ -68,8 +68,8 @@ def test_variables_read_by_closure(params, inside):
     close(of_both(*args), (expected, pair))
 
 
-def test_mixed_leaves_and_other_reads(home, params):
-    scale = home.variable(np.float32(2), "scale")
+def test_mixed_leaves_and_other_reads(storage, params):
+    scale = storage.variable(np.float32(2), "scale")
 
     @zs.function
     def step(b, batch):
@@ -125,8 +125,8 @@ def test_inner_jit_outside_of_a_step(params):
         zs.grad(loss, variables=b)()
 
 
-def test_other_reads_of_a_compiled_loss_are_never_stale(home):
-    a, b = home.variable(np.float32(1)), home.variable(np.float32(3), "b")
+def test_other_reads_of_a_compiled_loss_are_never_stale(storage):
+    a, b = storage.variable(np.float32(1)), storage.variable(np.float32(3), "b")
     loss = jax.jit(lambda a: a * b.value())
     differentiate = zs.value_and_grad(loss)
     assert differentiate(a) == (3.0, 3.0)
@@ -137,9 +137,9 @@ def test_other_reads_of_a_compiled_loss_are_never_stale(home):
     assert zs.function(lambda: differentiate(a))() == (100.0, 100.0)
 
 
-def test_reads_of_a_compiled_loss_come_before_later_updates(home):
+def test_reads_of_a_compiled_loss_come_before_later_updates(storage):
     """Although jax computes what the loss is given while Python goes on."""
-    a, b = home.variable(np.ones((), np.float32)), home.variable(np.float32(3))
+    a, b = storage.variable(np.ones((), np.float32)), storage.variable(np.float32(3))
     slow = jax.jit(lambda x: jnp.sum(x @ x @ x @ x))
     differentiate = zs.value_and_grad(jax.jit(lambda a, shift: a * (b.value() + shift)))
     x = jnp.zeros((1500, 1500))
@@ -150,8 +150,8 @@ def test_reads_of_a_compiled_loss_come_before_later_updates(home):
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
-def test_a_variable_that_is_named_twice_has_one_gradient(home, inside):
-    v, w = home.variable(np.float32(3)), home.variable(np.float32(5))
+def test_a_variable_that_is_named_twice_has_one_gradient(storage, inside):
+    v, w = storage.variable(np.float32(3)), storage.variable(np.float32(5))
 
     def run():
         tied = {"in": v, "out": v, "other": w}
@@ -173,8 +173,8 @@ def test_aux_and_negative_argnums(params):
     assert aux == {"n": 2}
 
 
-def test_second_derivatives(home):
-    v = home.variable(np.float32(3))
+def test_second_derivatives(storage):
+    v = storage.variable(np.float32(3))
 
     @zs.function
     def step():
@@ -183,13 +183,13 @@ def test_second_derivatives(home):
     assert step() == 18.0
 
 
-def test_argument_gradients_ignore_closure_reads(home):
-    v = home.variable(np.float32(3))
+def test_argument_gradients_ignore_closure_reads(storage):
+    v = storage.variable(np.float32(3))
     assert zs.grad(lambda x: x * v.value())(v) == 3.0
 
 
-def test_refusals(home, params):
-    count = home.variable(np.int32(1), "count")
+def test_refusals(storage, params):
+    count = storage.variable(np.int32(1), "count")
     loss = plain_loss
     with pytest.raises(TypeError, match=r"\[0\].*\['c'\].*'count'"):
         zs.grad(loss)({"c": count}, 1.0, None)

@@ -90,7 +90,7 @@ MOVES = {
 @example(["ravel in Fortran's order"], ["ravel"], "int32")
 @example(["lax.reshape of dimensions"], ["as it is"], "int32")
 @example(["as it is"], ["reshape in Fortran's order"], "int32")
-def test_ids_that_are_moved_stay_with_their_rows(home, looked_up, updated, dtype):
+def test_ids_that_are_moved_stay_with_their_rows(storage, looked_up, updated, dtype):
     """Those of a lookup are those of the batch, or of an update, only if none moved."""
     ids = np.array([[3, 1, 4], [1, 5, 9]], dtype)
 
@@ -102,7 +102,7 @@ def test_ids_that_are_moved_stay_with_their_rows(home, looked_up, updated, dtype
     def both(x):
         return moved(x, looked_up), moved(x, updated).reshape(-1)
 
-    table = home.sharded(TABLE, 3)
+    table = storage.sharded(TABLE, 3)
 
     @zs.function
     def step(x, rows):
@@ -116,7 +116,7 @@ def test_ids_that_are_moved_stay_with_their_rows(home, looked_up, updated, dtype
     expected = TABLE.copy()
     np.subtract.at(expected, second, rows)
     np.testing.assert_array_equal(step(ids, rows), TABLE[first])
-    np.testing.assert_allclose(home.whole(table), expected, rtol=1e-6)
+    np.testing.assert_allclose(storage.whole(table), expected, rtol=1e-6)
 
 
 def planned(tables, sizes):
@@ -181,8 +181,8 @@ def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
     level = Level(lookups)
     ids = {n: np.array(rng.integers(0, x.table.shape[0], x.shape)) for n, x in lookups}
     for each in ids.values():
-        left_out = rng.random(each.shape) < padding
-        np.copyto(each, ABSENT, where=left_out)
+        absent_mask = rng.random(each.shape) < padding
+        np.copyto(each, ABSENT, where=absent_mask)
     flat = np.concatenate([np.ravel(ids[n]) for n in level.order]).astype(np.int64)
     asked = level.ask(flat)
     assert len({spec for spec, _ in asked.rows}) == len(asked.rows)

@@ -32,10 +32,12 @@ def run_by_hand(step, *args):
     while wanted is not None:
         asked.append(wanted)
         values = [
-            handles[spec.key].home.read(handles[spec.key]) for spec in wanted.reads
+            handles[spec.key].storage.read(handles[spec.key]) for spec in wanted.reads
         ]
         for spec, indices in wanted.rows:
-            values += handles[spec.key].home.read_rows([(handles[spec.key], indices)])
+            values += handles[spec.key].storage.read_rows(
+                [(handles[spec.key], indices)]
+            )
         wanted = prepared.advance(values)
     assert len(asked) == plan.levels
     result = prepared.run(values)
@@ -46,8 +48,8 @@ def names(wanted):
     return [(spec.name, indices.tolist()) for spec, indices in wanted.rows]
 
 
-def test_ids_of_any_shape_are_asked_for_once(home):
-    table = home.sharded(TABLE, 3)
+def test_ids_of_any_shape_are_asked_for_once(storage):
+    table = storage.sharded(TABLE, 3)
 
     @zs.function
     def step(many, one, none):
@@ -69,10 +71,10 @@ def test_ids_of_any_shape_are_asked_for_once(home):
     assert step.trace_count == 1
 
 
-def test_ids_that_depend_on_rows_are_asked_for_with_the_next_request(home):
-    table, chain = home.sharded(TABLE, 2), home.sharded(NEXT, 2, "next")
-    shift = home.variable(np.int32(1), "shift")
-    unused = home.variable(np.zeros(1000, np.float32), "unused")
+def test_ids_that_depend_on_rows_are_asked_for_with_the_next_request(storage):
+    table, chain = storage.sharded(TABLE, 2), storage.sharded(NEXT, 2, "next")
+    shift = storage.variable(np.int32(1), "shift")
+    unused = storage.variable(np.zeros(1000, np.float32), "unused")
 
     @zs.function
     def step(ids):
@@ -98,8 +100,8 @@ def test_ids_that_depend_on_rows_are_asked_for_with_the_next_request(home):
     )
 
 
-def test_levels_are_found_through_inner_functions(home):
-    table = home.sharded(TABLE, 2)
+def test_levels_are_found_through_inner_functions(storage):
+    table = storage.sharded(TABLE, 2)
 
     @jax.jit
     def both(ids, rows):
@@ -117,8 +119,8 @@ def test_levels_are_found_through_inner_functions(home):
     np.testing.assert_array_equal(result[0], TABLE[ids + 1])
 
 
-def test_effects_of_the_body_happen_once(home, capsys):
-    table = home.sharded(TABLE, 2)
+def test_effects_of_the_body_happen_once(storage, capsys):
+    table = storage.sharded(TABLE, 2)
 
     @zs.function
     def step(ids):
@@ -133,8 +135,8 @@ def test_effects_of_the_body_happen_once(home, capsys):
 
 @pytest.mark.parametrize("bad", [-1, 10])
 @pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
-def test_an_id_that_is_not_there_is_named(home, bad, computed):
-    table, other = home.sharded(TABLE, 2), home.sharded(TABLE, 3, "other")
+def test_an_id_that_is_not_there_is_named(storage, bad, computed):
+    table, other = storage.sharded(TABLE, 2), storage.sharded(TABLE, 3, "other")
 
     def body(iterator):
         ids = next(iterator)
@@ -151,18 +153,18 @@ def test_an_id_that_is_not_there_is_named(home, bad, computed):
     np.testing.assert_array_equal(step(iterator)[1], TABLE[[1, 1]])
 
 
-def test_an_argument_that_is_in_parts_names_the_program(home):
-    table, other = home.sharded(TABLE, 2), home.sharded(TABLE + 1, 2)
+def test_an_argument_that_is_in_parts_names_the_program(storage):
+    table, other = storage.sharded(TABLE, 2), storage.sharded(TABLE + 1, 2)
     step = zs.function(lambda table, ids: table.sparse_read(ids))
     ids = np.array([2])
     for each in (table, other, table):
-        np.testing.assert_array_equal(step(each, ids), home.whole(each)[ids])
+        np.testing.assert_array_equal(step(each, ids), storage.whole(each)[ids])
     assert step.trace_count == 2
     np.testing.assert_array_equal(zs.function(lambda: table)(), TABLE)
 
 
-def test_refusals(home):
-    table = home.sharded(TABLE, 2)
+def test_refusals(storage):
+    table = storage.sharded(TABLE, 2)
     ids = np.array([1, 2])
 
     def refused(body, match, error=RuntimeError):
@@ -187,7 +189,7 @@ def test_refusals(home):
         "must be integers",
         ValueError,
     )
-    calls, v = [], home.variable(np.float32(1))
+    calls, v = [], storage.variable(np.float32(1))
 
     def changing(ids):
         calls.append(1)
@@ -198,8 +200,8 @@ def test_refusals(home):
     refused(changing, "did something else when it was traced again: .*looks up other")
 
 
-def test_a_step_with_lookups_is_shipped(home):
-    table = home.sharded(TABLE, 2)
+def test_a_step_with_lookups_is_shipped(storage):
+    table = storage.sharded(TABLE, 2)
     step = zs.function(lambda ids: zs.embedding_lookup(table, ids) * 2)
     loaded = zs.load(zs.dump_code(step))
     prepared = zs.prepare(loaded, (np.array([9, 1, 9]),), {})

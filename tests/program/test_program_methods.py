@@ -11,11 +11,11 @@ import zstrat.program as zs
 from zstrat.variables import Variable
 
 
-def test_methods_are_step_functions_of_their_instance(home):
+def test_methods_are_step_functions_of_their_instance(storage):
     class Model:
         def __init__(self, scale):
             self.scale = scale
-            self.v = home.variable(np.float32(scale))
+            self.v = storage.variable(np.float32(scale))
 
         @zs.function
         def step(self, x):
@@ -30,7 +30,7 @@ def test_methods_are_step_functions_of_their_instance(home):
     assert two.step.trace_count == 1
 
 
-def test_a_method_under_another_name_is_still_one_function(home):
+def test_a_method_under_another_name_is_still_one_function(storage):
     def body(self, x):
         return x + self.offset
 

@@ -58,8 +58,8 @@ UNDER = {
 
 
 @pytest.mark.parametrize("under", UNDER.values(), ids=UNDER)
-def test_an_update_under_a_transformation(home, under):
-    v = home.variable(np.float32(1), "weights")
+def test_an_update_under_a_transformation(storage, under):
+    v = storage.variable(np.float32(1), "weights")
 
     def body():
         under(lambda x: v.assign_add(x))  # here
@@ -83,8 +83,8 @@ def test_a_draw_under_a_transformation(under):
     np.testing.assert_array_equal(next(it), X)
 
 
-def test_an_optimizer_under_grad(home):
-    v, opt = home.variable(np.float32(1), "w"), home.optimizer(optax.sgd(0.1))
+def test_an_optimizer_under_grad(storage):
+    v, opt = storage.variable(np.float32(1), "w"), storage.optimizer(optax.sgd(0.1))
 
     def body(x):
         def loss(x):
@@ -97,8 +97,8 @@ def test_an_optimizer_under_grad(home):
     refused(body, X[0], error=RuntimeError, match=match, at="# here")
 
 
-def test_an_update_under_value_and_grad_of_a_variable_outside_of_steps(home):
-    v = home.variable(np.float32(1))
+def test_an_update_under_value_and_grad_of_a_variable_outside_of_steps(storage):
+    v = storage.variable(np.float32(1))
 
     def loss():
         return v.assign_add(v.value()).value()
@@ -119,8 +119,8 @@ LEAKED = {
 
 @pytest.mark.parametrize("leak", LEAKED.values(), ids=LEAKED)
 @pytest.mark.parametrize("shape", ["direct", "computed"])
-def test_a_leaked_value_in_an_update(home, leak, shape):
-    v = home.variable(X, "w")
+def test_a_leaked_value_in_an_update(storage, leak, shape):
+    v = storage.variable(X, "w")
 
     def body():
         kept = []
@@ -132,8 +132,8 @@ def test_a_leaked_value_in_an_update(home, leak, shape):
         zs.function(body).plan()
 
 
-def test_a_leaked_value_names_the_update(home):
-    v = home.variable(X, "w")
+def test_a_leaked_value_names_the_update(storage):
+    v = storage.variable(X, "w")
 
     def body():
         kept = []
@@ -182,8 +182,8 @@ def test_python_wants_a_value(body, cause, match):
     assert "eager=True" in str(error)
 
 
-def test_python_wants_the_value_of_a_variable(home):
-    v = home.variable(np.float32(1))
+def test_python_wants_the_value_of_a_variable(storage):
+    v = storage.variable(np.float32(1))
 
     def body():
         return 1 if v.value() > 0 else 2  # here
@@ -191,8 +191,8 @@ def test_python_wants_the_value_of_a_variable(home):
     refused(body, error=TypeError, match="while_loop", at="# here")
 
 
-def test_numpy_of_a_variable_in_a_step(home):
-    v = home.variable(np.float32(1))
+def test_numpy_of_a_variable_in_a_step(storage):
+    v = storage.variable(np.float32(1))
     with pytest.raises(RuntimeError, match=r"numpy\(\)"):
         zs.function(lambda: v.numpy()).plan()
 
@@ -202,8 +202,8 @@ def test_a_variable_created_in_a_step():
         zs.function(lambda: Variable(1.0, name="new").value()).plan()
 
 
-def test_a_read_after_an_optimizer(home):
-    v, opt = home.variable(np.float32(1), "w"), home.optimizer(optax.sgd(0.1))
+def test_a_read_after_an_optimizer(storage):
+    v, opt = storage.variable(np.float32(1), "w"), storage.optimizer(optax.sgd(0.1))
 
     def body():
         opt.apply_gradients([(jnp.float32(1), v)])
@@ -297,9 +297,9 @@ def read_in_a_loop(variable):
     return jax.lax.fori_loop(0, 2, lambda _, x: x + variable.value(), jnp.float32(0))
 
 
-def test_a_body_that_changes_its_mind(home):
-    v, w = home.variable(np.float32(1), "v"), home.variable(np.float32(1), "w")
-    traces, y = [], home.variable(np.float32(1), "y")
+def test_a_body_that_changes_its_mind(storage):
+    v, w = storage.variable(np.float32(1), "v"), storage.variable(np.float32(1), "w")
+    traces, y = [], storage.variable(np.float32(1), "y")
 
     def reads_another():
         traces.append(1)
@@ -316,9 +316,9 @@ def test_a_body_that_changes_its_mind(home):
             zs.function(body)()
 
 
-def test_a_step_inside_jit(home):
+def test_a_step_inside_jit(storage):
     """Refused as well if its program is there already, or it takes no argument."""
-    v = home.variable(np.float32(1))
+    v = storage.variable(np.float32(1))
     step = zs.function(lambda x: v.value() * x)
     bare = zs.function(lambda: v.value() * 2)
     for _ in range(2):
@@ -329,8 +329,8 @@ def test_a_step_inside_jit(home):
         assert (step(X[0]), bare()) == (X[0], 2.0)
 
 
-def test_a_known_step_takes_no_traced_argument(home):
-    v = home.variable(np.float32(3))
+def test_a_known_step_takes_no_traced_argument(storage):
+    v = storage.variable(np.float32(3))
     step = zs.function(lambda x: v.value() * x)
     for x in (jnp.float32(2), 2.0):
         step(x)
@@ -357,8 +357,8 @@ def test_the_context_outside_of_steps():
         zs.get_worker_context()
 
 
-def test_errors_of_the_body_pass_unchanged(home):
-    v = home.variable(np.float32(1))
+def test_errors_of_the_body_pass_unchanged(storage):
+    v = storage.variable(np.float32(1))
 
     def body():
         v.assign_add(1.0)
@@ -368,7 +368,7 @@ def test_errors_of_the_body_pass_unchanged(home):
     for _ in range(2):
         with pytest.raises(KeyError, match="mine"):
             step()
-    assert home.values[v.spec.key] == 1.0
+    assert storage.values[v.spec.key] == 1.0
     assert step.trace_count == 0
 
 
@@ -385,8 +385,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("run", ["plan", "here", "eager"])
-def test_a_variable_where_jax_takes_arrays(home, given, run):
-    v = home.variable(X)
+def test_a_variable_where_jax_takes_arrays(storage, given, run):
+    v = storage.variable(X)
 
     def body():
         return given(v)  # here
@@ -409,10 +409,10 @@ def test_other_errors_of_an_eager_step_stay_what_they_are():
     assert str(caught.value) == "mine"
 
 
-def test_a_python_value_that_changes_from_trace_to_trace(home):
+def test_a_python_value_that_changes_from_trace_to_trace(storage):
     """The two values come, their place in the result, and what to do."""
     captured, grown = {"count": 0}, []
-    v = home.variable(np.float32(1))
+    v = storage.variable(np.float32(1))
 
     def counts():
         captured["count"] += 1

@@ -69,8 +69,8 @@ def replicate(fn, x):
     return results
 
 
-def test_a_region_in_a_step(home):
-    v = home.variable(np.array([1.0, 2.0], np.float32))
+def test_a_region_in_a_step(storage):
+    v = storage.variable(np.array([1.0, 2.0], np.float32))
 
     @zs.function
     def step(x):
@@ -84,11 +84,11 @@ def test_a_region_in_a_step(home):
 
     x = np.arange(4, dtype=np.float32).reshape(2, 2)
     for _ in range(2):
-        before = home.values[v.spec.key]
+        before = storage.values[v.spec.key]
         expected = before - x.sum(axis=0)
         results, after = step(x)
         np.testing.assert_allclose(results, [np.sum(x @ expected)])
         np.testing.assert_allclose(after, expected)
-        np.testing.assert_allclose(home.values[v.spec.key], expected)
+        np.testing.assert_allclose(storage.values[v.spec.key], expected)
     assert step.trace_count == 1
     assert step.plan((x,)).asked_context

@@ -22,8 +22,8 @@ from zstrat.wire import UpdateOp
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 
 
-def test_an_index_of_an_update_that_is_not_there_is_named(home):
-    table = home.sharded(TABLE, 2)
+def test_an_index_of_an_update_that_is_not_there_is_named(storage):
+    table = storage.sharded(TABLE, 2)
 
     @zs.function
     def step(ids):
@@ -31,16 +31,16 @@ def test_an_index_of_an_update_that_is_not_there_is_named(home):
 
     with pytest.raises(IndexError, match=rf"{re.escape(__file__)}.*'t'.*no row 10"):
         step(np.array([1, 10]))
-    np.testing.assert_array_equal(home.whole(table), TABLE)
+    np.testing.assert_array_equal(storage.whole(table), TABLE)
 
 
 SCATTERS = [op for op in UpdateOp if op.name.startswith("SCATTER")]
 
 
 @pytest.mark.parametrize("op", SCATTERS, ids=lambda op: op.name.lower())
-def test_updates_of_rows(home, op):
+def test_updates_of_rows(storage, op):
     """Duplicates too, and a read after them sees them."""
-    table = home.sharded(TABLE + 1, 3)
+    table = storage.sharded(TABLE + 1, 3)
     indices = np.array([9, 2, 9, 0, 2, 2, 5])
     rows = np.linspace(1, 5, 28, dtype=np.float32).reshape(7, 4)
 
@@ -51,16 +51,16 @@ def test_updates_of_rows(home, op):
 
     seen = step(indices, rows)
     expected = apply(op, TABLE + 1, (indices, rows))
-    np.testing.assert_allclose(home.whole(table), expected, rtol=1e-6)
+    np.testing.assert_allclose(storage.whole(table), expected, rtol=1e-6)
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
-    for _, _, (local, _) in home.updates:
+    for _, _, (local, _) in storage.updates:
         assert sorted(local) == local.tolist()
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
-def test_gradient_rows_are_summed_before_they_travel(home, eager):
-    table, other = home.sharded(TABLE, 3), home.variable(TABLE[:, :2], "other")
-    optimizer = home.optimizer(optax.sgd(1.0))
+def test_gradient_rows_are_summed_before_they_travel(storage, eager):
+    table, other = storage.sharded(TABLE, 3), storage.variable(TABLE[:, :2], "other")
+    optimizer = storage.optimizer(optax.sgd(1.0))
 
     @zs.function(eager=eager)
     def step(ids):
@@ -73,9 +73,9 @@ def test_gradient_rows_are_summed_before_they_travel(home, eager):
     ids = np.array([[3, 9], [3, 0]])
     step(ids)
     counts = np.bincount(ids.ravel(), minlength=10)[:, None]
-    np.testing.assert_allclose(home.whole(table), TABLE * (1 - counts), rtol=1e-6)
-    np.testing.assert_allclose(home.whole(other), TABLE[:, :2] - counts, rtol=1e-6)
-    assert [(name, index.tolist()) for name, _, (index, _) in home.updates] == [
+    np.testing.assert_allclose(storage.whole(table), TABLE * (1 - counts), rtol=1e-6)
+    np.testing.assert_allclose(storage.whole(other), TABLE[:, :2] - counts, rtol=1e-6)
+    assert [(name, index.tolist()) for name, _, (index, _) in storage.updates] == [
         ("t/part_0", [0, 3]),
         ("t/part_1", []),  # it counts this step too
         ("t/part_2", [2]),
@@ -85,9 +85,9 @@ def test_gradient_rows_are_summed_before_they_travel(home, eager):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 @pytest.mark.parametrize("shared", [False, True], ids=["other ids", "its own ids"])
-def test_an_optimizer_steps_on_components_without_rows(home, eager, shared):
-    table = home.sharded(TABLE, 3)
-    adam = home.optimizer(optax.adam(0.1))
+def test_an_optimizer_steps_on_components_without_rows(storage, eager, shared):
+    table = storage.sharded(TABLE, 3)
+    adam = storage.optimizer(optax.adam(0.1))
 
     @zs.function(eager=eager)
     def step(ids):
@@ -98,7 +98,7 @@ def test_an_optimizer_steps_on_components_without_rows(home, eager, shared):
 
     step(np.array([5, 5]))
     row = 1 if shared else 2
-    optimized = [u for u in home.updates if u[1] is UpdateOp.OPTIMIZE_ROWS]
+    optimized = [u for u in storage.updates if u[1] is UpdateOp.OPTIMIZE_ROWS]
     assert sorted((name, at.tolist()) for name, _, (at, _) in optimized) == [
         ("t/part_0", []),
         ("t/part_1", [row]),
@@ -106,21 +106,23 @@ def test_an_optimizer_steps_on_components_without_rows(home, eager, shared):
     ]
     assert all(rows.shape == (len(at), 4) for _, _, (at, rows) in optimized)
     # What no optimizer counts is not sent.
-    assert [u[0] for u in home.updates if u[1] is UpdateOp.SCATTER_ADD] == ["t/part_1"]
-    home.updates.clear()
+    assert [u[0] for u in storage.updates if u[1] is UpdateOp.SCATTER_ADD] == [
+        "t/part_1"
+    ]
+    storage.updates.clear()
     step(np.zeros(0, np.int32))
-    assert [(name, op, len(at)) for name, op, (at, _) in home.updates] == [
+    assert [(name, op, len(at)) for name, op, (at, _) in storage.updates] == [
         (f"t/part_{n}", UpdateOp.OPTIMIZE_ROWS, 0) for n in range(3)
     ]
 
 
-def test_several_tables_leave_as_one_and_in_their_order(home):
+def test_several_tables_leave_as_one_and_in_their_order(storage):
     """Tables alike, one looked up twice, one without a gradient between them."""
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(rows, 3)).astype(np.float32) for rows in (7, 5, 9, 4)]
-    tables = [home.sharded(v, 2, f"t{n}") for n, v in enumerate(values)]
-    optimizer = home.optimizer(optax.sgd(1.0))
-    counter = home.variable(np.int32(0), "counter")
+    tables = [storage.sharded(v, 2, f"t{n}") for n, v in enumerate(values)]
+    optimizer = storage.optimizer(optax.sgd(1.0))
+    counter = storage.variable(np.int32(0), "counter")
 
     @zs.function
     def step(ids):
@@ -142,6 +144,6 @@ def test_several_tables_leave_as_one_and_in_their_order(home):
     for n, (value, index) in enumerate(zip(values, used, strict=True)):
         counts = 0 if index is None else np.bincount(index, minlength=len(value))
         expected = value * (1 - np.reshape(counts, (-1, 1)))
-        np.testing.assert_allclose(home.whole(tables[n]), expected, rtol=1e-6)
-    order = [name.split("/")[0] for name, _, _ in home.updates]
+        np.testing.assert_allclose(storage.whole(tables[n]), expected, rtol=1e-6)
+    order = [name.split("/")[0] for name, _, _ in storage.updates]
     assert list(dict.fromkeys(order)) == ["t3", "counter", "t0", "t1"]

@@ -55,8 +55,8 @@ def test_static_values_name_a_program_and_may_be_branched_on():
     assert step.trace_count == 3
 
 
-def test_variables_are_named_by_what_they_are(home):
-    a, b = home.variable(np.float32(1)), home.variable(np.float32(2))
+def test_variables_are_named_by_what_they_are(storage):
+    a, b = storage.variable(np.float32(1)), storage.variable(np.float32(2))
 
     @zs.function
     def step(x, y):
@@ -92,13 +92,13 @@ def test_changing_elements_are_named_too():
         step(it)
 
 
-def test_a_trace_for_other_processes_is_no_argument_of_the_user(home):
-    variable = home.on_devices(np.float32(1))
+def test_a_trace_for_other_processes_is_no_argument_of_the_user(storage):
+    variable = storage.on_devices(np.float32(1))
     step = zs.function(lambda x: variable.assign_add(x))
 
     def formed_anew(times):
         for _ in range(times):
-            variable.home.residence.formation += 1
+            variable.storage.pool.formation += 1
             step(1.0)
 
     formed_anew(4)

@@ -45,12 +45,12 @@ def close(got, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tables_among_the_arguments(home, mode):
+def test_tables_among_the_arguments(storage, mode):
     """In parts, whole, and a dense one, in one pytree."""
     params = {
-        "t": home.sharded(TABLE, 3),
-        "p": home.variable(OTHER),
-        "w": home.variable(W),
+        "t": storage.sharded(TABLE, 3),
+        "p": storage.variable(OTHER),
+        "w": storage.variable(W),
     }
 
     def loss(params, ids):
@@ -71,9 +71,9 @@ def test_tables_among_the_arguments(home, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_variables_by_closure_with_ids_of_the_next_level(home, mode):
-    table, other = home.sharded(TABLE, 2), home.variable(OTHER)
-    chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())
+def test_variables_by_closure_with_ids_of_the_next_level(storage, mode):
+    table, other = storage.sharded(TABLE, 2), storage.variable(OTHER)
+    chain = storage.variable(np.arange(10, dtype=np.int32)[::-1].copy())
 
     def loss(scale, ids):
         rows = zs.embedding_lookup(table, ids)
@@ -103,8 +103,8 @@ def test_variables_by_closure_with_ids_of_the_next_level(home, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_table_that_is_read_whole_too_has_a_dense_gradient(home, mode):
-    sharded, plain_table = home.sharded(TABLE, 3), home.variable(OTHER)
+def test_a_table_that_is_read_whole_too_has_a_dense_gradient(storage, mode):
+    sharded, plain_table = storage.sharded(TABLE, 3), storage.variable(OTHER)
 
     def loss(a, b, ids):
         rows = zs.embedding_lookup(a, ids) * zs.embedding_lookup(b, ids)
@@ -121,29 +121,29 @@ def test_a_table_that_is_read_whole_too_has_a_dense_gradient(home, mode):
     close(got, jax.value_and_grad(plain, (0, 1))(TABLE, OTHER, IDS))
 
 
-def test_a_list_of_variables_has_dense_gradients(home):
-    parts = [home.variable(x) for x in np.array_split(TABLE, 3)]
-    dealt = [home.variable(TABLE[n::3]) for n in range(3)]
+def test_a_list_of_variables_has_dense_gradients(storage):
+    parts = [storage.variable(x) for x in np.array_split(TABLE, 3)]
+    sharded = [storage.variable(TABLE[n::3]) for n in range(3)]
 
-    def loss(parts, dealt, ids):
+    def loss(parts, sharded, ids):
         rows = zs.embedding_lookup(parts, ids)
-        more = zs.embedding_lookup(dealt, ids + 1, partition_strategy="mod")
+        more = zs.embedding_lookup(sharded, ids + 1, partition_strategy="mod")
         return jnp.sum(rows * more**2)
 
     @zs.function
     def step(ids):
-        return zs.grad(loss, (0, 1))(parts, dealt, ids)
+        return zs.grad(loss, (0, 1))(parts, sharded, ids)
 
-    of_parts, of_dealt = step(IDS)
+    of_parts, of_sharded = step(IDS)
     expected = jax.grad(lambda a, b: jnp.sum(a[IDS] * b[IDS + 1] ** 2), (0, 1))
     a, b = expected(TABLE, TABLE)
     close(jnp.concatenate(of_parts), a)
     for n in range(3):
-        close(of_dealt[n], b[n::3])
+        close(of_sharded[n], b[n::3])
 
 
-def test_what_is_not_differentiated_gets_no_gradient(home):
-    table, w = home.sharded(TABLE, 2), home.variable(W)
+def test_what_is_not_differentiated_gets_no_gradient(storage):
+    table, w = storage.sharded(TABLE, 2), storage.variable(W)
 
     def loss(w, untouched, ids):
         return jnp.sum(zs.embedding_lookup(table, ids) @ w) + 0 * w[0]
@@ -168,9 +168,9 @@ def test_what_is_not_differentiated_gets_no_gradient(home):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_read_whole_and_has_no_effect_has_zeros(home, mode):
+def test_what_is_read_whole_and_has_no_effect_has_zeros(storage, mode):
     """As in jax: momentum moves a table whose batch happens to be empty."""
-    table = home.sharded(TABLE, 3)
+    table = storage.sharded(TABLE, 3)
 
     def body(ids):
         return zs.grad(lambda t: jnp.take(t.value(), ids, axis=0).sum())(table)
@@ -180,8 +180,8 @@ def test_what_is_read_whole_and_has_no_effect_has_zeros(home, mode):
     np.testing.assert_array_equal(gradient, np.zeros_like(TABLE))
 
 
-def test_second_derivatives(home):
-    table = home.sharded(TABLE, 2)
+def test_second_derivatives(storage):
+    table = storage.sharded(TABLE, 2)
 
     def slope(x, ids):
         def inner(x):
@@ -200,9 +200,11 @@ def test_second_derivatives(home):
 
 
 @pytest.mark.parametrize("mode", ["step", "eager", "outside"])
-def test_what_ids_come_with_from_an_inner_function_is_not_computed_for_them(home, mode):
+def test_what_ids_come_with_from_an_inner_function_is_not_computed_for_them(
+    storage, mode
+):
     """It would be from rows that are not there yet, and this loop has no end then."""
-    table = home.variable(np.ones((9, 3), np.float32))
+    table = storage.variable(np.ones((9, 3), np.float32))
 
     @jax.jit
     def inner(ids, rows):
@@ -224,9 +226,9 @@ def test_what_ids_come_with_from_an_inner_function_is_not_computed_for_them(home
     np.testing.assert_allclose(gradient.to_dense(), expected)
 
 
-def test_refusals(home):
-    table, w = home.sharded(TABLE, 2), home.variable(W)
-    counts = home.sharded(np.arange(4, dtype=np.int32), 2, "counts")
+def test_refusals(storage):
+    table, w = storage.sharded(TABLE, 2), storage.variable(W)
+    counts = storage.sharded(np.arange(4, dtype=np.int32), 2, "counts")
 
     def refused(loss, match, error=RuntimeError):
         with pytest.raises(error, match=match):
@@ -250,11 +252,15 @@ def test_refusals(home):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
-def test_training(home, eager):
+def test_training(storage, eager):
     """Two tables, one of them looked up twice, through an optimizer beside them."""
     rng = np.random.default_rng(1)
-    table, other, w = home.sharded(TABLE, 3), home.variable(OTHER), home.variable(W)
-    optimizer = home.optimizer(optax.adagrad(0.1))
+    table, other, w = (
+        storage.sharded(TABLE, 3),
+        storage.variable(OTHER),
+        storage.variable(W),
+    )
+    optimizer = storage.optimizer(optax.adagrad(0.1))
     batches = [
         {
             "a": rng.integers(0, 10, (6, 3)),
@@ -295,19 +301,19 @@ def test_training(home, eager):
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     for variable, value in zip(params, plain, strict=True):
-        np.testing.assert_allclose(home.whole(variable), value, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(storage.whole(variable), value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("devices", [0, 2], ids=["one device", "a mesh"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
-def test_replicas(home, inside, devices):
+def test_replicas(storage, inside, devices):
     """Each looks its own rows up; their gradients are summed."""
     from zstrat.strategy.replica import Spread, mesh_of
-    from zstrat.strategy.replica._one_program import replicate
+    from zstrat.strategy.replica._regions import replicate
 
-    table, w = home.sharded(TABLE, 3), home.variable(W)
-    chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())
-    optimizer = home.optimizer(optax.sgd(1.0))
+    table, w = storage.sharded(TABLE, 3), storage.variable(W)
+    chain = storage.variable(np.arange(10, dtype=np.int32)[::-1].copy())
+    optimizer = storage.optimizer(optax.sgd(1.0))
 
     def loss(table, w, ids):
         rows = zs.embedding_lookup(table, ids)
@@ -338,5 +344,5 @@ def test_replicas(home, inside, devices):
 
     (_, each), grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(TABLE, W)
     np.testing.assert_allclose(values, each, rtol=1e-4)
-    np.testing.assert_allclose(home.whole(table), TABLE - grads[0], rtol=1e-4)
-    np.testing.assert_allclose(home.whole(w), W - grads[1], rtol=1e-4)
+    np.testing.assert_allclose(storage.whole(table), TABLE - grads[0], rtol=1e-4)
+    np.testing.assert_allclose(storage.whole(w), W - grads[1], rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A training loop through a home equals the same loop in plain jax and optax."""
+"""A training loop through a storage equals the same loop in plain jax and optax."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def plain_loop(rule):
 @pytest.mark.parametrize(
     "rule", [optax.sgd(0.1), optax.adam(0.01)], ids=["sgd", "adam"]
 )
-def test_training(home, rule, eager):
-    params = jax.tree.map(home.variable, START)
-    counter = home.variable(np.int32(0))
-    optimizer = home.optimizer(rule)
+def test_training(storage, rule, eager):
+    params = jax.tree.map(storage.variable, START)
+    counter = storage.variable(np.int32(0))
+    optimizer = storage.optimizer(rule)
 
     @zs.function(eager=eager)
     def train_step(iterator):
@@ -66,11 +66,11 @@ def test_training(home, rule, eager):
     losses = [float(train_step(iterator)) for _ in BATCHES]
     expected, expected_losses = plain_loop(rule)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    got = jax.tree.map(lambda v: home.values[v.spec.key], params)
+    got = jax.tree.map(lambda v: storage.values[v.spec.key], params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         got,
         expected,
     )
-    assert home.values[counter.spec.key] == len(BATCHES)
+    assert storage.values[counter.spec.key] == len(BATCHES)
     assert train_step.trace_count == (0 if eager else 1)

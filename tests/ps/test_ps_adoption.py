@@ -71,7 +71,7 @@ async def programs():
     await made.service.drain()
 
 
-async def test_values_stay_and_steps_begin_anew(programs):
+async def test_values_stay_and_steps_are_counted_from_the_start(programs):
     first = await programs.come(11)
     assert (first.resumed, first.origin) == (False, 11)
     programs.new(1)
@@ -168,7 +168,7 @@ async def test_slots_go_on_under_the_optimizer_that_the_next_program_ships(progr
     np.testing.assert_allclose(programs.value(), value, rtol=1e-6)
 
 
-async def test_another_program_is_refused_with_words_and_spoils_nothing(programs):
+async def test_another_program_is_refused_and_changes_nothing(programs):
     await programs.come(11)
     programs.new(1, value=ONES)
     await programs.optimizer()

@@ -56,7 +56,7 @@ def test_what_lasts_has_huge_pages_of_its_own(rows):
         assert address(made) % 64 == 0
     if made.nbytes >= 2 * HUGE_PAGE:
         assert address(made) % HUGE_PAGE == 0
-        # The last page, too, lies in what was asked for.
+        # The last page, too, is within what was asked for.
         whole, place = made.base, address(made)
         pages = -(-made.nbytes // HUGE_PAGE) * HUGE_PAGE
         assert place + pages <= address(whole) + whole.nbytes

@@ -180,6 +180,40 @@ async def test_a_backup_that_was_started_anew_is_lost(copies):
     await answer
 
 
+async def test_a_backup_that_diverges_while_it_is_cut_off_is_lost(copies):
+    """Its notice of that is lost with the connection."""
+    await copies.attach()
+    copies.link.hold()
+    copies.primary._store.log.append(push(0, key=77))  # which cannot be
+    copies.link.release()
+    copies.link.cut()
+    await turns()
+    copies.link.connect()
+    await turns()
+    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
+    answer = later(copies, push(1))
+    await turns()
+    assert not answer.done()
+    await copies.ask(DetachBackup(SESSION, 2))
+    await answer
+
+
+async def test_a_copy_that_diverges_while_its_log_is_opened_is_lost(copies):
+    await copies.attach()
+    copies.link.cut()
+    copies.link.hold()
+    copies.link.connect()
+    copies.primary._store.log.mark_diverged("an update failed half way")
+    copies.link.release()
+    await turns()
+    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
+    answer = later(copies, push(0))
+    await turns()
+    assert not answer.done()
+    await copies.ask(DetachBackup(SESSION, 2))
+    await answer
+
+
 async def test_what_comes_while_a_copy_is_made_is_in_it(copies):
     """And nobody waits for it."""
     await copies.ask(create(5, size=2**21))
@@ -235,7 +269,7 @@ async def test_a_backup_that_falls_behind_holds_its_primary_up(copies):
 
 
 async def test_what_is_added_on_its_way_comes_again_if_there_is_a_backup_now(copies):
-    """It has kept no operand that could be forwarded."""
+    """It has kept no operand that could be shipped to the backup."""
     size = 2**20
     await copies.ask(create(5, size=size))
     spec = ArraySpec(np.dtype("f4"), (size,))
@@ -262,7 +296,9 @@ async def test_values_that_an_initializer_draws_are_the_same(copies):
     assert one.any()
 
 
-async def test_an_update_that_fails_half_way_spoils_the_copy(copies, monkeypatch):
+async def test_an_update_that_fails_half_way_makes_the_copy_diverge(
+    copies, monkeypatch
+):
     """Values are lost here, and may not be there."""
     values = {0: np.zeros(3, "f4")}
     await copies.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
@@ -294,7 +330,7 @@ async def test_workers_that_are_programs_of_their_own_are_refused(copies):
         await copies.ask(join, peer=caller(Job.WORKER, 3))
 
 
-async def test_parts_of_an_exchange_are_forwarded_without_the_pull(copies):
+async def test_parts_of_an_exchange_are_shipped_without_the_pull(copies):
     await copies.attach()
     asked = Exchange(
         SESSION,

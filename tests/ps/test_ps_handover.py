@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ps_callers import SESSION, caller
-from ps_heirs import CODES, TASK, heirs
+from ps_successors import CODES, TASK, successors
 from ps_trees import message, of_values
 
 from zstrat.checkpoint import digest_of
@@ -61,8 +61,8 @@ def push(step, key, op=UpdateOp.ADD, arrays=(ONES,), *, optimizer=0, writer=0, l
     return Push(SESSION, step, 0, low, [update], arrays, writer)
 
 
-async def value_of(heirs, key, known=-1):
-    answer = await heirs.answer(Pull(SESSION, [Read(key, known)]))
+async def value_of(successors, key, known=-1):
+    answer = await successors.answer(Pull(SESSION, [Read(key, known)]))
     assert isinstance(answer, Pulled)
     return answer.versions[0], *map(np.asarray, answer.arrays)
 
@@ -114,7 +114,7 @@ def test_nobody_can_tell_that_another_process_answers(tmp_path_factory, asked):
 
     async def compared():
         one, other = (tmp_path_factory.mktemp("state") for _ in range(2))
-        async with heirs(one) as moved, heirs(other) as stayed:
+        async with successors(one) as moved, successors(other) as stayed:
             for each in asked:
                 if each is None:
                     await moved.hand_over()
@@ -128,7 +128,10 @@ def test_nobody_can_tell_that_another_process_answers(tmp_path_factory, asked):
 async def test_optimizers_go_on_to_the_bit(tmp_path):
     values = {1: ZEROS, 2: ZEROS}
     (tmp_path / "a").mkdir(mode=0o700)
-    async with heirs(tmp_path / "a") as moved, heirs(tmp_path / "b") as stayed:
+    async with (
+        successors(tmp_path / "a") as moved,
+        successors(tmp_path / "b") as stayed,
+    ):
         for side in (moved, stayed):
             for key, value in values.items():
                 await side.answer(created(key, value))
@@ -155,7 +158,7 @@ async def test_optimizers_go_on_to_the_bit(tmp_path):
 
 
 async def test_slots_of_which_a_part_was_loaded_are_as_they_were(tmp_path):
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         await side.answer(created(1))
         await side.answer(CreateOptimizer(SESSION, 9, "mine", b"adam"))
         entry = StoreEntry(1, 9, "[0].mu", 1, True)
@@ -169,7 +172,7 @@ async def test_slots_of_which_a_part_was_loaded_are_as_they_were(tmp_path):
 
 
 async def test_while_it_leaves_nobody_is_told_anything(tmp_path):
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         await side.answer(created(1))
         leaving = asyncio.ensure_future(side.service.drain())
         await asyncio.sleep(0)
@@ -186,7 +189,7 @@ async def test_while_it_leaves_nobody_is_told_anything(tmp_path):
 
 
 async def test_its_coordinator_has_a_while_before_others_may_have_it(tmp_path):
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         await side.answer(created(1))
         await side.hand_over()
         other = caller(Job.CHIEF, 9)
@@ -205,7 +208,7 @@ async def test_a_coordinator_that_does_not_come_back_was_lost_when_its_while_is_
     tmp_path, monkeypatch
 ):
     clock = FakeClock()
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         with monkeypatch.context() as patched:
             loop = asyncio.get_running_loop()
             patched.setattr(loop, "call_later", clock.call_later)
@@ -221,7 +224,7 @@ async def test_a_coordinator_that_does_not_come_back_was_lost_when_its_while_is_
 
 async def test_without_a_session_nothing_is_left(tmp_path):
     side_folder = tmp_path / "s"
-    async with heirs(side_folder) as side:
+    async with successors(side_folder) as side:
         await side.answer(created(1))
         side.service.lost(side.chief, "")
         await side.answer(OpenSession(SESSION, 0, 1, []))
@@ -233,7 +236,7 @@ async def test_without_a_session_nothing_is_left(tmp_path):
 
 
 async def left_in(folder):
-    async with heirs(folder) as side:
+    async with successors(folder) as side:
         await side.answer(created(1, ONES))
         await side.end()
     return Handover(folder, 0, TASK)
@@ -315,7 +318,7 @@ async def test_a_damaged_state_is_refused_with_words(tmp_path, caplog, damage, w
 
 async def test_a_full_disk_leaves_no_state_and_says_so(tmp_path, caplog):
     folder = tmp_path / "s"
-    async with heirs(folder) as side:
+    async with successors(folder) as side:
         await side.answer(created(1, np.zeros(2**18, "f4")))
         with full_disk(2**19):
             await side.end()
@@ -326,7 +329,7 @@ async def test_a_full_disk_leaves_no_state_and_says_so(tmp_path, caplog):
 
 
 async def test_what_was_lost_stays_lost(tmp_path):
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         await side.answer(created(1))
         side.service._store.variables[1].cell.lose("an optimizer failed")
         await side.hand_over()
@@ -347,7 +350,7 @@ async def test_parts_of_eager_steps_are_remembered(tmp_path):
         update = [Update(1, int(UpdateOp.ADD), 0, 1)]
         return PushPart(SESSION, 3, 1, 0, run, [name], update, (ONES,))
 
-    async with heirs(tmp_path / "s") as side:
+    async with successors(tmp_path / "s") as side:
         await side.answer(created(1))
         await side.answer(part("here", 1))
         await side.hand_over()

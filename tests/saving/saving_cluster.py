@@ -1,8 +1,8 @@
 """A cluster without processes: parameter servers that are objects of this test.
 
-Each variable of a server is a `LocalHome` with what optimizers keep beside it; they are
-told of their trees, and really run. What the client is asked for goes through the files
-and messages' own types.
+Each variable of a server is a `LocalStorage` with what optimizers keep beside it; they
+are told of their trees, and really run. What the client is asked for goes through the
+files and messages' own types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zstrat.errors import PSUnavailableError
 from zstrat.optimizers import Binding, LeafRule
 from zstrat.strategy import ServerVariables
 from zstrat.variables import (
-    LocalHome,
+    LocalStorage,
     Optimizer,
     ShardedVariable,
     SlotValues,
@@ -51,7 +51,7 @@ class Servers:
 
     count: int
     shared: set[int]
-    homes: dict[int, tuple[VariableSpec, LocalHome]] = field(default_factory=dict)
+    storages: dict[int, tuple[VariableSpec, LocalStorage]] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     rules: dict[tuple[int, int], LeafRule] = field(default_factory=dict)
     """By optimizer and variable, as far as trees were told."""
@@ -66,8 +66,8 @@ class Servers:
         mine = self.snapshots[snapshot] = {}
         found = []
         for ps, key in refs:
-            _, home = self.homes[key]
-            value, slots = home.taken()
+            _, storage = self.storages[key]
+            value, slots = storage.taken()
             tensors = [(0, "", value, bool(value.ndim))]
             for number in optimizers:
                 beside = slots.get(number, SlotValues((), [], ()))
@@ -111,8 +111,8 @@ class Servers:
         self.asked.append(f"load {ps}")
         for entry in entries:
             if not entry.path:
-                home = self.homes[entry.key][1]
-                home.put(None, {self.optimizers[entry.optimizer]: None})
+                storage = self.storages[entry.key][1]
+                storage.put(None, {self.optimizers[entry.optimizer]: None})
                 continue
             assert ps in self.shared
             with TensorReader(entry.path) as reader:
@@ -130,11 +130,11 @@ class Servers:
             self._put(ps, entry, array)
 
     def _put(self, ps, entry, array):
-        spec, home = self.homes[entry.key]
+        spec, storage = self.storages[entry.key]
         assert spec.ps == ps
-        value, slots = home.taken()
+        value, slots = storage.taken()
         if not entry.optimizer:
-            home.put(self._over(value, entry.at, array), {})
+            storage.put(self._over(value, entry.at, array), {})
             return
         beside = slots.get(entry.optimizer) or self._begun(entry, value)
         if entry.leaf not in beside.names:  # its tree is not known: whatever comes
@@ -149,7 +149,7 @@ class Servers:
         kept = dict(zip(beside.names, beside.leaves, strict=True))
         new = self._over(kept[entry.leaf], entry.at, array)
         optimizer = self.optimizers[entry.optimizer]
-        home.put(None, {optimizer: beside.replaced(entry.leaf, new)})
+        storage.put(None, {optimizer: beside.replaced(entry.leaf, new)})
 
     def _begun(self, entry, value):
         """Slots that nobody has moved yet: none, if the tree is not known."""
@@ -160,8 +160,8 @@ class Servers:
 
     def optimize(self, spec, op, number, arrays, operands):
         """Moves a variable, or rows of it, as plain optax moves its leaf."""
-        rule, home = self.rules[number, spec.key], self.homes[spec.key][1]
-        value, slots = home.taken()
+        rule, storage = self.rules[number, spec.key], self.storages[spec.key][1]
+        value, slots = storage.taken()
         beside = slots.get(number)
         if beside is None:
             kept = rule.init(value)
@@ -175,7 +175,7 @@ class Servers:
         else:
             new, after = self._rows_moved(rule, value, kept, arrays, mine)
         beside = SlotValues(rule.names, list(after), rule.has_rows).on_host()
-        home.put(np.array(new), {self.optimizers[number]: beside})
+        storage.put(np.array(new), {self.optimizers[number]: beside})
 
     @staticmethod
     def _rows_moved(rule, value, kept, arrays, operands):
@@ -256,18 +256,18 @@ class FakeCluster:
 
     async def create_variables(self, variables):
         for spec, array in variables:
-            self.client.homes[spec.key] = (spec, LocalHome(array))
+            self.client.storages[spec.key] = (spec, LocalStorage(array))
 
     async def withdraw(self, specs, optimizers):
         del optimizers
         for spec in specs:
-            self.client.homes.pop(spec.key, None)
+            self.client.storages.pop(spec.key, None)
 
     async def create_optimizer(self, optimizer, name, code):
         del optimizer, name, code
 
     async def read(self, specs):
-        return [self.client.homes[spec.key][1].read(None) for spec in specs]
+        return [self.client.storages[spec.key][1].read(None) for spec in specs]
 
     async def bind_optimizer(self, number, data):
         known = self.client.optimizers[number]
@@ -285,8 +285,8 @@ class FakeCluster:
                 shared = operands.get((spec.ps, optimizer), ())
                 self.client.optimize(spec, op, optimizer, arrays, shared)
             else:
-                home = self.client.homes[spec.key][1]
-                home.update(handle(spec, home), op, tuple(arrays), None)
+                storage = self.client.storages[spec.key][1]
+                storage.update(handle(spec, storage), op, tuple(arrays), None)
 
     @contextlib.contextmanager
     def scope(self):

@@ -109,7 +109,7 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path):
     np.testing.assert_array_equal(rest.numpy(), table.numpy())
 
 
-def test_slots_that_were_not_there_begin_anew(tmp_path):
+def test_slots_that_were_not_there_are_initialized(tmp_path):
     value, optimizer = Variable(ones(2)), Optimizer(optax.sgd(1.0, momentum=0.5))
     checkpoint = Checkpoint(v=value, o=optimizer)
     path = checkpoint.save(tmp_path / "c")  # before the first gradient

@@ -138,7 +138,7 @@ def test_where_others_go_on_it_says_that_it_is_no_cut(tmp_path, caplog):
     assert "is not one moment of the training: other programs update" in caplog.text
 
 
-def test_rows_that_no_gradient_has_reached_begin_anew(tmp_path):
+def test_rows_that_no_gradient_has_reached_are_initialized(tmp_path):
     """Slots of one component only: the others have none, and get none."""
     cluster = FakeCluster(2)
     table = cluster.variable(np.zeros((4, 1), "f4"), 2)

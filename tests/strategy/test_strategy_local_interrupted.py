@@ -180,8 +180,8 @@ def test_no_thread_waits_for_a_step_that_was_interrupted(name):
             where = interrupted(pair, number)
             if where is None:
                 break
-            home = pair.first.home.residence
-            for lock in (home.turn, home.lock):
+            storage = pair.first.storage.pool
+            for lock in (storage.turn, storage.lock):
                 is_free = other.submit(lock.acquire, blocking=False).result()
                 assert is_free, where
                 other.submit(lock.release).result()
@@ -197,7 +197,7 @@ def test_a_step_that_is_interrupted_is_made_as_a_whole_or_not(name, is_looked_at
     pair.step(pair.elements)
     for number in itertools.count(1):
         before, element = pair.values(), pair.next()
-        steps = pair.first.home.residence.steps
+        steps = pair.first.storage.pool.steps
         # XLA makes no new value in memory that somebody looks at.
         seen = [pair.first.numpy(), pair.second.numpy()] if is_looked_at else []
         where = interrupted(pair, number)
@@ -207,7 +207,7 @@ def test_a_step_that_is_interrupted_is_made_as_a_whole_or_not(name, is_looked_at
         assert first == second, where
         is_made = first != before[0]
         assert pair.next() == element + is_made, where
-        assert pair.first.home.residence.steps == steps + is_made, where
+        assert pair.first.storage.pool.steps == steps + is_made, where
         del seen
     assert number > 20
 
@@ -240,8 +240,10 @@ def test_so_does_one_with_variables_of_two_strategies():
                 break
             first, second = other.submit(pair.values).result(60)
             assert first == second, where
-            homes = [variable.home.residence for variable in found]
-            for lock in [x for home in homes for x in (home.turn, home.lock)]:
+            storages = [variable.storage.pool for variable in found]
+            for lock in [
+                x for storage in storages for x in (storage.turn, storage.lock)
+            ]:
                 is_free = other.submit(lock.acquire, blocking=False).result()
                 assert is_free, where
                 other.submit(lock.release).result()

@@ -154,7 +154,7 @@ def test_a_variable_that_lives_on_keeps_nothing_of_those_that_moved_with_it():
 
 
 def interrupted(number, act, handler):
-    """Acts; before the so-many-th function begins that the home of a variable calls,
+    """Acts; before the so-many-th function begins that the storage of a variable calls,
     ``handler`` runs, as that of a signal may. Whether it came to that."""
     count = 0
 

@@ -1,4 +1,4 @@
-"""What lies on devices has memory of its own, which is used again when it is gone."""
+"""What is on devices has memory of its own, which is used again when it is gone."""
 
 import gc
 import time
@@ -30,7 +30,7 @@ def leases():
 
 
 def comes_back(count):
-    """Whether so many are lent again, soon. Of what lies on several devices jax lets go
+    """Whether so many are lent again, soon. Of what is on several devices jax lets go
     on threads of its own, and gives it back with one of the collections that follow."""
     late = time.monotonic() + 20.0
     while leases() != count and time.monotonic() < late:

@@ -88,7 +88,7 @@ def test_a_variable_is_whole_on_every_core(make_tpu):
     strategy = make_tpu([1, 1, 1, 2], 4)
     with strategy.scope():
         v = zs.Variable(W)
-    value = v.home.value()
+    value = v.storage.value()
     assert len(value.addressable_shards) == 8
     assert value.sharding.is_fully_replicated
 

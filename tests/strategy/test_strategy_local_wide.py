@@ -84,7 +84,7 @@ def test_ids_that_are_drawn_in_a_step_have_to_fit(strategy, look_up):
 @pytest.mark.parametrize("made", [from_function, from_dataset])
 def test_what_no_row_is_found_by_may_be_cut(strategy, made):
     expected = WIDE.astype(np.int32) % 7
-    with pytest.warns(zs.NarrowingWarning, match=rf"args\[0\].*{WRONG} becomes 2"):
+    with pytest.warns(zs.DowncastWarning, match=rf"args\[0\].*{WRONG} becomes 2"):
         found = strategy.run(lambda x: x % 7, args=(made(strategy, WIDE),))
     found = strategy.experimental_local_results(found)
     np.testing.assert_array_equal(np.concatenate(found), expected)

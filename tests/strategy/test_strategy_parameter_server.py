@@ -270,7 +270,7 @@ def test_colocation_needs_the_scope_and_its_own_variables(make_cluster):
     with pytest.raises(RuntimeError, match=r"strategy\.scope.*colocate_vars_with\(\)"):
         strategy.extended.colocate_vars_with(foreign)
     with strategy.scope():
-        for variable in (foreign, zv.detached(foreign.spec)):
+        for variable in (foreign, zv.unbound(foreign.spec)):
             with pytest.raises(ValueError, match=r"`colocate_vars_with`.*'Variable'"):
                 strategy.extended.colocate_vars_with(variable)
 
@@ -479,7 +479,7 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
     )
 
 
-def test_variables_are_deleted_when_told_and_not_before(cluster):
+def test_variables_are_deleted_on_request_and_not_before(cluster):
     with cluster.strategy.scope():
         tree = zv.create_variables({"a": np.float32([0, 0]), "b": [np.float32([1])]})
         other = zv.Variable(5.0)

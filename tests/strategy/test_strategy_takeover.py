@@ -33,10 +33,10 @@ class Training:
 
     def destroy(self):
         """What XLA does with what a step gives it, before the step fails."""
-        home = self.v.home
+        storage = self.v.storage
         for leaf in [
-            home.value(),
-            *home.slots_before(self.momentum.slot_rule(self.v)),
+            storage.value(),
+            *storage.slots_before(self.momentum.slot_rule(self.v)),
         ]:
             leaf.delete()
 
@@ -44,7 +44,7 @@ class Training:
         with pytest.raises(DataLossError, match="'weights'"):
             self.v.numpy()
         with pytest.raises(DataLossError, match="'weights'"):
-            self.v.home.taken(self.v.name)
+            self.v.storage.taken(self.v.name)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

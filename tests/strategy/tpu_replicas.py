@@ -9,7 +9,7 @@ W = RNG.normal(size=(6, 4)).astype(np.float32)
 
 
 def on_replicas(strategy, array):
-    """Its rows, dealt out to the replicas."""
+    """Its rows, distributed to the replicas."""
     parts = np.split(array, strategy.num_replicas_in_sync)
     return strategy.experimental_distribute_values_from_function(
         lambda context: parts[context.replica_id_in_sync_group]

@@ -45,7 +45,7 @@ def told(function, *args, **options):
         say("no error", found)
 
 """
-QUICK = {"ZSTRAT_PATIENCE": "2", "JAX_PLATFORMS": "cpu"}
+QUICK = {"ZSTRAT_LIVENESS": "2", "JAX_PLATFORMS": "cpu"}
 
 
 class Ranks:
@@ -54,25 +54,29 @@ class Ranks:
     They are forked (fixture `programs`), unless their command begins with another.
 
     Args:
-        lane: "shm", "tcp", or "hosts": of which the last rank is alone on its own.
+        transport: "shm", "tcp", or "hosts": of which the last rank is alone on its own.
         addresses: Where they listen; default: ipc, or loopback ports for "tcp".
         before: What a rank's command begins with.
     """
 
     def __init__(
-        self, size, program, lane="shm", addresses=None, before=None, **environment
+        self, size, program, transport="shm", addresses=None, before=None, **environment
     ):
         self.size, self._before = size, before or [[]] * 8
         self.folder = Path(tempfile.mkdtemp(prefix="zs-"))
         self.program = self.folder / "program.py"
         self.program.write_text(HEAD + textwrap.dedent(program))
-        if addresses is None and lane == "tcp":
+        if addresses is None and transport == "tcp":
             addresses = [f"127.0.0.1:{port}" for port in free_ports(size)]
         self.addresses = addresses or [f"ipc://{self.folder}/{n}" for n in range(size)]
-        if lane == "hosts":
+        if transport == "hosts":
             environment["HOSTS"] = "a" * (size - 1) + "b"
-        lanes = {"shm": "shm", "tcp": "tcp", "hosts": "auto"}
-        self._environment = {**os.environ, **QUICK, "ZSTRAT_LANE": lanes[lane]}
+        transports = {"shm": "shm", "tcp": "tcp", "hosts": "auto"}
+        self._environment = {
+            **os.environ,
+            **QUICK,
+            "ZSTRAT_TRANSPORT": transports[transport],
+        }
         self._environment.update(environment)
         self.all, self._ended = {}, []
 

@@ -1,4 +1,4 @@
-"""Groups as programs use them: ranks are processes, on every lane."""
+"""Groups as programs use them: ranks are processes, on every transport."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def everything(group, integers):
     digest = zlib.crc32(got.tobytes(), digest)
 
 # All integers on data connections, half of them in each kind of memory.
-for lane, names, integers in (
+for transport, names, integers in (
     ("shm", "aaa", INTEGERS[::2]),
     ("tcp", "aaa", INTEGERS),
     ("auto", "aab", INTEGERS[1::2]),
 ):
     socket.gethostname = lambda: names[task]
-    with Group(timeout=30, lane=lane) as group:
+    with Group(timeout=30, transport=transport) as group:
         everything(group, integers)
         say(type(group._work.engine).__name__, digest)
 """
@@ -106,7 +106,7 @@ for lane, names, integers in (
 
 @pytest.mark.thorough
 def test_every_dtype_and_operation_is_that_of_numpy():
-    code, said = zstrat_run(3, EVERYTHING, "--lane", "tcp")
+    code, said = zstrat_run(3, EVERYTHING, "--transport", "tcp")
     assert code == 0, said
     assert said[0] == said[1] == said[2]  # bit by bit
     assert [line.split()[0] for line in said[0]] == [
@@ -121,11 +121,12 @@ names = [["worker:0", "worker:1", "worker:2"], ["worker:3", "worker:2", "worker:
 mine = [n for n in (0, 1) if f"worker:{task}" in names[n]]
 if task == 2:
     mine.reverse()  # they may be formed in any order, on threads of their own
-def make(n, lane):
-    groups[n] = Group(name=f"{lane} {n}", tasks=names[n], timeout=30, lane=lane)
-for lane in ("shm", "tcp"):
+def make(n, transport):
+    name = f"{transport} {n}"
+    groups[n] = Group(name=name, tasks=names[n], timeout=30, transport=transport)
+for transport in ("shm", "tcp"):
     groups = {}
-    threads = [threading.Thread(target=make, args=(n, lane)) for n in mine]
+    threads = [threading.Thread(target=make, args=(n, transport)) for n in mine]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -201,11 +202,11 @@ calls = {
     "max": lambda: group.all_reduce(np.ones(10), "max"),
     "root": lambda: group.broadcast(np.ones(10), root=1),
 }
-for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
+for transport, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
     socket.gethostname = lambda: names[task]
     # A rank that only receives hears nothing: what it waits for comes to light when a
-    # second is left, in one of the cases of each lane over sockets.
-    group = Group(timeout=10, lane=lane)
+    # second is left, in one of the cases of each transport over sockets.
+    group = Group(timeout=10, transport=transport)
     for usual, other in (
         ("small", "large"), ("large", "small"), ("small", "dtype"),
         ("small", "barrier"), ("large", "barrier"), ("small", "max"),
@@ -220,7 +221,7 @@ for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
                 assert "same calls in the same order" in str(error)
                 assert f"rank {odd} (/job:worker/task:{odd} at " in str(error), error
             else:
-                say("no error", lane, usual, other, odd)
+                say("no error", transport, usual, other, odd)
             group.reform()
     group.barrier()
     group.close()

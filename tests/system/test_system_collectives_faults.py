@@ -12,7 +12,7 @@ from system_ranks import Ranks, zstrat_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
-LANES = ("shm", "tcp", "hosts")
+TRANSPORTS = ("shm", "tcp", "hosts")
 
 REDUCING = """
 group = Group(timeout=20, rendezvous_timeout=60)
@@ -40,7 +40,7 @@ say(group.generation, *group.all_gather(np.array([task])))
 
 
 @pytest.mark.parametrize(
-    ("lane", "number", "lost", "in_place", "count"),
+    ("transport", "number", "lost", "in_place", "count"),
     [
         ("shm", signal.SIGKILL, 0, "", "4_000_000"),
         ("shm", signal.SIGSTOP, 1, "", "4_000_000"),
@@ -52,14 +52,16 @@ say(group.generation, *group.all_gather(np.array([task])))
         ("hosts", signal.SIGKILL, 2, "yes", "4_000_000"),
     ],
 )
-def test_who_dies_or_hangs_in_a_reduce_is_named(lane, number, lost, in_place, count):
+def test_who_dies_or_hangs_in_a_reduce_is_named(
+    transport, number, lost, in_place, count
+):
     left = [rank for rank in range(3) if rank != lost]
     # Who is dead is known by the connection: long before one is silent for too long.
     is_dead = number == signal.SIGKILL
     patience, words = ("60", "connection") if is_dead else ("2", "silent")
-    told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_PATIENCE": patience}
+    told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_LIVENESS": patience}
     told["COUNT"] = count
-    with Ranks(3, REDUCING, lane, **told) as ranks:
+    with Ranks(3, REDUCING, transport, **told) as ranks:
         assert ranks.lines() == ["reduces"] * 3
         ranks.signal(lost, number)
         for rank in left:
@@ -67,7 +69,7 @@ def test_who_dies_or_hangs_in_a_reduce_is_named(lane, number, lost, in_place, co
             assert said.startswith(f"PeerLostError lost rank {lost} (/job:worker/"), (
                 said
             )
-            assert lane != "tcp" or words in said, said
+            assert transport != "tcp" or words in said, said
             said = ranks.line(rank)
             assert said.startswith("UnavailableError"), said
             assert "reform()" in said
@@ -86,9 +88,9 @@ def test_who_dies_or_hangs_in_a_reduce_is_named(lane, number, lost, in_place, co
 NOT_CALLED = """
 say("here")
 data = np.ones(1_000_000)
-for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
+for transport, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
     socket.gethostname = lambda: names[task]
-    with Group(timeout=60, lane=lane) as group:
+    with Group(timeout=60, transport=transport) as group:
         group.barrier()
         if task == 1:
             sys.stdin.readline()
@@ -106,29 +108,29 @@ for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
 
 def test_who_does_not_call_is_named_to_all_and_who_waits_for_it_is_not():
     """Between hosts, rank 2 waits for rank 0, and that for rank 1 in its memory."""
-    with Ranks(3, NOT_CALLED, "tcp", ZSTRAT_PATIENCE="60") as ranks:
+    with Ranks(3, NOT_CALLED, "tcp", ZSTRAT_LIVENESS="60") as ranks:
         assert ranks.lines() == ["here"] * 3
-        for lane in LANES:
-            has_not_called(ranks, lane)
+        for transport in TRANSPORTS:
+            has_not_called(ranks, transport)
             assert ranks.line(0) == "has called"
             ranks.go_on(2)
-            has_not_called(ranks, lane)
+            has_not_called(ranks, transport)
         assert ranks.ends() == [0] * 3
 
 
-def has_not_called(ranks, lane):
+def has_not_called(ranks, transport):
     """Rank 1 has not, and hears of it when it does."""
     words = "CollectiveTimeoutError all_reduce(float64[1000000], SUM), call 2 of"
     for rank in (0, 2):
         said = ranks.line(rank)
-        assert said.startswith(f"{words} group 'group'"), (lane, said)
+        assert said.startswith(f"{words} group 'group'"), (transport, said)
         guilty, *others = said.split("; ")
-        assert "rank 1 (/job:worker/task:1 at " in guilty, (lane, said)
-        assert guilty.endswith("has not called it"), (lane, said)
-        assert others[0].startswith("rank "), (lane, said)
-        assert "rank 0 (" not in guilty, (lane, said)
+        assert "rank 1 (/job:worker/task:1 at " in guilty, (transport, said)
+        assert guilty.endswith("has not called it"), (transport, said)
+        assert others[0].startswith("rank "), (transport, said)
+        assert "rank 0 (" not in guilty, (transport, said)
     ranks.go_on(1)
-    assert "has not called it" in ranks.line(1), lane
+    assert "has not called it" in ranks.line(1), transport
 
 
 RESTARTED = """
@@ -242,9 +244,9 @@ def shared_files(pid):
     return {path for path in found if path.startswith("/dev/shm/")}
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_nothing_is_left_after_500_operations_and_a_kill(lane):
-    with Ranks(3, USED, lane) as ranks:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_left_after_500_operations_and_a_kill(transport):
+    with Ranks(3, USED, transport) as ranks:
         assert ranks.lines() == ["more after 500 operations: [0, 0, 0] True"] * 3
         assert ranks.lines() == ["more after 5 generations: [0, 0, 0]"] * 3
         shared = {

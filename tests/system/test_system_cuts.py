@@ -73,14 +73,14 @@ def steps_of(path):
 @pytest.fixture(scope="module")
 def local():
     """For programs one after another: each leaves all tasks running."""
-    env = {"ZSTRAT_PATIENCE": PATIENCE}
+    env = {"ZSTRAT_LIVENESS": PATIENCE}
     with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def counting(local, monkeypatch):
-    monkeypatch.setenv("ZSTRAT_PATIENCE", PATIENCE)
+    monkeypatch.setenv("ZSTRAT_LIVENESS", PATIENCE)
     with zs.ParameterServerStrategy(local.resolver) as strategy:
         yield Counting(zs.ClusterCoordinator(strategy))
 

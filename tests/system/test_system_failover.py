@@ -19,7 +19,7 @@ from zstrat.testing import DaemonCluster, leak_check
 pytestmark = pytest.mark.processes
 
 SLOTS = 160
-SETTINGS = Settings(timeouts=Timeouts(patience=3.0, reconnect=0.5))
+SETTINGS = Settings(timeouts=Timeouts(liveness=3.0, reconnect=0.5))
 """Frozen servers are missed sooner than by default."""
 
 

@@ -46,7 +46,7 @@ def _counting(strategy):
 
 @pytest.fixture(scope="module")
 def cluster():
-    env = {"ZSTRAT_PATIENCE": PATIENCE}
+    env = {"ZSTRAT_LIVENESS": PATIENCE}
     with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
 
@@ -65,7 +65,7 @@ def nothing_is_left(request):
 
 @pytest.fixture
 def patient(monkeypatch):
-    monkeypatch.setenv("ZSTRAT_PATIENCE", PATIENCE)
+    monkeypatch.setenv("ZSTRAT_LIVENESS", PATIENCE)
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def program_on(local):
     told = json.dumps({"cluster": local.spec.as_dict()})
     program = Program(
         ["-c", textwrap.dedent(_PROGRAM)],
-        env={**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": PATIENCE},
+        env={**os.environ, "TF_CONFIG": told, "ZSTRAT_LIVENESS": PATIENCE},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

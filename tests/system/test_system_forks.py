@@ -40,7 +40,7 @@ def test_processes_that_a_dataset_function_forks():
             yield np.array([ended, stays])
 
     with (
-        zs.LocalCluster(1, 1, lane="tcp") as cluster,
+        zs.LocalCluster(1, 1, transport="tcp") as cluster,
         zs.ParameterServerStrategy(cluster) as strategy,
     ):
         coordinator = zs.ClusterCoordinator(strategy)
@@ -88,7 +88,7 @@ def test_a_function_of_the_script_that_a_pool_cannot_have_comes_with_advice():
             yield from map(np.float32, pool.map(_twice, [4.0, 9.0]))
 
     with (
-        zs.LocalCluster(1, 1, lane="tcp") as cluster,
+        zs.LocalCluster(1, 1, transport="tcp") as cluster,
         zs.ParameterServerStrategy(cluster) as strategy,
     ):
         coordinator = zs.ClusterCoordinator(strategy)

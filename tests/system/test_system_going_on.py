@@ -76,7 +76,7 @@ def test_planned_restarts_lose_nothing_and_double_nothing(local, caplog):
         assert mine.numpy() == 300
     assert not list(local.state.iterdir())
     assert "ps/task:1 at" in caplog.text
-    assert "is to be back within 60 s, with all it held" in caplog.text
+    assert "is to be back within 60 s, with its data" in caplog.text
 
 
 def test_a_server_that_is_killed_later_has_nothing(local):
@@ -167,7 +167,7 @@ def test_stores_are_found_where_they_have_moved(local):
         work.schedule(range(end - 10, end))
         check(work, end)
         assert np.allclose(work.w.numpy(), moved(end), atol=1e-5)
-        strategy.parameter_servers.level()  # the first is empty, up to then
+        strategy.parameter_servers.rebalance()  # the first is empty, up to then
         stores = work.coordinator.metrics()["stores"]
         assert sorted(each["process"] for each in stores) == sorted(
             2 * ["/job:ps/task:0", "/job:ps/task:1"]

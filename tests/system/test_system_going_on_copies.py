@@ -18,7 +18,7 @@ from zstrat.testing import leak_check
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
-SETTINGS = Settings(timeouts=Timeouts(patience=30.0, reconnect=0.5, turn=30.0))
+SETTINGS = Settings(timeouts=Timeouts(liveness=30.0, reconnect=0.5, turn=30.0))
 """Who loses the other copy within half a minute of the program cannot know what that
 has done: longer than this test."""
 OPTIONS = {"resume": "run", "replicas": 1, "settings": SETTINGS}
@@ -83,7 +83,7 @@ def test_a_program_that_is_killed_goes_on_with_both_copies(local):
     local.kill("ps:1")
     local.restart("ps:1")
     # That ps knows by now, so no program needs to wait long for it to notice.
-    quick = Settings(timeouts=Timeouts(patience=1.0, reconnect=0.5, turn=30.0))
+    quick = Settings(timeouts=Timeouts(liveness=1.0, reconnect=0.5, turn=30.0))
     options = {**OPTIONS, "settings": quick}
     with pytest.raises(PSUnavailableError, match=r"'run'.*on_ps_loss="):
         zs.ParameterServerStrategy(local.resolver, **options)

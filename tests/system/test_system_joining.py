@@ -35,7 +35,7 @@ def late_worker(server):
 
 
 def test_a_daemon_that_reports_itself_gets_closures():
-    with zs.LocalCluster(1, 1, lane="tcp") as cluster:
+    with zs.LocalCluster(1, 1, transport="tcp") as cluster:
         server = cluster.spec.task_address("ps", 0)
         first = cluster.spec.task_address("worker", 0)
         with zs.ParameterServerStrategy(cluster.resolver) as strategy:

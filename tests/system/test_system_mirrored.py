@@ -53,7 +53,7 @@ def by_hand(steps):
 
 
 DYING = """
-def dealt():
+def sharded_rows():
     dataset = zs.data.Dataset.range(12).shuffle(12, seed=1).batch(12)
     return strategy.experimental_distribute_dataset(dataset)
 
@@ -61,7 +61,7 @@ def rows(distributed):
     return [int(row) for element in distributed for row in np.ravel(element)]
 
 told, losses = [], {}
-distributed, first = dealt(), int(made.numpy())
+distributed, first = sharded_rows(), int(made.numpy())
 if first == 0:
     rows(distributed)
 seen_first = int(seen.numpy())
@@ -78,7 +78,7 @@ try:
     refused = str(rows(distributed))
 except ValueError as error:
     refused = str(error)
-drawn = rows(dealt())
+drawn = rows(sharded_rows())
 say(json.dumps([losses, w.numpy().tolist(), told, seen_first, refused, drawn]))
 strategy.close()
 """

@@ -100,7 +100,7 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
     caplog.set_level(logging.INFO, "zstrat.coordinator")
     with contextlib.ExitStack() as stack:
         stack.enter_context(leak_check())
-        cluster = stack.enter_context(zs.LocalCluster(3, 1, lane="tcp"))
+        cluster = stack.enter_context(zs.LocalCluster(3, 1, transport="tcp"))
         at = [cluster.spec.task_address("ps", index) for index in range(3)]
         worker = cluster.spec.task_address("worker", 0)
         spec = zs.ClusterSpec({"ps": at[:2], "worker": [worker]})
@@ -176,7 +176,7 @@ def test_a_server_that_is_added_again_serves_though_it_hears_the_goodbye_late(re
         assert servers.add(address, 0) == 0
         with pytest.raises(StaleSessionError):
             run(asked(address, goodbye))
-        servers.level()
+        servers.rebalance()
         training.train(20)
         training.check()
 

@@ -120,7 +120,7 @@ def test_workers_of_a_cluster_form_a_group(daemons, coordinator):
     resolver = daemons.resolver
 
     def total(context):
-        options = {"lane": "tcp", "rendezvous_timeout": 30}
+        options = {"transport": "tcp", "rendezvous_timeout": 30}
         with zs.collectives.Group(resolver, **options) as group:
             rank = context.input_pipeline_id
             found = group.all_reduce(np.full(100_000, rank + 1.0))

@@ -51,10 +51,10 @@ def write(path, cluster, **workers):
 def test_workers_change_under_a_program_that_counts_its_steps(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zstrat.coordinator")
     file = tmp_path / "cluster.toml"
-    settings = Settings(timeouts=Timeouts(resolve=0.1, patience=PATIENCE))
+    settings = Settings(timeouts=Timeouts(resolve=0.1, liveness=PATIENCE))
     with contextlib.ExitStack() as stack:
         stack.enter_context(leak_check())
-        cluster = stack.enter_context(zs.LocalCluster(1, 2, lane="tcp"))
+        cluster = stack.enter_context(zs.LocalCluster(1, 2, transport="tcp"))
         at = [cluster.spec.task_address("worker", index) for index in range(2)]
         write(file, cluster, **{"0": at[0]})
         strategy = stack.enter_context(

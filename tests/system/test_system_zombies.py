@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def cluster():
-    env = {"ZSTRAT_PATIENCE": "60"}
+    env = {"ZSTRAT_LIVENESS": "60"}
     with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
 
@@ -27,7 +27,7 @@ def local(cluster, monkeypatch):
     """With all its tasks: what an earlier test has killed is started again."""
     # A stopped worker is soon lost to the program, and to no parameter server: it goes
     # on where it was when it wakes up.
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "4")
+    monkeypatch.setenv("ZSTRAT_LIVENESS", "4")
     return all_running(cluster)
 
 

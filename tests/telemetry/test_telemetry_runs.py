@@ -91,9 +91,9 @@ def test_the_program_sees_what_its_tasks_do(trained):
     assert worker["compilations"] >= 1
     assert worker["memory"] > 2**20
     assert 0 < sum(worker["time"].values()) <= 1
-    for lane in worker["lanes"].values():
-        assert lane["in"] >= 0
-    assert worker["lanes"]["socket"]["out"] > 0
+    for transport in worker["transports"].values():
+        assert transport["in"] >= 0
+    assert worker["transports"]["socket"]["out"] > 0
     for name in ("ps:0", "ps:1"):
         server = metrics["tasks"][name]
         assert 0 < server["busy"] <= 1
@@ -106,8 +106,8 @@ def test_the_program_sees_what_its_tasks_do(trained):
 
 def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     # Before the observer asks: what a worker has sent only grows.
-    metrics = until(trained, lambda metrics: metrics["tasks"]["worker:0"]["lanes"])
-    lanes = metrics["tasks"]["worker:0"]["lanes"]["socket"]
+    metrics = until(trained, lambda metrics: metrics["tasks"]["worker:0"]["transports"])
+    transports = metrics["tasks"]["worker:0"]["transports"]["socket"]
     file = tmp_path / "cluster.toml"
     jobs = cluster.spec.as_dict().items()
     lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
@@ -119,7 +119,7 @@ def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     seen = json.loads(told.stdout)
     assert set(seen["tasks"]) == {"worker:0", "ps:0", "ps:1"}
     assert seen["tasks"]["worker:0"]["cached_programs"] == 1
-    assert seen["tasks"]["worker:0"]["lanes"]["socket"]["out"] >= lanes["out"]
+    assert seen["tasks"]["worker:0"]["transports"]["socket"]["out"] >= transports["out"]
     words = CliRunner().invoke(main, ["top", "--cluster", str(file), "--count", "1"])
     assert "task=worker:0 state=open steps/s=" in words.stdout
     assert "task=ps:1 state=open pulls/s=" in words.stdout

@@ -14,7 +14,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.testing import DaemonCluster, ThreadCluster, in_thread
 
 ROOT = Path(__file__).resolve().parents[2]
-SWIFT = Settings(timeouts=Timeouts(beat=0.2, patience=2.0, reconnect=0.3))
+SWIFT = Settings(timeouts=Timeouts(beat=0.2, liveness=2.0, reconnect=0.3))
 
 pytestmark = pytest.mark.processes
 

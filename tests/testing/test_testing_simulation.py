@@ -20,6 +20,7 @@ from simulation import (
     scenario_of,
 )
 from simulation.__main__ import main, seeds_in
+from tiers import combined
 
 from zstrat.ps import CHANGES
 
@@ -219,7 +220,7 @@ def test_a_server_is_killed_behind_each_kind_of_change_of_a_store():
     """In the seeds above, but for messages of a program that goes on. One that no
     simulated program brings about fails there: it has to learn how."""
     struck = {kind for seed in range(100) for kind in scenario_of(seed).strikes}
-    kinds = ("BeginAnew", "CopyKept")
+    kinds = ("ChangeProgram", "CopyKept")
     assert struck | set(kinds) == {kind.__name__ for kind in CHANGES}
     killed = Fault(4.0, "kill", "chief0", "ps0", 0.5)
     changes = {"workers": 2, "steps": 60, "delay": 5e-4, "work": 2e-3, "resumes": True}
@@ -237,8 +238,7 @@ def test_any_one_server_may_be_lost_where_each_has_a_second_copy(kind):
     assert verdict.steps >= 17
 
 
-@pytest.mark.parametrize("server", ["ps0", "ps2"])
-@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize(("turn", "server"), combined(range(6), ["ps0", "ps2"]))
 def test_one_server_may_be_lost_while_the_next_program_takes_over(turn, server):
     """At another moment of that in each run, which lasts for a third of a second."""
     killed = Fault(3.0, "kill", "chief0", "ps0", 3.0)

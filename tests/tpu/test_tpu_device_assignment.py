@@ -1,4 +1,4 @@
-"""Device assignments: TensorFlow's rules, and that cores are dealt out once."""
+"""Device assignments: TensorFlow's rules, and that cores are distributed once."""
 
 import itertools
 import math

@@ -30,13 +30,13 @@ def pytest_asyncio_loop_factories(config, item):
 @pytest.fixture
 def swift():
     """For tests that wait for a loss by silence; too impatient for the others."""
-    return Settings(timeouts=Timeouts(beat=0.1, patience=0.6))
+    return Settings(timeouts=Timeouts(beat=0.1, liveness=0.6))
 
 
 @pytest.fixture
 def brittle():
     """For tests that wait for the loss of what broke: nobody is lost by silence."""
-    return Settings(timeouts=Timeouts(beat=0.1, patience=60.0, reconnect=0.5))
+    return Settings(timeouts=Timeouts(beat=0.1, liveness=60.0, reconnect=0.5))
 
 
 class Service:

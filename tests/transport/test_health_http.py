@@ -50,7 +50,7 @@ class Thing:
 
 @pytest.fixture
 def port():
-    with zs.serve_http("127.0.0.1:0", patience=20) as server:
+    with zs.serve_http("127.0.0.1:0", liveness_timeout=20) as server:
         yield server.address
 
 
@@ -116,7 +116,7 @@ def test_a_loop_that_hangs_is_said_by_a_thread_that_does_not():
     release = threading.Event()
     thing = Thing()
     with (
-        zs.serve_http("127.0.0.1:0", patience=0.3) as server,
+        zs.serve_http("127.0.0.1:0", liveness_timeout=0.3) as server,
         living(thing, "ps:0") as portal,
     ):
         portal.call_soon(release.wait)
@@ -149,7 +149,7 @@ def test_loops_that_hang_are_waited_for_together():
     with (
         living(first, "ps:0"),
         living(second, "ps:1"),
-        zs.serve_http("127.0.0.1:0", patience=30) as server,
+        zs.serve_http("127.0.0.1:0", liveness_timeout=30) as server,
     ):
         status, text = get(server.address, "/metrics")
     assert status == 200
@@ -188,7 +188,7 @@ def test_off_loopback_a_loop_that_hangs_is_said():
     go_on = threading.Event()
     with (
         living(Thing("/job:ps/task:0 at node7 is gone"), "ps:0") as portal,
-        zs.serve_http("0.0.0.0:0", patience=0.2) as server,
+        zs.serve_http("0.0.0.0:0", liveness_timeout=0.2) as server,
     ):
         portal.call_soon(go_on.wait, 60)
         at = "127.0.0.1:" + server.address.rpartition(":")[2]
@@ -313,10 +313,10 @@ async def test_a_request_that_never_ends_does():
 
 
 def test_settings_that_name_no_address_serve_nothing():
-    from zstrat.transport.health import serve_as_told
+    from zstrat.transport.health import serve_from_settings
 
     before = threading.active_count()
-    serve_as_told(Settings())
+    serve_from_settings(Settings())
     assert threading.active_count() == before
 
 

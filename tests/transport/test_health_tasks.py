@@ -30,14 +30,14 @@ STAND_STILL = {
 """Numbers that say who or when, and not how many."""
 
 OBSERVED = {
-    *("phases", "staleness", "time", "stalls", "lanes", "now", "program", "tasks"),
+    *("phases", "staleness", "time", "stalls", "transports", "now", "program", "tasks"),
     *("examples_per_s", "slowest", "scalars", "logs"),
 }
 """What zstrat.telemetry makes, of a task and of the run."""
 
 TWICE = {("service", "uptime")}
 
-TOLD_OTHERWISE = ("phases", "staleness", "tasks", "lanes", "time")
+TOLD_OTHERWISE = ("phases", "staleness", "tasks", "transports", "time")
 """As histograms, or with labels: of tasks alone, and not again of their program."""
 
 
@@ -71,7 +71,7 @@ def test_a_cluster_that_trains_and_its_program():
 
     spec = {job: [f"127.0.0.1:{free_port()}"] for job in ("ps", "worker")}
     with zs.Server(spec, "ps", 0), zs.Server(spec, "worker", 0):
-        with zs.serve_http("127.0.0.1:0", patience=60) as server:
+        with zs.serve_http("127.0.0.1:0", liveness_timeout=60) as server:
             port = int(server.address.rpartition(":")[2])
             resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(spec))
             strategy = zs.ParameterServerStrategy(resolver)
@@ -108,7 +108,7 @@ def test_a_cluster_that_trains_and_its_program():
         if sample.name == "zstrat_phase_seconds_count"
     }
     assert (phases["compute"], phases["apply"]) == (5, 5)
-    assert ("zstrat_lane_bytes_total", "ps:0", None) in found
+    assert ("zstrat_transport_bytes_total", "ps:0", None) in found
     assert found["zstrat_scheduled_closures_total", "chief:0", None].value == 5
     name = "zstrat_coordinator_worker_completed_total"
     assert found[name, "chief:0", "worker:0"].value == 5
@@ -165,7 +165,7 @@ def test_a_member_of_groups_is_told_of_too(monkeypatch):
     task = {"type": "worker", "index": 0}
     config = {"cluster": {"worker": [address]}, "task": task}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    with zs.serve_http("127.0.0.1:0", patience=60) as server:
+    with zs.serve_http("127.0.0.1:0", liveness_timeout=60) as server:
         port = int(server.address.rpartition(":")[2])
         group = zs.collectives.Group()
         assert get(port, "/readyz") == (200, "worker:0: ok\n")

@@ -139,7 +139,7 @@ def test_a_run_whose_loop_hangs_is_not_asked_from_elsewhere():
     hangs = threading.Event()
     with (
         running({}, anywhere=True) as session,
-        serve_http(0, patience=0.05) as server,
+        serve_http(0, liveness_timeout=0.05) as server,
     ):
         session.loop.call_soon_threadsafe(hangs.wait)
         server.open_page(None)

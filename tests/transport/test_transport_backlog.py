@@ -90,7 +90,7 @@ def test_who_beats_and_reads_nothing_for_long_is_given_up(pair):
         orders += pair.server.tick(now)
     (closed,) = orders
     assert "reads nothing" in closed.reason
-    assert 10.0 < now < 13.0  # twice the patience
+    assert 10.0 < now < 13.0  # twice the timeout
 
 
 def test_who_reads_slowly_is_not_given_up(pair):

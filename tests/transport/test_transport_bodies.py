@@ -70,7 +70,7 @@ def test_an_acceptor_gives_no_credit_while_many_bodies_wait_for_their_outcome(pa
     assert answers[-1].token == 5
 
 
-class SlowLane:
+class SlowChannel:
     """Shared memory into which a body is copied step by step."""
 
     unread = ()
@@ -83,7 +83,7 @@ class SlowLane:
 
 
 def test_a_body_leaves_when_all_of_it_was_copied():
-    client = Pair(lane=SlowLane()).client
+    client = Pair(channel=SlowChannel()).client
     large = np.zeros(64 * 2**20, np.uint8), np.zeros(1, np.uint8)
     push = Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large)
     for message in (push, CancelSteps(5), push):

@@ -13,11 +13,11 @@ from zstrat.transport import Endpoint, hello, new_incarnation
 from zstrat.wire import Inspect
 
 
-@pytest.mark.parametrize("lane", ["tcp", "shm"])
-async def test_nothing_is_left_after_close(net, lane):
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_nothing_is_left_after_close(net, transport):
     async def round_trip():
-        endpoint, address, _ = await net.serve(settings=Settings(lane=lane))
-        link, _ = await net.open(address, settings=Settings(lane=lane))
+        endpoint, address, _ = await net.serve(settings=Settings(transport=transport))
+        link, _ = await net.open(address, settings=Settings(transport=transport))
         await link.request(push(np.zeros(2_000_000, np.uint8)))
         waiting = link.submit(Inspect())
         await link.close()

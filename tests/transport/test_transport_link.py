@@ -64,7 +64,7 @@ async def test_an_endpoint_offers_large_requests_of_those_who_greeted(net):
         asked.append((remote.name, message.session, specs[0].shape))
         return Last(seen) if len(asked) != 3 else None
 
-    tcp = Settings(lane="tcp")
+    tcp = Settings(transport="tcp")
     _, address, service = await net.serve(absorb=absorb, settings=tcp)
     link, _ = await net.open(address, settings=tcp)
     large = push(np.arange(3 * 2**20 // 4, dtype="<i4"))
@@ -107,10 +107,10 @@ async def test_handlers_may_answer_later(net):
         await link.request(DeleteVariables(1, []))
 
 
-@pytest.mark.parametrize("lane", ["tcp", "shm"])
-async def test_odd_bodies_both_ways_among_small_requests(net, lane):
-    _, address, _ = await net.serve(settings=Settings(lane=lane))
-    link, _ = await net.open(address, settings=Settings(lane=lane))
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_odd_bodies_both_ways_among_small_requests(net, transport):
+    _, address, _ = await net.serve(settings=Settings(transport=transport))
+    link, _ = await net.open(address, settings=Settings(transport=transport))
     random = np.random.default_rng(1)
     sizes = [0, 1, 63, 65_536, 1_048_576, 1_048_577, 3_000_001, 7_654_321]
     batches = [
@@ -133,10 +133,10 @@ async def test_odd_bodies_both_ways_among_small_requests(net, lane):
         assert array.ctypes.data % 64 == 0
 
 
-@pytest.mark.parametrize("lane", ["tcp", "shm"])
-async def test_large_and_small_arrive_in_the_order_of_sending(net, lane):
-    _, address, service = await net.serve(settings=Settings(lane=lane))
-    link, _ = await net.open(address, settings=Settings(lane=lane))
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_large_and_small_arrive_in_the_order_of_sending(net, transport):
+    _, address, service = await net.serve(settings=Settings(transport=transport))
+    link, _ = await net.open(address, settings=Settings(transport=transport))
     for session in range(40):
         if session % 4 == 0:
             link.notify(push(np.full(2_500_000, session, np.uint8)))
@@ -150,11 +150,11 @@ async def test_large_and_small_arrive_in_the_order_of_sending(net, lane):
     assert len(order) == 50
 
 
-@pytest.mark.parametrize("lane", ["tcp", "shm"])
-async def test_replies_do_not_wait_for_a_large_push(net, lane):
-    _, address, service = await net.serve(settings=Settings(lane=lane))
-    link, _ = await net.open(address, settings=Settings(lane=lane))
-    other, _ = await net.open(address, index=2, settings=Settings(lane=lane))
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_replies_do_not_wait_for_a_large_push(net, transport):
+    _, address, service = await net.serve(settings=Settings(transport=transport))
+    link, _ = await net.open(address, settings=Settings(transport=transport))
+    other, _ = await net.open(address, index=2, settings=Settings(transport=transport))
     slow = link.submit(push(np.zeros(64 * 2**20, np.uint8)))
     await asyncio.gather(slow, *[other.submit(Inspect()) for _ in range(5)])
     order = [type(message) for _, message in service.seen]
@@ -162,8 +162,8 @@ async def test_replies_do_not_wait_for_a_large_push(net, lane):
 
 
 async def test_a_body_too_large_to_copy_at_once_lies_in_shared_memory(net):
-    _, address, service = await net.serve(settings=Settings(lane="shm"))
-    link, _ = await net.open(address, settings=Settings(lane="shm"))
+    _, address, service = await net.serve(settings=Settings(transport="shm"))
+    link, _ = await net.open(address, settings=Settings(transport="shm"))
     await link.request(push(np.zeros(100_000, np.uint8)))  # from then on it is shared
     before = POOL.statistics()["leases"]
     large = np.tile(np.arange(250, dtype=np.uint8), 300_000)
@@ -175,8 +175,8 @@ async def test_a_body_too_large_to_copy_at_once_lies_in_shared_memory(net):
 
 
 async def test_memory_of_a_large_body_is_used_again_as_soon_as_it_was_read(net):
-    _, address, _ = await net.serve(settings=Settings(lane="shm"))
-    link, _ = await net.open(address, settings=Settings(lane="shm"))
+    _, address, _ = await net.serve(settings=Settings(transport="shm"))
+    link, _ = await net.open(address, settings=Settings(transport="shm"))
     await link.request(pull(100_000))  # from then on it is shared
     places = set()
     for _ in range(3):
@@ -215,10 +215,10 @@ async def test_too_many_open_requests_are_refused(net):
     never.cancel()
 
 
-@pytest.mark.parametrize("lane", ["tcp"])
-async def test_an_array_is_held_until_its_last_byte_has_left(net, lane):
-    _, address, _ = await net.serve(settings=Settings(lane=lane))
-    link, _ = await net.open(address, settings=Settings(lane=lane))
+@pytest.mark.parametrize("transport", ["tcp"])
+async def test_an_array_is_held_until_its_last_byte_has_left(net, transport):
+    _, address, _ = await net.serve(settings=Settings(transport=transport))
+    link, _ = await net.open(address, settings=Settings(transport=transport))
     array = np.zeros((10_000, 3000), np.uint8)[:, :]
     loop, gone = asyncio.get_running_loop(), asyncio.Event()
     # pyzmq lets go on a thread of its own.

@@ -132,7 +132,7 @@ def test_a_process_of_this_machine_that_runs_has_longer(neighbour):
     server, carrier = neighbour
     carrier.holder = 43
     assert tick_until(server, 0.0, 30.0) == []
-    assert carrier.asked == 5, "once in the patience of five seconds"
+    assert carrier.asked == 5, "once in the timeout of five seconds"
     (closed,) = tick_until(server, 30.0, 40.0)
     assert closed.reason == "it was silent for 30.5 s"
 
@@ -235,7 +235,7 @@ class Busy(ZeroMQSockets):
 
 async def test_what_has_arrived_is_read_before_a_task_is_judged(net):
     _, address, _ = await net.serve()
-    settings = Settings(timeouts=Timeouts(beat=0.1, patience=1.0))
+    settings = Settings(timeouts=Timeouts(beat=0.1, liveness=1.0))
     me = own_hello("worker", 1, new_incarnation())
     link = Link(address, me, name="ps", settings=settings, sockets=Busy())
     link.start()
@@ -273,7 +273,7 @@ def hanging():
 
 
 async def test_a_neighbour_that_is_silent_for_three_times_as_long_is_not_lost(hanging):
-    settings = Settings(timeouts=Timeouts(beat=0.1, patience=1.0))
+    settings = Settings(timeouts=Timeouts(beat=0.1, liveness=1.0))
     me = own_hello("worker", 1, new_incarnation())
     link = Link(hanging, me, name="ps", settings=settings)
     link.start()

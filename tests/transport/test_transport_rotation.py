@@ -15,7 +15,7 @@ from zstrat.transport import Security, generate_keys, rotate_keys
 from zstrat.wire import Inspect, Job, Statistics
 
 PS = ("ps", 0)
-QUICK = Settings(timeouts=Timeouts(beat=0.05, patience=60.0, reconnect=60.0))
+QUICK = Settings(timeouts=Timeouts(beat=0.05, liveness=60.0, reconnect=60.0))
 SERVED = Statistics({"role": "worker"})
 
 

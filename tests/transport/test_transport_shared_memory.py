@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.transport import Arena, Mapping, hello
-from zstrat.transport._shared_memory import Blocks, Quota, SharedLane
+from zstrat.transport._shared_memory import Blocks, Quota, ShmChannel
 
 PAGE = 4096
 
@@ -87,7 +87,7 @@ def test_a_body_outside_of_the_arena_is_refused(arena, offset, nbytes):
 
 def test_another_host_gets_no_offer():
     me = hello("ps", 0, 1)
-    assert SharedLane(me).offer(dataclasses.replace(me, host="elsewhere")) is None
+    assert ShmChannel(me).offer(dataclasses.replace(me, host="elsewhere")) is None
 
 
 def test_all_arenas_together_keep_to_the_quota():
@@ -107,13 +107,13 @@ def test_all_arenas_together_keep_to_the_quota():
 
 def test_nothing_is_placed_for_who_only_claims_to_have_mapped_the_memory():
     me = hello("ps", 0, 1)
-    lane = SharedLane(me)
-    offer = lane.offer(dataclasses.replace(me, index=1))
+    channel = ShmChannel(me)
+    offer = channel.offer(dataclasses.replace(me, index=1))
     body = [np.zeros(100_000, np.uint8)]
-    assert not lane.agreed(offer.word)  # all that was said of it
-    assert lane.place(body, 100_000) is None
-    other = SharedLane(me)
+    assert not channel.agreed(offer.word)  # all that was said of it
+    assert channel.place(body, 100_000) is None
+    other = ShmChannel(me)
     offer = other.offer(me)
-    assert other.agreed(SharedLane(me).accept(offer, me))
+    assert other.agreed(ShmChannel(me).accept(offer, me))
     assert other.place(body, 100_000) is not None
     other.close()

@@ -54,7 +54,7 @@ def test_a_line_that_falls_silent_in_the_middle_of_a_chunk_is_lost(slow):
 
 
 def test_a_client_that_takes_bytes_and_reads_nothing_is_deaf_when_all_are_there():
-    times = dataclasses.replace(TIMES, patience=200.0)  # it beats all the time
+    times = dataclasses.replace(TIMES, liveness=200.0)  # it beats all the time
     slow = SlowPair(4 * SLOW, LIMITS, times)
     slow.client.request(Push(1, -1, 0, 0, [], ()), "a", 1e9)
     _, (asked,) = slow.pass_time(1)

@@ -8,7 +8,7 @@ from zstrat.config import Limits, Timeouts
 from zstrat.wire import PROTOCOL, Hello, decode_header
 from zstrat.wire.connection import Carried, Opened, Peer, mismatch
 
-TIMES = Timeouts(beat=1.0, patience=5.0, reconnect=2.0, handshake=4.0)
+TIMES = Timeouts(beat=1.0, liveness=5.0, reconnect=2.0, handshake=4.0)
 
 
 SMALL = Limits(chunk=1000, window=4, requests=8, streams=2)
@@ -19,7 +19,7 @@ def hello(job="worker", index=0, incarnation=7, **changes):
     return dataclasses.replace(given, **changes)
 
 
-def new_peer(me, initiator, limits=SMALL, expect=None, lane=None, **more):
+def new_peer(me, initiator, limits=SMALL, expect=None, channel=None, **more):
     return Peer(
         "/job:ps/task:0",
         me,
@@ -27,7 +27,7 @@ def new_peer(me, initiator, limits=SMALL, expect=None, lane=None, **more):
         mismatch=lambda other: mismatch(me, other, expect),
         limits=limits,
         now=0.0,
-        lane=lane,
+        channel=channel,
         **{"timeouts": TIMES, **more},
     )
 
@@ -49,8 +49,8 @@ def flow_some(source, target, now=0.0):
 class Pair:
     """A worker's link to a ps, greeted."""
 
-    def __init__(self, limits=SMALL, lane=None):
-        self.client = new_peer(hello("worker", 1), True, limits, lane=lane)
+    def __init__(self, limits=SMALL, channel=None):
+        self.client = new_peer(hello("worker", 1), True, limits, channel=channel)
         self.server = new_peer(hello("ps", 0), False, limits)
         (greeted,) = flow(self.client, self.server)
         self.server.accept(greeted.hello, 0.0)

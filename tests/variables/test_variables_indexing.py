@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
-from zstrat.variables import Detached
+from zstrat.variables import UnboundStorage
 
 
-class Counting(Detached):
-    """A home of several variables that counts what it is asked for."""
+class Counting(UnboundStorage):
+    """A storage of several variables that counts what it is asked for."""
 
     def __init__(self):
         self.values = {}
@@ -36,13 +36,13 @@ class Counting(Detached):
 
 
 def sharded(value, cuts):
-    """The rows of ``value`` cut there, in one home."""
-    home, parts = Counting(), []
+    """The rows of ``value`` cut there, in one storage."""
+    storage, parts = Counting(), []
     for key, rows in enumerate(np.split(value, cuts)):
         spec = zv.VariableSpec(key, f"part_{key}", rows.shape, rows.dtype.name, 0)
-        home.values[key] = rows
-        parts.append(zv.handle(spec, home))
-    return zv.ShardedVariable(parts), home
+        storage.values[key] = rows
+        parts.append(zv.handle(spec, storage))
+    return zv.ShardedVariable(parts), storage
 
 
 def bounds(size):
@@ -95,11 +95,11 @@ def test_indexing_is_that_of_numpy(case):
         expected = value[index]
     except IndexError:
         return  # an ellipsis beside a mask may make too many axes
-    variable, home = sharded(value, cuts)
+    variable, storage = sharded(value, cuts)
     found = variable[index]
     assert np.shape(found) == expected.shape
     np.testing.assert_array_equal(found, expected)
-    assert home.requests <= 1
+    assert storage.requests <= 1
 
 
 @given(cases())
@@ -110,11 +110,11 @@ def test_indexing_in_a_step_is_that_of_numpy(case):
     parts = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, np.ndarray) for part in parts) and len(parts) > 1:
         return  # jax and numpy order the axes of such mixtures by rules of their own
-    variable, home = sharded(value, cuts)
+    variable, storage = sharded(value, cuts)
 
     class Step:
         def read(self, variable):
-            return jnp.asarray(home.values[variable.spec.key])
+            return jnp.asarray(storage.values[variable.spec.key])
 
     token = zv.recorder.set(Step())
     try:
@@ -148,20 +148,20 @@ VALUE = np.arange(40, dtype=np.float32).reshape(20, 2)
     ],
 )
 def test_only_the_rows_that_are_needed_are_fetched(index, rows):
-    variable, home = sharded(VALUE, [5, 10, 15])
+    variable, storage = sharded(VALUE, [5, 10, 15])
     np.testing.assert_array_equal(variable[index], VALUE[index])
-    assert home.rows == rows
-    assert home.requests == (1 if rows else 0)
+    assert storage.rows == rows
+    assert storage.requests == (1 if rows else 0)
 
 
 def test_a_step_reads_only_the_components_that_are_needed():
-    variable, home = sharded(VALUE, [5, 10, 15])
+    variable, storage = sharded(VALUE, [5, 10, 15])
     read = []
 
     class Step:
         def read(self, variable):
             read.append(variable.name)
-            return jnp.asarray(home.values[variable.spec.key])
+            return jnp.asarray(storage.values[variable.spec.key])
 
     token = zv.recorder.set(Step())
     try:
@@ -197,10 +197,10 @@ def test_a_step_reads_only_the_components_that_are_needed():
     ],
 )
 def test_what_is_no_index(index, error, words):
-    variable, home = sharded(VALUE, [5, 10, 15])
+    variable, storage = sharded(VALUE, [5, 10, 15])
     with pytest.raises(error, match=words):
         variable[index]
-    assert not home.requests
+    assert not storage.requests
 
 
 def test_items_are_not_assigned():

@@ -12,7 +12,7 @@ import zstrat.variables as zv
 from zstrat.wire import UpdateOp
 
 
-class Notes:
+class Notes(zv.TraceRecorder):
     """A recorder that hands out constants and notes what it is told."""
 
     def __init__(self):
@@ -55,7 +55,7 @@ def used(_):
     """Nothing: a step may not return a variable to jax."""
 
 
-def test_reads_and_updates_go_to_the_recorder_and_not_home():
+def test_reads_and_updates_go_to_the_recorder_and_not_to_storage():
     x = zv.Variable([1.0, 2.0], name="x")
     with step() as notes:
         np.testing.assert_array_equal(x + 1, [8, 8])

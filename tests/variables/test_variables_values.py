@@ -24,7 +24,7 @@ def test_python_values_get_tf_dtypes_and_arrays_keep_theirs():
     assert dtypes == {"float32"}
     assert zv.Variable(3).dtype == zv.Variable([1, 2]).dtype == np.int32
     assert zv.Variable(True).dtype == np.bool_
-    with pytest.warns(zv.NarrowingWarning):
+    with pytest.warns(zv.DowncastWarning):
         wide = [zv.Variable(np.zeros(2, order)).dtype for order in ("<f8", ">f8")]
     assert wide == [np.float64, np.dtype("<f8")]
     assert zv.Variable(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
@@ -351,7 +351,7 @@ def test_names_devices_and_flags():
     assert spec.device == "/job:ps/replica:0/task:2/device:CPU:0"
 
 
-def test_a_pickled_handle_is_detached():
+def test_a_pickled_handle_is_unbound():
     variable = zv.Variable([1.0, 2.0], name="w")
     handle = pickle.loads(pickle.dumps(variable))
     assert handle.spec == variable.spec

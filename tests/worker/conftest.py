@@ -15,7 +15,7 @@ from zstrat.program import Resource, dump, rebuild
 from zstrat.program import load as load_pickled
 from zstrat.ps import PsService
 from zstrat.testing import FakeLink, FakeRemote
-from zstrat.variables import VariableSpec, detached
+from zstrat.variables import VariableSpec, unbound
 from zstrat.wire import (
     Batch,
     BuildResource,
@@ -148,7 +148,7 @@ class World:
         message = CreateVariables(self.session, [entry], (value,))
         self.services[ps].handle(self.remote, message)
         spec = VariableSpec(key, f"v{key}", value.shape, value.dtype.name, ps)
-        return detached(spec)
+        return unbound(spec)
 
     def value(self, variable):
         pull = Pull(self.session, [Read(variable.spec.key, -1)])

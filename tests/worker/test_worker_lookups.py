@@ -367,13 +367,15 @@ async def test_steps_that_add_see_every_row_that_was_written_before(ahead):
 
 
 async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
-    homes = []
+    storages = []
 
-    def run_eager(fn, args, kwargs, home, draw):
-        homes.append(home)
-        found = home.read_rows([(there, np.array([2])), (here, np.array([0, 5]))])
+    def run_eager(fn, args, kwargs, storage, draw):
+        storages.append(storage)
+        found = storage.read_rows([(there, np.array([2])), (here, np.array([0, 5]))])
         one = np.array([1]), np.ones((1, 2), np.float32)
-        home.update_many([(v, UpdateOp.SCATTER_ADD, one, None) for v in (here, there)])
+        storage.update_many(
+            [(v, UpdateOp.SCATTER_ADD, one, None) for v in (here, there)]
+        )
         layout = ResultLayout(("float32", "float32"), ((), ()), ["[", 0, 1])
         return StepResult([found[0][0, 0], found[1][1, 0]], layout, [])
 
@@ -386,11 +388,11 @@ async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
     kinds = [type(message) for message in world.log]
     assert kinds == [PullRows, PullRows, PushPart, PushPart]
     for call in (
-        lambda home: home.read_rows_async([(here, None)]),
-        lambda home: home.update_many_async([(here, None, (), None)]),
+        lambda storage: storage.read_rows_async([(here, None)]),
+        lambda storage: storage.update_many_async([(here, None, (), None)]),
     ):
         with pytest.raises(RuntimeError, match="use the blocking forms"):
-            await call(homes[0])
+            await call(storages[0])
 
 
 async def test_a_traced_step_of_two_levels(make_world):

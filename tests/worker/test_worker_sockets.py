@@ -17,7 +17,7 @@ from zstrat.errors import PeerLostError, PSUnavailableError, StaleSessionError
 from zstrat.program import Resource, digest, dump, function, load, rebuild
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
-from zstrat.variables import VariableSpec, detached
+from zstrat.variables import VariableSpec, unbound
 from zstrat.wire import (
     Batch,
     BuildResource,
@@ -38,7 +38,7 @@ from zstrat.wire import (
 from zstrat.worker import WorkerService
 
 SETTINGS = Settings(
-    timeouts=Timeouts(beat=0.1, patience=2.0, reconnect=0.2, connect=10.0, drain=5.0)
+    timeouts=Timeouts(beat=0.1, liveness=2.0, reconnect=0.2, connect=10.0, drain=5.0)
 )
 
 
@@ -106,7 +106,7 @@ class Chief:
         key = next(self.numbers)
         entry = VariableEntry(key, f"v{key}", True, False)
         await self.ps.request(CreateVariables(self.session, [entry], (value,)))
-        return detached(VariableSpec(key, f"v{key}", value.shape, value.dtype.name, 0))
+        return unbound(VariableSpec(key, f"v{key}", value.shape, value.dtype.name, 0))
 
     async def value(self, variable):
         reads = [Read(variable.spec.key, -1)]

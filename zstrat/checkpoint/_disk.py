@@ -81,7 +81,7 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
         scheme, _, rest = text.partition(":")
         if scheme != "file" or re.match("//[^/]", rest):
             raise ValueError(
-                f"{text!r:.300}: expected a path, got an address: checkpoints lie in "
+                f"{text!r:.300}: expected a path, got an address: checkpoints are in "
                 "folders of the machine; mount that one, and give its path here"
             )
         text = f"/{rest.lstrip('/')}"  # as by TF

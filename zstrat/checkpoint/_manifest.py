@@ -1,7 +1,7 @@
 """What a checkpoint holds: one logical tensor a variable, and the files of its pieces.
 
 A checkpoint is a folder with part files and `manifest.json`. The manifest is written
-last, and by rename: a folder without one is no checkpoint, whatever lies in it, and
+last, and by rename: a folder without one is no checkpoint, whatever is in it, and
 files that it does not name are nobody's. It carries a digest of itself, so that a
 manifest which was damaged is not taken for another one.
 

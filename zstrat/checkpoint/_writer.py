@@ -13,7 +13,7 @@ disk decides how fast it is.
 
 Such transfers take whole blocks, from memory and to places that are multiples of one.
 Law of `AppendedFile`: as long as it is direct, it has a whole number of blocks, and
-what comes behind them waits in the *stage*. Data that lies well goes to the disk from
+what comes behind them waits in the *stage*. Aligned data goes to the disk from
 where it is; all other data through the stage. What cannot be direct is not: a small
 file, the end of one, a file system that refuses.
 """

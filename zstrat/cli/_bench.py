@@ -33,7 +33,7 @@ _INTERRUPTED: Final = 130
 """The exit code of a program that Ctrl-C ended, as in a shell."""
 
 _APPLIES: Final = {
-    True: "groups on one host without shared memory (ZSTRAT_LANE, containers); to "
+    True: "groups on one host without shared memory (ZSTRAT_TRANSPORT, containers); to "
     "measure between hosts run this command on each of them, with its TF_CONFIG",
     False: "traffic between hosts",
 }
@@ -59,7 +59,7 @@ def bench() -> None:
     help="sizes of the arrays in bytes",
 )
 @click.option(
-    "--lane",
+    "--transport",
     type=click.Choice(["ipc", "tcp"]),
     default="tcp",
     show_default=True,
@@ -78,7 +78,11 @@ def bench() -> None:
     help="write the fastest algorithms to a file for ZSTRAT_CHOICES",
 )
 def collectives(
-    ranks: int | None, sizes: str, lane: str, cluster: str | None, file: Path | None
+    ranks: int | None,
+    sizes: str,
+    transport: str,
+    cluster: str | None,
+    file: Path | None,
 ) -> None:
     """Compare the algorithms of collective operations.
 
@@ -89,10 +93,10 @@ def collectives(
     with failures():
         resolver = _resolver(cluster)
         if resolver is None:
-            plan = Calibration(ranks or _PROCESSES, _sizes(sizes), lane)
+            plan = Calibration(ranks or _PROCESSES, _sizes(sizes), transport)
             code = _on_this_machine(plan, file)
         else:
-            code = _among_tasks(resolver, ranks, _sizes(sizes), lane, file)
+            code = _among_tasks(resolver, ranks, _sizes(sizes), transport, file)
     sys.exit(code)
 
 
@@ -125,7 +129,7 @@ def _among_tasks(
     resolver: ClusterResolver,
     ranks: int | None,
     sizes: tuple[int, ...],
-    lane: str,
+    transport: str,
     file: Path | None,
 ) -> int:
     """Measures as one task of a cluster; the first task prints the results."""
@@ -134,9 +138,11 @@ def _among_tasks(
     try:
         with (
             as_interrupts(),
-            Group(resolver, name="calibration", lane=lane, settings=chosen) as whole,
+            Group(
+                resolver, name="calibration", transport=transport, settings=chosen
+            ) as whole,
         ):
-            plan = Calibration(ranks or whole.size, sizes, lane)
+            plan = Calibration(ranks or whole.size, sizes, transport)
             if whole.rank == 0 and file is not None:
                 _check_writable(file)
             measurements = calibrate_tasks(whole, plan, resolver, chosen, _print_group)

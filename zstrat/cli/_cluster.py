@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from zstrat.config import LANES
+from zstrat.config import TRANSPORTS
 from zstrat.errors import ZstratError
 from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
@@ -38,7 +38,7 @@ _COUNT: Final = click.IntRange(1)
 
 OPEN_PORTS: Final = (
     "warning: without keys every user of this machine can reach these ports and run "
-    "code as you; use --lane ipc or set ZSTRAT_KEYS to prevent that"
+    "code as you; use --transport ipc or set ZSTRAT_KEYS to prevent that"
 )
 
 
@@ -48,8 +48,8 @@ OPEN_PORTS: Final = (
 )
 @click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
 @click.option(
-    "--lane",
-    type=click.Choice(LANES),
+    "--transport",
+    type=click.Choice(TRANSPORTS),
     default="tcp",
     show_default=True,
     help="transport of messages between tasks",
@@ -59,7 +59,11 @@ OPEN_PORTS: Final = (
     "--dir", "directory", type=folder, help="folder to keep logs and the cluster file"
 )
 def cluster(
-    ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None
+    ps: int,
+    workers: int,
+    transport: str,
+    worker_devices: int | None,
+    directory: Path | None,
 ) -> None:
     """Run a local cluster in the foreground; Ctrl-C stops it."""
     chosen = settings(None)
@@ -69,7 +73,7 @@ def cluster(
             LocalCluster(
                 ps,
                 workers,
-                lane=lane,
+                transport=transport,
                 worker_devices=worker_devices,
                 directory=directory,
                 settings=chosen,
@@ -157,7 +161,7 @@ _NOTICE: Final = 2.0
     help="number of copies",
 )
 @click.option(
-    "--lane",
+    "--transport",
     type=click.Choice(["ipc", "tcp"]),
     default="ipc",
     show_default=True,
@@ -173,7 +177,7 @@ _NOTICE: Final = 2.0
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    workers: int, lane: str, restarts: int, script: str, arguments: tuple[str, ...]
+    workers: int, transport: str, restarts: int, script: str, arguments: tuple[str, ...]
 ) -> None:
     """Run several copies of SCRIPT on this machine as the workers of one cluster.
 
@@ -186,6 +190,6 @@ def run(
         times = settings(None).timeouts
         # A survivor learns of a broken connection after ``reconnect``.
         notice = times.reconnect + _NOTICE
-        copies = Copies(command, workers, lane, restarts, times.drain, notice)
+        copies = Copies(command, workers, transport, restarts, times.drain, notice)
         code = run_loop(interruptible(run_copies(copies, click.echo)))
     sys.exit(code)

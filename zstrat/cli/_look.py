@@ -211,7 +211,7 @@ async def _serve(
     spec: ClusterSpec, settings: Settings, timeout: float, http: str
 ) -> int:
     async with Observer(spec, settings) as observer:
-        silence = settings.timeouts.patience
+        silence = settings.timeouts.liveness
         with ObservedRun(observer, silence) as run, serve_page(http) as server:
             click.echo(server.url)
             run.update(await observer.inspect(timeout))

@@ -1,7 +1,7 @@
 """The words between a group and what carries its calls out.
 
 A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
-kinds of engine. The message lane (`zstrat.collectives.group._traffic`) takes every
+kinds of engine. The message path (`zstrat.collectives.group._traffic`) takes every
 call, runs on the loop, and has any number under way. A `CollectiveEngine`, as memory
 that one host shares, blocks the thread that runs it, and runs one call after the other.
 
@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ._terms import ReduceOp
+from ._reduction import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,7 +165,7 @@ class Started(Protocol):
 
 
 class Between(Protocol):
-    """The message lane, as an engine uses it to reach other hosts."""
+    """The path of messages, as an engine uses it to reach other hosts."""
 
     def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
         """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.

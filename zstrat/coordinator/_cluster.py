@@ -31,7 +31,7 @@ from ._fences import Fences
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
-    HailedTask,
+    ProbedTask,
     SessionMaker,
     SessionOptions,
     StoreDirectory,
@@ -43,9 +43,8 @@ from .connecting import (
 )
 from .membership import Membership
 from .membership._turnover import Turnover, WorkerSessions
-from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
-from .replication import Replication
+from .replication import Replication, StoreMoves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -162,8 +161,8 @@ class Cluster:
             self.store_directory,
             self._objection,
         )
-        if renewal.farewells:
-            task.renew(renewal.worker_session, renewal.farewells)
+        if renewal.close_messages:
+            task.renew(renewal.worker_session, renewal.close_messages)
         return task
 
     @property
@@ -196,7 +195,7 @@ class Cluster:
             if not self.name:
                 await self.replication.create_stores(deadline)
         if self.name:  # nobody knows yet which process serves which store
-            await self.renewal.adopt(self.name, self.options.begins_anew, deadline)
+            await self.renewal.adopt(self.name, self.options.restart_partial, deadline)
         else:
             await arrive(self.ps, self.workers, deadline)
         await all_joined(
@@ -231,7 +230,7 @@ class Cluster:
         await self._leave_tasks(leave)
 
     async def _leave_tasks(self, exits: bool) -> None:
-        patience = self._timeouts.drain if exits else GOODBYE_SECONDS
+        seconds = self._timeouts.drain if exits else GOODBYE_SECONDS
         processes = () if self.replication is None else self.replication.processes
         # Workers first: they push while they drain.
         tasks = (*self.workers, *self.ps, *processes)
@@ -240,9 +239,9 @@ class Cluster:
             gone = task.is_closed  # or on its way: it was removed
             task.leave()
             if not gone and task.is_ready and (self._ends_on_close or exits):
-                answers.append(task.say_goodbye(patience, exits=exits))
+                answers.append(task.say_goodbye(seconds, exits=exits))
         if answers:
-            await asyncio.wait(answers, timeout=patience)
+            await asyncio.wait(answers, timeout=seconds)
         await asyncio.gather(*(task.close() for task in tasks))
 
     def attach(self, dispatcher: Dispatcher) -> None:
@@ -259,12 +258,12 @@ class Cluster:
         if outage is not None:
             self.renewal.report_outage(outage)
 
-    def recover(self, patience: float) -> None:
+    def recover(self, timeout: float) -> None:
         """From now on parameter servers that come back empty are filled again, if they
-        come back within ``patience`` seconds."""
+        come back within ``timeout`` seconds."""
         assert not self.options.is_shared, "other programs hold the servers, too"
-        filling = patience + self._timeouts.request
-        self.recovery = Recovery(self, self.renewal, patience, filling)
+        filling = timeout + self._timeouts.request
+        self.recovery = Recovery(self, self.renewal, timeout, filling)
         if self._absent:
             self.recovery.server_lost()
 
@@ -333,7 +332,7 @@ class Cluster:
         """Task number to address."""
         return self.membership.addresses
 
-    def backups(self) -> list[HailedTask]:
+    def backups(self) -> list[ProbedTask]:
         """A way to each second copy that has all, to ask it what it does."""
         return [] if self.replication is None else self.replication.backups()
 
@@ -393,7 +392,7 @@ class Cluster:
             self.run_status.printed(task.name, message.texts)
         if isinstance(message, WorkerReported):
             if not self._closing:
-                self.turnover.reports.report_received(task, message)
+                self.turnover.reported.report_received(task, message)
             return
         if id(task) in self._ps_ids:
             if self.replication is not None:

@@ -53,7 +53,7 @@ class Fences:
         client: Asks the parameter servers.
         ps: The sessions with them.
         absent: By store, why a server is lost for good.
-        patience: Seconds in which a server has to answer.
+        timeout: Seconds in which a server has to answer.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Fences:
         client: PsClient,
         ps: Sequence[TaskSession],
         absent: Mapping[int, str],
-        patience: float,
+        timeout: float,
     ) -> None:
         self._session, self._client = session, client
         self._ps, self._absent = ps, absent
-        self._patience = patience
+        self._timeout = timeout
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
@@ -161,7 +161,7 @@ class Fences:
         self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
         """Which of the steps asked about a server has applied."""
-        deadline = asyncio.get_running_loop().time() + self._patience
+        deadline = asyncio.get_running_loop().time() + self._timeout
         applied: list[int] = []
         # All are over with the first message, and then it is asked; the mark goes with
         # the last one, as the server forgets what is below.

@@ -30,13 +30,13 @@ from zstrat.errors import (
 )
 from zstrat.wire import Completion, Completions, Outcome
 
-from ._queue import Closure, Ended
+from ._queue import HANDBACK_DELAY, Closure, Ended
 from ._values import Kept, RemoteValue
 
 if TYPE_CHECKING:
     from ._engine import ClosureEngine
     from ._members import Members
-    from ._worker_channel import WorkerChannel
+    from ._shipping import WorkerChannel
 
 WINDOW_SECONDS: Final = 60.0
 """After which a strike is forgotten."""
@@ -51,24 +51,24 @@ A step may raise the error by itself, and would be tried for ever."""
 
 
 @dataclass(slots=True)
-class Trouble:
+class RetryBackoff:
     """Reports of one worker about one parameter server."""
 
     strikes: deque[float] = field(default_factory=lambda: deque(maxlen=STRIKES))
     """When each of the last ones began."""
-    again_at: float = 0.0
+    pause_end: float = 0.0
     """End of the pause of the last one."""
 
-    def reported(self, now: float) -> float:
+    def delay(self, now: float) -> float:
         """How long to wait before the closure is tried again."""
         self._forget(now)
-        if not self.strikes or now >= self.again_at:
+        if not self.strikes or now >= self.pause_end:
             pause = min(FIRST_PAUSE * 2.0 ** len(self.strikes), LONGEST_PAUSE)
             self.strikes.append(now)
-            self.again_at = now + pause
-        return self.again_at - now
+            self.pause_end = now + pause
+        return self.pause_end - now
 
-    def lasts(self, now: float) -> bool:
+    def is_exhausted(self, now: float) -> bool:
         """Whether trying again through this worker is no use."""
         self._forget(now)
         return len(self.strikes) >= STRIKES
@@ -85,8 +85,6 @@ MAX_STRUCK: Final = 65536
 in another way are dropped."""
 ERROR_CHARACTERS: Final = 1000
 """Characters of an error that are kept for `metrics`."""
-SETBACK_SECONDS: Final = 0.05
-"""Seconds before a closure is tried again that its worker dropped by itself."""
 
 
 @final
@@ -101,9 +99,9 @@ class Outcomes:
         self, engine: ClosureEngine, members: Members, abandoned: deque[Kept]
     ) -> None:
         self._engine, self._members, self._abandoned = engine, members, abandoned
-        self._troubles: dict[tuple[int, str], Trouble] = {}
+        self._backoffs: dict[tuple[int, str], RetryBackoff] = {}
         self._avoided: dict[int, str] = {}
-        self._struck: dict[int, tuple[int, Trouble]] = {}
+        self._struck: dict[int, tuple[int, RetryBackoff]] = {}
         """By step: the worker that reported trouble with it, and with what."""
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
@@ -144,7 +142,7 @@ class Outcomes:
                     continue
                 queue.end(closure)
                 if self._struck:
-                    self._healed(step, member.place)
+                    self._step_succeeded(step, member.place)
                 value = closure.value
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
@@ -175,7 +173,7 @@ class Outcomes:
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
-            settle(queue.retry(closure, now, SETBACK_SECONDS, begun=False))
+            settle(queue.retry(closure, now, HANDBACK_DELAY, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.place, error.reason, now)
             return
@@ -207,12 +205,12 @@ class Outcomes:
             return self._engine.outage_error
         return None
 
-    def _healed(self, step: int, worker: int) -> None:
+    def _step_succeeded(self, step: int, worker: int) -> None:
         """A step ended well. If it had met with trouble on this worker, that is over:
         outages that pass end no job, however many there are."""
-        struck_on, trouble = self._struck.pop(step, (-1, None))
-        if trouble is not None and struck_on == worker:
-            trouble.strikes.clear()
+        struck_on, backoff = self._struck.pop(step, (-1, None))
+        if backoff is not None and struck_on == worker:
+            backoff.strikes.clear()
 
     def _again(
         self, worker: int, closure: Closure, error: Exception, now: float
@@ -237,22 +235,22 @@ class Outcomes:
                     closure.busy_since = now
                 if now - closure.busy_since > BUSY_SECONDS:
                     return None
-                return self._trouble(worker, "a busy task").reported(now)
+                return self._backoff(worker, "a busy task").delay(now)
             case _:
                 return None
-        trouble = self._trouble(worker, task)
-        pause = trouble.reported(now)
-        self._remember(closure.step, worker, trouble)
-        if trouble.lasts(now):
+        backoff = self._backoff(worker, task)
+        pause = backoff.delay(now)
+        self._remember(closure.step, worker, backoff)
+        if backoff.is_exhausted(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
         live = {worker, *(member.place for member in self._members.usable)}
-        if all(self._trouble(place, task).lasts(now) for place in live):
+        if all(self._backoff(place, task).is_exhausted(now) for place in live):
             return None
         return pause
 
-    def _remember(self, step: int, worker: int, trouble: Trouble) -> None:
-        self._struck[step] = worker, trouble
+    def _remember(self, step: int, worker: int, backoff: RetryBackoff) -> None:
+        self._struck[step] = worker, backoff
         if len(self._struck) > MAX_STRUCK:  # those that were cancelled
             low_water = self._engine.queue.steps.low_water
             self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
@@ -260,12 +258,12 @@ class Outcomes:
     def _forgive(self, now: float) -> None:
         """Workers whose trouble is long ago get closures again."""
         for worker, task in list(self._avoided.items()):
-            if not self._trouble(worker, task).lasts(now):
+            if not self._backoff(worker, task).is_exhausted(now):
                 del self._avoided[worker]
                 self._members.avoid(worker, False)
 
-    def _trouble(self, worker: int, task: str) -> Trouble:
-        return self._troubles.setdefault((worker, task), Trouble())
+    def _backoff(self, worker: int, task: str) -> RetryBackoff:
+        return self._backoffs.setdefault((worker, task), RetryBackoff())
 
     def _watch(self, value: RemoteValue, kept: Kept) -> None:
         """When nobody holds the value any more, its worker may drop the result."""

@@ -196,7 +196,7 @@ def log_scalar(
 
     Args:
         value: A number, or an array of one; fetch what a step returns first.
-        step: Where on the axis it lies; left out: one behind the last point.
+        step: Where on the axis it is; left out: one behind the last point.
 
     Raises:
         RuntimeError: It is called in a step, on a worker, where nobody would see it.

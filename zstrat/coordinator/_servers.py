@@ -31,7 +31,7 @@ from zstrat.wire import (
     UpdateOp,
 )
 
-from .connecting import HailedTask
+from .connecting import ProbedTask
 from .recovery import entry_of
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ class ParameterServers:
     """All methods raise what a lost parameter server raises, and what the servers say.
 
     Where another program holds the session, what is to be created is waited for, for
-    ``patience`` seconds.
+    ``timeout`` seconds.
 
     Cancellation, all methods: what was sent is carried out.
     """
 
-    def __init__(self, cluster: Cluster, patience: float) -> None:
+    def __init__(self, cluster: Cluster, timeout: float) -> None:
         self._cluster: Final = cluster
-        self._patience: Final = patience
+        self._timeout: Final = timeout
 
     @property
     def patient(self) -> Recovery | Replication | None:
@@ -123,7 +123,7 @@ class ParameterServers:
     ) -> None:
         """Creates the variables with these values, where their specs say."""
         if self._cluster.options.joins:
-            await self._wait_for([spec for spec, _ in variables], [], self._patience)
+            await self._wait_for([spec for spec, _ in variables], [], self._timeout)
             return
         with self._told_of_resuming():
             await self.client.create(
@@ -142,7 +142,7 @@ class ParameterServers:
             InvalidArgumentError: The initializer failed there, or its result has
                 another shape or dtype.
         """
-        timeout = initializing_timeout(entries, self._patience)
+        timeout = initializing_timeout(entries, self._timeout)
         if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
@@ -157,7 +157,7 @@ class ParameterServers:
         when a lost server is filled again."""
         if self._inventory is not None:
             values = await self.read(specs)
-            self._inventory.begin_anew(specs, values)
+            self._inventory.note_initial(specs, values)
 
     async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
         """Frees the variables."""
@@ -205,7 +205,7 @@ class ParameterServers:
 
         async def update() -> None:
             # Over a line that is cut it waits for as long as its server may be away.
-            waits = self._patience + recovery.patience
+            waits = self._timeout + recovery.return_timeout
             deadline = asyncio.get_running_loop().time() + waits
             await gate.through(lambda: self.client.update(pushed, deadline=deadline))
 
@@ -215,9 +215,7 @@ class ParameterServers:
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
         if self._cluster.options.joins:
-            await self._wait_for(
-                [], [AwaitedOptimizer(optimizer, name)], self._patience
-            )
+            await self._wait_for([], [AwaitedOptimizer(optimizer, name)], self._timeout)
             return
         with self._told_of_resuming():
             await self.client.create_optimizer(optimizer, name, code)
@@ -310,7 +308,7 @@ class ParameterServers:
         self,
         specs: Sequence[VariableSpec],
         optimizers: list[AwaitedOptimizer],
-        patience: float,
+        timeout: float,
     ) -> None:
         """Waits until the program that holds the session has created these.
 
@@ -327,12 +325,12 @@ class ParameterServers:
             wish = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
             wishes.setdefault(spec.ps, []).append(wish)
         messages = [
-            (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, patience))
+            (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, timeout))
             for ps, mine in wishes.items()
             # One message also where none of the variables is: for the optimizers.
             for at in range(0, len(mine) or 1, _WISHES)
         ]
-        deadline = asyncio.get_running_loop().time() + patience + ANSWER_SECONDS
+        deadline = asyncio.get_running_loop().time() + timeout + ANSWER_SECONDS
         await client.each(messages, SessionOpened, deadline=deadline)
 
 
@@ -364,7 +362,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    server = HailedTask("ps", 0, address, make_link)
+    server = ProbedTask("ps", 0, address, make_link)
     server.start()
     try:
         await server.wait_ready(deadline)

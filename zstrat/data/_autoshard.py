@@ -41,7 +41,7 @@ _UNORDERED: Final = (
     "several workers deal this dataset out among themselves, and it has a "
     "`map(deterministic=False)`, whose elements come in another order in each worker, "
     "so some are read twice, and others by nobody. Leave `deterministic` out, or map "
-    "behind the place where it is dealt out"
+    "behind the place where it is sharded"
 )
 
 
@@ -54,14 +54,14 @@ class Allotment:
         recipe: Of that part.
         policy: How it was found: OFF, FILE, DATA or HINT.
         batch_size: Rows of a global batch, None if nobody knows.
-        dealt: See `_lineage.dealt_before`; None for one worker alone.
+        sharded_at: See `_lineage.sharded_operation`; None for one worker alone.
     """
 
     recipe: Recipe
     worker: Worker
     policy: AutoShardPolicy
     batch_size: int | None
-    dealt: int | None
+    sharded_at: int | None
 
     @property
     def is_steady(self) -> bool:
@@ -116,7 +116,9 @@ class Allotment:
     def order(self, begun: Recipe) -> str:
         """What tells the order of a pass from those of others: the workers need the
         same; "" if they do not."""
-        return "" if self.dealt is None else lineage.order_of(begun, self.dealt)
+        return (
+            "" if self.sharded_at is None else lineage.order_of(begun, self.sharded_at)
+        )
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
@@ -173,17 +175,17 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     files = lineage.file_count(recipe)
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
-    dealt = lineage.dealt_before(recipe, policy) if worker.count > 1 else None
-    if dealt is not None and lineage.order_differs(recipe, dealt):
+    sharded_at = lineage.sharded_operation(recipe, policy) if worker.count > 1 else None
+    if sharded_at is not None and lineage.order_differs(recipe, sharded_at):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
-    if dealt is not None and lineage.has_no_order(recipe, dealt):
+    if sharded_at is not None and lineage.has_no_order(recipe, sharded_at):
         warnings.warn(_UNORDERED, stacklevel=4)
     if policy is AutoShardPolicy.FILE:
         recipe = lineage.for_files(recipe, worker.count, worker.index)
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
     # Apart: one worker may look into the dataset before, and the others not.
-    return Allotment(recipe.apart(), worker, policy, shapes.batch_size, dealt)
+    return Allotment(recipe.apart(), worker, policy, shapes.batch_size, sharded_at)
 
 
 def not_batched() -> ValueError:

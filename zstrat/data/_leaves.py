@@ -8,7 +8,7 @@ Classes that jax knows as pytrees are structure. jax is asked about them if some
 imported it; else nobody can have told it of a class.
 
 Law of the file: nothing is converted or copied, and arrays of other libraries are not
-read: they may lie on a device.
+read: they may be on a device.
 """
 
 from __future__ import annotations

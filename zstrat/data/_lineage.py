@@ -264,12 +264,12 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
         if isinstance(source, Files):
             return source.every(workers, worker)
         assert isinstance(source, Concatenated)
-        dealt: list[Recipe] = []
+        shards: list[Recipe] = []
         before = 0
         for each in source.sources:  # the files of all are counted through
-            dealt.append(for_files(each, workers, (worker - before) % workers))
+            shards.append(for_files(each, workers, (worker - before) % workers))
             before += file_count(each) or 0
-        return replace(source, sources=tuple(dealt))
+        return replace(source, sources=tuple(shards))
 
     place = workers, worker
     return _rewritten(
@@ -300,7 +300,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded, place)
 
 
-def dealt_before(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
+def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     """How many operations, counted from the last, come after the one whose elements
     workers deal out by number, so that they have to see them in one order; None: they
     deal out none."""
@@ -310,32 +310,34 @@ def dealt_before(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     return 0 if policy is AutoShardPolicy.DATA else None
 
 
-def order_differs(recipe: Recipe, dealt: int) -> bool:
+def order_differs(recipe: Recipe, sharded_at: int) -> bool:
     """Whether each worker sees in another order what several deal out by number, so
     that some elements are read twice, and others by nobody."""
-    return any(not each.is_the_same_everywhere for each in _shuffled(recipe, dealt))
-
-
-def has_no_order(recipe: Recipe, dealt: int) -> bool:
-    """Whether what workers deal out by number comes as it is made, in any order."""
     return any(
-        isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
-        for each in itertools.islice(walk(recipe), dealt, None)
+        not each.is_the_same_everywhere for each in _shuffled(recipe, sharded_at)
     )
 
 
-def order_of(begun: Recipe, dealt: int) -> str:
-    """The numbers of a pass that make the order in which it is dealt out; "" if it has
+def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
+    """Whether what workers deal out by number comes as it is made, in any order."""
+    return any(
+        isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
+        for each in itertools.islice(walk(recipe), sharded_at, None)
+    )
+
+
+def order_of(begun: Recipe, sharded_at: int) -> str:
+    """The numbers of a pass that make the order in which it is sharded; "" if it has
     the same order as all others, or another one in every process anyway."""
     return ", ".join(
         ".".join(map(str, each.order))
-        for each in _shuffled(begun, dealt)
+        for each in _shuffled(begun, sharded_at)
         if each.reshuffle and each.is_the_same_everywhere
     )
 
 
-def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
-    for each in itertools.islice(walk(recipe), dealt, None):
+def _shuffled(recipe: Recipe, sharded_at: int) -> Iterator[Shuffled]:
+    for each in itertools.islice(walk(recipe), sharded_at, None):
         if isinstance(each, Shuffled):
             yield each
 

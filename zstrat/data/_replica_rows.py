@@ -8,7 +8,7 @@ replica of the worker.
 - A batch size that is known, and a policy other than DATA: rows are taken as if they
   came one by one, in batches of the sizes of `batch_sizes_for_worker`, again and again
   (`BySizes`).
-- An unknown batch size, or rows that are dealt out (DATA, also to one worker, as by
+- An unknown batch size, or rows that are sharded (DATA, also to one worker, as by
   TF): each batch is cut by itself into as many pieces as there are replicas of all
   workers (`ByPieces`); into even ones if it has the rows that all are promised to have,
   as TF, which traces functions, knows them then.

@@ -236,7 +236,7 @@ class Sources:
         in a batch; lists of a fixed size are an axis, others are *ragged*: an array of
         its own length in each row, for `padded_batch`. Structs are dicts.
 
-        Row groups are what is dealt out: to workers, as files are
+        Row groups are what is sharded: to workers, as files are
         (`AutoShardPolicy.FILE`), and by `shard` where it comes first and there is one
         for each shard. The files are opened now, for their footers.
 

@@ -6,9 +6,9 @@ one host apply to groups on one host without shared memory, those on several hos
 the traffic between hosts; each measurement says which. Every algorithm is selected by
 name, so that the choice of the group does not matter.
 
-``python -m zstrat.launch._calibrate SIZES LANE`` is one rank of a measurement on this
-machine. SIZES are bytes, separated by commas. Rank 0 prints a line of JSON for each
-algorithm and size: a list of the fields of a `Measurement` for every repetition.
+``python -m zstrat.launch._calibrate SIZES TRANSPORT`` is one rank of a measurement on
+this machine. SIZES are bytes, separated by commas. Rank 0 prints a line of JSON for
+each algorithm and size: a list of the fields of a `Measurement` for every repetition.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def calibrate_tasks(
                 resolver,
                 name=f"{whole.name} of {ranks}",
                 tasks=whole.members[:ranks],
-                lane=plan.sockets,
+                transport=plan.sockets,
                 settings=settings,
             ) as group:
                 for timing in timings(group, sorted(plan.sizes)):
@@ -223,8 +223,8 @@ def _call(
 
 
 def main() -> None:
-    sizes, lane = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
-    with Group(name="calibration", lane=lane) as group:
+    sizes, transport = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
+    with Group(name="calibration", transport=transport) as group:
         for measurements in timings(group, sizes):
             if group.rank == 0:
                 print(json.dumps(measurements), flush=True)

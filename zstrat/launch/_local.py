@@ -53,10 +53,11 @@ class LocalCluster(StartedTasks[Child]):
     Args:
         num_ps, num_workers: Number of parameter servers and workers; 0 workers for
             programs that train by themselves, as with `BetweenGraphStrategy`.
-        lane: The transport: "tcp" (loopback ports, which every user of this machine can
+        transport: The transport: "tcp" (loopback ports, which every user of this
+        machine can
             reach), "ipc" (sockets in a folder that only this user can enter), "shm"
             (like "ipc", with large bodies in shared memory) or "auto" (the last of
-            these that the system supports). Default: ``ZSTRAT_LANE``.
+            these that the system supports). Default: ``ZSTRAT_TRANSPORT``.
         env: Variables for the daemons, in addition to those of this process. ``NPROC``
             is the number of threads of XLA; by default the workers share the cores.
             They divide the GPUs in ``CUDA_VISIBLE_DEVICES``, or all GPUs, equally.
@@ -84,7 +85,7 @@ class LocalCluster(StartedTasks[Child]):
         num_ps: int = 1,
         num_workers: int = 1,
         *,
-        lane: str | None = None,
+        transport: str | None = None,
         env: Mapping[str, str] | None = None,
         worker_devices: int | None = None,
         logs: Literal["files", "terminal"] = "files",
@@ -98,10 +99,10 @@ class LocalCluster(StartedTasks[Child]):
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
-        self.lane = lane or self._settings.lane
+        self.transport = transport or self._settings.transport
         self._coordinates = coordinates
         self._extra = () if worker_devices is None else virtual(worker_devices)
-        daemons = daemon_environment(self._settings, self.lane, env or {})
+        daemons = daemon_environment(self._settings, self.transport, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:
             workers["JAX_PLATFORMS"] = "cpu"
@@ -111,12 +112,14 @@ class LocalCluster(StartedTasks[Child]):
         }
         fork_server(daemons)  # first, so that it ends after this object at exit
         folder = RunFolder(directory)
-        runtime_dir = RuntimeDir.of(self.lane, folder.path)
+        runtime_dir = RuntimeDir.of(self.transport, folder.path)
         self.directory = runtime_dir.folder
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
         remove = self.directory if directory is None else None
-        super().__init__(children, f"over {self.lane}", _end, children, drain, remove)
+        super().__init__(
+            children, f"over {self.transport}", _end, children, drain, remove
+        )
         kept = KeptLogs(directory is None)
         try:
             folder.make()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
-from zstrat.config import checked_lane, daemon_variables
+from zstrat.config import checked_transport, daemon_variables
 from zstrat.paths import explained
 from zstrat.transport import generate_keys
 
@@ -38,14 +38,15 @@ class RuntimeDir:
     sockets: str
 
     @classmethod
-    def of(cls, lane: str, folder: Path) -> RuntimeDir:
-        """Chooses the sockets for this lane; the folder need not exist yet.
+    def of(cls, transport: str, folder: Path) -> RuntimeDir:
+        """Chooses the sockets for this transport; the folder need not exist yet.
 
         Raises:
-            ValueError: The lane is unknown, or the path is too long for its sockets.
+            ValueError: The transport is unknown, or the path is too long for its
+            sockets.
         """
-        checked_lane(lane)
-        return cls(folder, _sockets(lane, folder))
+        checked_transport(transport)
+        return cls(folder, _sockets(transport, folder))
 
     def address(self, name: str) -> str:
         """Returns the address that the daemon ``name`` binds."""
@@ -83,7 +84,7 @@ def divided(env: Mapping[str, str], tasks: int) -> list[Mapping[str, str]]:
 
 
 def daemon_environment(
-    settings: Settings, lane: str, extra: Mapping[str, str]
+    settings: Settings, transport: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
     """Makes the environment of the daemons: that of this process, its settings, and
     ``extra``, the later ones first in priority. The folder of the program is on their
@@ -99,7 +100,7 @@ def daemon_environment(
             )
     # Several jax processes may share one accelerator of this machine.
     defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    ours = {**daemon_variables(settings), "ZSTRAT_LANE": lane}
+    ours = {**daemon_variables(settings), "ZSTRAT_TRANSPORT": transport}
     variables = {**defaults, **inherited(), **ours, **extra}
     if folder := own_folder():
         path = variables.get("PYTHONPATH")
@@ -193,15 +194,16 @@ def write_keys(folder: Path, keys: Mapping[str, str]) -> None:
         file.write_text(text, "ascii")
 
 
-def _sockets(lane: str, folder: Path) -> str:
+def _sockets(transport: str, folder: Path) -> str:
     fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
-    if lane == "tcp":
+    if transport == "tcp":
         return "tcp"
-    if lane == "auto":
+    if transport == "auto":
         return "ipc" if os.name == "posix" and fits else "tcp"
     if not fits:
         raise ValueError(
             f"{folder}: the path is too long for ipc sockets (over "
-            f"{LONGEST_SOCKET_PATH} bytes): pass a shorter directory, or lane='tcp'"
+            f"{LONGEST_SOCKET_PATH} bytes): pass a shorter directory, or "
+            "transport='tcp'"
         )
     return "ipc"

@@ -21,7 +21,7 @@ from zstrat.config import GRACE, environment
 from zstrat.ps import RESTART, PsProcess, PsService
 from zstrat.telemetry import resident_bytes
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
-from zstrat.transport.health import register, serve_as_told, unregister
+from zstrat.transport.health import register, serve_from_settings, unregister
 from zstrat.wire import Inspect, Job, Statistics
 
 from ._imports import kept_for_good
@@ -123,7 +123,7 @@ class Task:
 
     async def start(self) -> None:
         """Binds the address and starts to answer, also over HTTP if configured."""
-        serve_as_told(self._settings)
+        serve_from_settings(self._settings)
         if self._ps is not None and not await self._ps.inherit():
             self._make_endpoint(self._ps.me)
         self.address = await self._endpoint.bind(self.place.bind)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import DeadlineExceededError, PeerLostError
-from zstrat.transport import Link, check_address, check_told, hello
+from zstrat.transport import Link, check_address, check_reachable, hello
 from zstrat.wire import AnswerReport, Job, ReportWorker
 
 from ._task import load_keys
@@ -53,7 +53,7 @@ class JoinAddresses:
     def __post_init__(self) -> None:
         for server in self.servers:
             check_address(server)
-        check_told(self.address)
+        check_reachable(self.address)
 
 
 @final
@@ -109,7 +109,7 @@ class WorkerJoin:
         for server in itertools.cycle(servers):
             greeted = until = deadline
             if len(servers) > 1:
-                greeted = min(until, loop.time() + self._settings.timeouts.patience)
+                greeted = min(until, loop.time() + self._settings.timeouts.liveness)
                 until = min(until, loop.time() + _TURN)
             try:
                 return await self._report_at(server, index, greeted, until)

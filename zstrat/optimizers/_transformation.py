@@ -1,6 +1,6 @@
 """An optax transformation and the tree that it is for, called as optax calls it.
 
-Nothing is traced here, and nothing remembered: `zstrat.optimizers._tree` does that.
+Nothing is traced or cached here: `zstrat.optimizers._tree` does that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Sizes = tuple[int | None, ...]
 
 
 def checked(transformation: Any) -> Any:
-    """The optax transformation itself: of an object that makes one, what it makes.
+    """Returns the optax transformation itself: of an object that makes one, the one
+    that it makes.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a transformation.
     """
     make = getattr(transformation, "gradient_transformation", None)
     made = make() if callable(make) else transformation
@@ -41,7 +42,7 @@ def checked(transformation: Any) -> Any:
 
 
 def takes_extras(transformation: Any) -> bool:
-    """Whether its update may want further arguments."""
+    """Returns whether its update may take further arguments."""
     return isinstance(transformation, optax.GradientTransformationExtraArgs)
 
 
@@ -56,17 +57,17 @@ class Extras:
 
     @staticmethod
     def none() -> Extras:
-        """The further arguments of an update that takes none."""
+        """Returns the further arguments of an update that takes none."""
         return Extras(jax.tree.structure({}), ())
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """The further arguments as ``update`` takes them."""
+        """Returns the further arguments in the form that ``update`` takes."""
         return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
 
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """What jax is told of the numbers that it draws, for optimizers that draw some.
+    """The settings of jax for random numbers, for optimizers that draw some.
 
     ``kind`` of keys, and whether arrays of them may be drawn in parts: as jax's
     settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. The defaults
@@ -78,19 +79,20 @@ class RandomNumbers:
 
     @staticmethod
     def of_this_thread() -> RandomNumbers:
-        """As the program has told jax, by ``jax.config.update`` or in a ``with``."""
+        """Returns what the program has set, by ``jax.config.update`` or in a
+        ``with``."""
         config: Any = jax.config
         return RandomNumbers(
             config.jax_default_prng_impl, config.jax_threefry_partitionable
         )
 
     @property
-    def is_told(self) -> bool:
-        """Whether the program has told jax anything."""
+    def is_set(self) -> bool:
+        """Whether they differ from the defaults of jax."""
         return self.kind != RandomNumbers.kind or not self.is_partitionable
 
     def enter(self, entered: contextlib.ExitStack) -> None:
-        """Has jax draw so until what was entered is left."""
+        """Sets them until the stack is closed."""
         if self.kind != RandomNumbers.kind:
             entered.enter_context(jax.default_prng_impl(self.kind))
         if not self.is_partitionable:
@@ -130,7 +132,7 @@ class TreeTransformation:
         before: Any,
         extras: Sequence[Any],
     ) -> tuple[Any, Any]:
-        """New values and new state, as optax has them."""
+        """Returns new values and new state, as optax does."""
         unflatten = self.structure.treedef.unflatten
         params, further = unflatten(list(values)), self.extras.arguments(extras)
         given = unflatten(list(gradients))
@@ -138,11 +140,11 @@ class TreeTransformation:
         return optax.apply_updates(params, updates), after
 
     def initial(self, *values: Any) -> Any:
-        """A new state, as optax has it."""
+        """Returns a new state, as optax does."""
         return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """The leaves of new values in place of others.
+        """Returns the leaves of new values, which replace others.
 
         Raises:
             InvalidArgumentError: They have another structure, or other shapes.
@@ -188,7 +190,7 @@ class TreeTransformation:
         """In which its programs are compiled and called: with 64 bits if it has some,
         as jax would take a float64 variable and give back a float32 one, and with the
         random numbers that it draws where it was made."""
-        if not (self.wide or self.random.is_told):
+        if not (self.wide or self.random.is_set):
             return contextlib.nullcontext()  # with each update
         entered = contextlib.ExitStack()
         if self.wide:
@@ -197,7 +199,7 @@ class TreeTransformation:
         return entered
 
     def values_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the leaves look like in these sizes."""
+        """Returns shapes and dtypes of the leaves, in these sizes."""
         if sizes is None:
             return list(self.kinds)
         return [
@@ -206,7 +208,7 @@ class TreeTransformation:
         ]
 
     def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the gradients look like in these sizes."""
+        """Returns shapes and dtypes of the gradients, in these sizes."""
         counts = self.examples or (0,) * len(self.kinds)
         return [
             shaped((count, *kind.shape) if count else kind.shape, dtype)
@@ -216,12 +218,12 @@ class TreeTransformation:
         ]
 
     def sizes(self, size: int) -> Sizes:
-        """All leaves that have rows, with this number of them."""
+        """Returns the sizes of all leaves that have rows, with this number of rows."""
         return tuple([size if kind.shape else None for kind in self.kinds])
 
 
 def shaped(dims: Sequence[int], dtype: Any) -> Shape:
-    """An array without a value."""
+    """Makes an array without a value."""
     made: Any = jax.ShapeDtypeStruct  # untyped
     found: Shape = made(tuple(dims), dtype)
     return found

@@ -1,7 +1,9 @@
-"""What a step takes of the variables that live here, and what it puts back.
+"""`PlannedVariables`: how a step takes and puts back variables on this process's
+devices.
 
-Law of the file: from the first look at a variable to its new value, a step has its
-turn (`Residence`); and inside, it is what it was traced for (`Outdated`).
+Law of the file: a step holds the turn (`DevicePool`) from its first read of a variable
+to the new value; and during its turn the variables are stored as it was traced for
+(`Outdated`).
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zstrat.variables import DeviceHome, JointPlace, JointState, read_all
+from zstrat.variables import DeviceStorage, JointPlace, JointState, read_all
 
-from .trace._updates import device_home
+from .trace._updates import device_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, Sharding
 
-    from zstrat.variables import Residence, SlotRule, VariableHandle
+    from zstrat.variables import DevicePool, SlotRule, VariableHandle
 
     from .trace._iterator import Draws
     from .trace._plan import Plan
@@ -29,13 +31,13 @@ T = TypeVar("T")
 
 
 class Outdated(Exception):
-    """The variables lie otherwise than where the program was traced for them: another
-    thread has begun to keep a copy for each replica, or processes were formed anew.
-    Nothing was done; the program is to be found again."""
+    """The variables are not stored as the program was traced for: another thread has
+    given each replica a copy, or the processes have changed. Nothing was done; the
+    caller finds the program again."""
 
 
 class PlannedVariables:
-    """The variables of one plan: those it reads, those it moves, and their slots."""
+    """The variables of one plan: those it reads, those it updates, and their slots."""
 
     def __init__(
         self,
@@ -46,58 +48,65 @@ class PlannedVariables:
         self._plan = plan
         self._moved = moved
         self._moves = bool(moved)
-        self._moved_homes = [device_home(variable) for variable in moved]
-        self._slot_homes = [
-            (device_home(variable), rule, variable.name) for variable, rule in slots
+        self._moved_storages = [device_storage(variable) for variable in moved]
+        self._slot_storages = [
+            (device_storage(variable), rule, variable.name) for variable, rule in slots
         ]
-        self._homes = [variable.home for variable in plan.variables]
-        self._read_homes = [x for x in self._homes if isinstance(x, DeviceHome)]
-        self._here = [*self._read_homes, *self._moved_homes]
-        found = {id(home.residence): home.residence for home in self._here}
+        self._storages = [variable.storage for variable in plan.variables]
+        self._read_storages = [
+            x for x in self._storages if isinstance(x, DeviceStorage)
+        ]
+        self._here = [*self._read_storages, *self._moved_storages]
+        found = {id(storage.pool): storage.pool for storage in self._here}
         self._away = [
             variable
             for variable in plan.variables
-            if not isinstance(variable.home, DeviceHome)
+            if not isinstance(variable.storage, DeviceStorage)
         ]
-        self._residences: list[Residence] = [found[key] for key in sorted(found)]
-        self.travels = any(each.travels for each in self._residences)
-        """Whether values are kept elsewhere, where a step that fails leaves them."""
+        self._pools: list[DevicePool] = [found[key] for key in sorted(found)]
+        self.travels = any(each.travels for each in self._pools)
+        """Whether values are kept on another device than steps run on, so that a failed
+        step does not lose them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
         self._joint: JointState | None = None
-        at = {id(home): n for n, home in enumerate(self._moved_homes)}
-        self._reads = [(at.get(id(home)), home) for home in self._read_homes]
+        at = {id(storage): n for n, storage in enumerate(self._moved_storages)}
+        self._reads = [
+            (at.get(id(storage)), storage) for storage in self._read_storages
+        ]
 
     def _joint_places(
         self,
-    ) -> list[tuple[DeviceHome, int, tuple[tuple[SlotRule, int, int], ...]]]:
-        """Each home that a step moves, and where in what it makes its arrays are; none
+    ) -> list[tuple[DeviceStorage, int, tuple[tuple[SlotRule, int, int], ...]]]:
+        """Each storage that a step moves, and where in what it makes its arrays are;
+        none
         if what is moved is not kept as one state: it travels, or there are variables
         with another lock, or elsewhere."""
-        homes = {id(home): home for home in self._moved_homes}
-        beside: dict[int, list[tuple[SlotRule, int, int]]] = {key: [] for key in homes}
+        storages = {id(storage): storage for storage in self._moved_storages}
+        beside: dict[int, list[tuple[SlotRule, int, int]]] = {
+            key: [] for key in storages
+        }
         ends = list(itertools.accumulate(self._counts))
-        for (home, rule, _), first, end in zip(
-            self._slot_homes, ends[:-1], ends[1:], strict=True
+        for (storage, rule, _), first, end in zip(
+            self._slot_storages, ends[:-1], ends[1:], strict=True
         ):
-            if id(home) in beside:
-                beside[id(home)].append((rule, first, end))
-        are_all = sum(map(len, beside.values())) == len(self._slot_homes)
-        is_one = len(self._residences) == 1 and len(homes) == len(self._moved_homes)
+            if id(storage) in beside:
+                beside[id(storage)].append((rule, first, end))
+        are_all = sum(map(len, beside.values())) == len(self._slot_storages)
+        is_one = len(self._pools) == 1 and len(storages) == len(self._moved_storages)
         if self._away or self.travels or not (is_one and are_all):
             return []
         return [
-            (home, n, tuple(beside[id(home)]))
-            for n, home in enumerate(self._moved_homes)
+            (storage, n, tuple(beside[id(storage)]))
+            for n, storage in enumerate(self._moved_storages)
         ]
 
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> PlannedVariables | None:
-        """The variables of a plan with other ones; None: optimizers move some of
-        them."""
-        if self._slot_homes:
+        """Replaces the variables; None if optimizers update some of them."""
+        if self._slot_storages:
             return None
         others = {variable.spec.key: variable for variable in variables}
         keys = [key for specs, _ in plan.moves for key in [s.key for s in specs]]
@@ -107,17 +116,19 @@ class PlannedVariables:
         return PlannedVariables(plan, moved, [])
 
     @property
-    def mark(self) -> Hashable:
-        """A program that was traced under another one is not used."""
-        where = tuple([residence.mark() for residence in self._residences])
+    def fingerprint(self) -> Hashable:
+        """Identifies how the variables are stored; programs depend on it."""
+        where = tuple([pool.fingerprint() for pool in self._pools])
         return where, self._are_apart()
 
     def _are_apart(self) -> tuple[bool, ...]:
-        """Of which of the variables each replica has a copy of its own. They are looked
-        at when any variable of the strategy has begun to."""
-        parted = [residence.parted for residence in self._residences]
+        """Returns for each variable whether each replica has a copy of its own.
+
+        Looks again only if a variable of the strategy has switched to copies.
+        """
+        parted = [pool.parted for pool in self._pools]
         if self._parts[0] != parted:
-            self._parts = parted, tuple([home.is_apart for home in self._here])
+            self._parts = parted, tuple([storage.is_apart for storage in self._here])
         return self._parts[1]
 
     @property
@@ -127,28 +138,30 @@ class PlannedVariables:
         Raises:
             ValueError: They are over several meshes.
         """
-        meshes = {residence.mesh for residence in self._residences} - {None}
+        meshes = {pool.mesh for pool in self._pools} - {None}
         if len(meshes) > 1:
             raise ValueError(
                 f"the step function {self._plan.function!r} uses variables of several "
-                "strategies, each of which has all devices: create them in one scope"
+                "strategies that each span all devices: create them in one scope"
             )
         return next(iter(meshes), None)
 
     def in_turn(self, act: Callable[[], T]) -> T:
-        """Acts while nobody else makes next values of the variables. What is raised
-        inside is taken for the failure of a step."""
-        # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
-        # raised between the body of a `with` and the release of a lock of C's.
-        found = self._residences
+        """Calls ``act`` while no other code computes next values of the variables.
+
+        An exception inside counts as a failed step.
+        """
+        # Not a context manager: a Ctrl-C in its Python would leave a lock held. Nothing
+        # is raised between the body of a `with` and the release of a lock of C's.
+        found = self._pools
         if len(found) == 1:
             with found[0].turn:
                 return self._settled(act)
         return _holding([each.turn for each in found], lambda: self._settled(act))
 
     def alone(self, act: Callable[[], T]) -> T:
-        """Acts while nobody else even reads the variables; in turn."""
-        found = self._residences
+        """Calls ``act`` while no other code reads the variables; inside of a turn."""
+        found = self._pools
         if len(found) == 1:
             with found[0].lock:
                 return act()
@@ -156,116 +169,125 @@ class PlannedVariables:
 
     def _settled(self, act: Callable[[], T]) -> T:
         try:
-            for residence in self._residences:
-                residence.settle()
+            for pool in self._pools:
+                pool.settle()
             return act()
         except BaseException:  # to the caller
-            for residence in self._residences:
-                residence.has_failed = True
+            for pool in self._pools:
+                pool.has_failed = True
             raise
 
     def require_kept(self) -> None:
-        """Refuses a step after one that failed, if what it takes is gone.
+        """Refuses a step on values that a failed step has lost.
 
         Raises:
-            DataLossError: Names the variable, and says what to do.
+            DataLossError: A value is lost; names the variable and the remedies.
         """
-        if True not in [residence.has_failed for residence in self._residences]:
+        if True not in [pool.has_failed for pool in self._pools]:
             return
         joint = None if self._joint is None else self._joint.taken()
-        # Nobody else can have lost what is whole here.
+        # No other code can have lost a state that is whole here.
         is_there = joint is not None and not any(x.is_deleted() for x in joint)
-        there = {id(home) for home, _, _ in self._places} if is_there else ()
+        there = {id(storage) for storage, _, _ in self._places} if is_there else ()
         for variable in (*self._plan.variables, *self._moved):
-            home = variable.home
-            if isinstance(home, DeviceHome) and id(home) not in there:
-                home.require_kept(variable.name)
+            storage = variable.storage
+            if isinstance(storage, DeviceStorage) and id(storage) not in there:
+                storage.require_kept(variable.name)
 
     def values(self) -> list[Any]:
-        """The values of the plan's reads: those from here as they live here, others as
-        arrays of numpy."""
+        """Reads the plan's variables: those on devices as they are, others as arrays of
+        numpy."""
         if not self._away:
-            return [home.value() for home in self._read_homes]
+            return [storage.value() for storage in self._read_storages]
         read = iter(read_all(self._away))
         return [
-            home.value() if isinstance(home, DeviceHome) else next(read)
-            for home in self._homes
+            storage.value() if isinstance(storage, DeviceStorage) else next(read)
+            for storage in self._storages
         ]
 
     def are_here(self) -> list[bool]:
-        """Whether the value lives here, for each of the plan's reads."""
-        return [isinstance(home, DeviceHome) for home in self._homes]
+        """Returns for each of the plan's reads whether it is on devices here."""
+        return [isinstance(storage, DeviceStorage) for storage in self._storages]
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of values which all devices of a step have; None if it has
-        one."""
-        shardings = [residence.sharding for residence in self._residences]
+        """The sharding of values that all devices of a step have; None for one
+        device."""
+        shardings = [pool.sharding for pool in self._pools]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
-        """The shardings of the next values, and of the slots of each optimizer."""
-        slots = [home.residence.sharding for home, _, _ in self._slot_homes]
-        return [home.sharding for home in self._moved_homes], slots
+        """Returns the shardings of the next values, and of each optimizer's slots."""
+        slots = [storage.pool.sharding for storage, _, _ in self._slot_storages]
+        return [storage.sharding for storage in self._moved_storages], slots
 
     def slots(self) -> list[Any]:
-        """What each optimizer keeps beside each variable that it moves."""
-        return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
+        """Returns the slots of each optimizer for each variable that it updates."""
+        return [
+            storage.slots_before(rule, name)
+            for storage, rule, name in self._slot_storages
+        ]
 
     def state(self) -> list[Any]:
-        """All `values` and then all leaves of `slots`, in a list of the caller's."""
+        """Returns all `values`, then all leaves of `slots`, in a new list."""
         joint = None if self._joint is None else self._joint.taken()
         if joint is None:
             return [*self.values(), *itertools.chain.from_iterable(self.slots())]
-        values = [home.value() if at is None else joint[at] for at, home in self._reads]
+        values = [
+            storage.value() if at is None else joint[at] for at, storage in self._reads
+        ]
         return values + joint[self._counts[0] :]
 
     def values_and_slots(self) -> list[list[Any]]:
-        """`values`, and the slots of each optimizer."""
-        return cut_at(self.state(), [len(self._homes), *self._counts[1:]])
+        """Returns `values`, and the slots of each optimizer."""
+        return cut_at(self.state(), [len(self._storages), *self._counts[1:]])
 
     def moved_reads(self) -> list[int]:
-        """The numbers of these reads, in the order in which `put` takes their next
-        values."""
+        """Returns the numbers of reads of updated variables, in the order of `put`."""
         numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
     def put(self, arrays: list[Any], draws: Draws) -> None:
-        """The next values, and all leaves of the next slots, in the order of the plan.
-        The elements that they were made of are spent. The list is not the caller's any
-        more. Called with the lock, but for what travels."""
-        steps = [residence.steps + self._moves for residence in self._residences]
+        """Stores the next values, and all leaves of the next slots, in the order of the
+        plan; marks the elements as spent.
+
+        The list then belongs to this object. The caller holds the lock, unless the
+        values travel.
+        """
+        steps = [pool.steps + self._moves for pool in self._pools]
         try:
             self._put(arrays, steps)
             draws.is_spent = True
-        except BaseException:  # to the caller; of a Ctrl-C, between two of them
+        except BaseException:  # to the caller; a Ctrl-C between two assignments
             self._put(arrays, steps)
             draws.is_spent = True
             raise
 
     def _put(self, arrays: list[Any], steps: Sequence[int]) -> None:
-        """Makes the same state if it is called twice, as after a Ctrl-C in the first
-        call."""
+        """Stores the state; idempotent, for a second call after a Ctrl-C in the
+        first."""
         if self._places:
             self._keep(arrays)
         else:
             values, *slots = cut_at(arrays, self._counts)
-            for home, value in zip(self._moved_homes, values, strict=True):
-                home.take_over(value)
-            for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
-                home.take_over_slots(rule, leaves)
-        for residence, number in zip(self._residences, steps, strict=True):
-            residence.steps = number
+            for storage, value in zip(self._moved_storages, values, strict=True):
+                storage.take_over(value)
+            for (storage, rule, _), leaves in zip(
+                self._slot_storages, slots, strict=True
+            ):
+                storage.take_over_slots(rule, leaves)
+        for pool, number in zip(self._pools, steps, strict=True):
+            pool.steps = number
 
     def _keep(self, arrays: list[Any]) -> None:
         joint = self._joint
         if joint is not None and joint.is_whole:
             joint.arrays = arrays
             return
-        joint = JointState([*arrays])  # of a list of its own: it may be left at once
-        for home, value, slots in self._places:
-            home.join(JointPlace(joint, value, slots))
+        joint = JointState([*arrays])  # a new list: storages may drop it at once
+        for storage, value, slots in self._places:
+            storage.join(JointPlace(joint, value, slots))
         self._joint = joint
 
 
@@ -277,6 +299,6 @@ def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Lists of so many leaves each, of leaves in a row."""
+    """Cuts a list of leaves into lists of these lengths."""
     left = iter(leaves)
     return [list(itertools.islice(left, count)) for count in counts]

@@ -13,7 +13,7 @@ from .engine._engine import OptimizerEngine as OptimizerEngine
 from .handover._handover import Handover as Handover
 from .handover._handover import Inherited as Inherited
 from .handover._handover import StoreRole as StoreRole
-from .replication._repeating import CHANGES as CHANGES
+from .replication._replay import CHANGES as CHANGES
 from .store._parts import EagerRun as EagerRun
 from .store._parts import ordinal as ordinal
 from .store._parts import require_same as require_same

@@ -84,7 +84,7 @@ class Joining:
             )
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Message] = loop.create_future()
-        seconds = min(max(0.0, message.patience), _MAX_WAIT_SECONDS)
+        seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, waiting)
         self._waiting[waiting] = _WaitingJoin(peer, message, timer)
         return waiting
@@ -194,7 +194,7 @@ class Joining:
         self._end(
             waiting,
             DeadlineExceededError(
-                f"{self._task}: {what}, and was waited for for {message.patience:g} s. "
+                f"{self._task}: {what}, and was waited for for {message.timeout:g} s. "
                 f"Look at what keeps the chief; {_ORDER}, and timeouts.request is how "
                 "long they wait for each other"
             ),

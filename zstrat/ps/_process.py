@@ -23,12 +23,12 @@ from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableE
 from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import (
     AskCopies,
-    CopiesTold,
+    CopiesReport,
     Done,
     DropStore,
     HostStore,
-    LeftCopy,
     Message,
+    OrphanedCopy,
     PromoteBackup,
     StoreHosted,
 )
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello, Owner, PlainTree
 
     from ._thread import MakeThread
-    from .handover._handover import LeftStore
-    from .replication._forwarding import Connect
+    from .handover._handover import HandedOverStore
+    from .replication._log_link import Connect
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
@@ -78,7 +78,7 @@ class _HostedCopy:
         finally:
             await self.endpoint.close(reason, returns)
 
-    def left(self, store: int) -> LeftStore:
+    def left(self, store: int) -> HandedOverStore:
         """What is there of it, behind `close`."""
         found, hosted = self.service.role.state_for_successor(store), self.hosted
         return replace(found, address=hosted.address, incarnation=hosted.incarnation)
@@ -133,7 +133,7 @@ class PsProcess:
         else:
             self._begin(replace(me, incarnation=left.incarnation), left.own)
 
-    def _begin(self, me: Hello, left: LeftStore | None) -> None:
+    def _begin(self, me: Hello, left: HandedOverStore | None) -> None:
         self.me = me
         """With the incarnation of the process before, if it goes on with what that has
         left."""
@@ -231,6 +231,15 @@ class PsProcess:
         whole = Inherited(self.me.incarnation, owner, own, left)
         return patience if await self._handover.leave(whole, patience) else 0.0
 
+    def validate(self) -> None:
+        """Checks what holds between two events, of all stores that are here.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        for service in (self.service, *[c.service for c in self._copies.values()]):
+            service.role.validate()
+
     def statistics_of_copies(self) -> list[PlainTree]:
         """The statistics of each copy, with its store and address."""
         return [
@@ -257,7 +266,7 @@ class PsProcess:
         async with self._changing:
             if isinstance(message, AskCopies):
                 self._require_session(message.session)
-                return CopiesTold(list(self._left()))
+                return CopiesReport(list(self._left()))
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
@@ -272,12 +281,13 @@ class PsProcess:
             self._copies[store] = replace(copy, session=owner.session)
             copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)
 
-    def _left(self) -> Iterator[LeftCopy]:
+    def _left(self) -> Iterator[OrphanedCopy]:
         lost_at, number = self.service.coordinator_lost_at, self.me.index
-        if (own := self.service.copy_of_lost_program(number, lost_at)) is not None:
+        if (own := self.service.role.copy_of_lost_program(number, lost_at)) is not None:
             yield own
         for store, copy in self._copies.items():
-            if (left := copy.service.copy_of_lost_program(store, lost_at)) is not None:
+            left = copy.service.role.copy_of_lost_program(store, lost_at)
+            if left is not None:
                 yield left._replace(address=copy.hosted.address)
 
     def _look(self) -> None:
@@ -353,7 +363,7 @@ class PsProcess:
         elif message.swaps:
             await self._swap(store, source, copy)
         elif message.beside:
-            service.role.stand_beside()
+            service.role.be_third()
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )
@@ -386,7 +396,7 @@ class PsProcess:
         if before is not None:
             self._end_soon(before.close("another process serves its store"), store)
 
-    async def _inherit(self, owner: Owner, left: LeftStore) -> None:
+    async def _inherit(self, owner: Owner, left: HandedOverStore) -> None:
         number, where = left.number, left.address
         me = replace(self.me, index=number, incarnation=left.incarnation)
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
@@ -403,7 +413,7 @@ class PsProcess:
         self,
         me: Hello,
         backup_of: tuple[Owner, int, int] | None,
-        left: LeftStore | None,
+        left: HandedOverStore | None,
         **of_own: Any,
     ) -> PsService:
         return self._make_service(

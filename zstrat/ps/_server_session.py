@@ -19,7 +19,7 @@ from zstrat.errors import (
     PeerLostError,
     StaleSessionError,
 )
-from zstrat.wire import BeginAnew, Done, Owner, SessionOpened
+from zstrat.wire import ChangeProgram, Done, Owner, SessionOpened
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from ._service_telemetry import ServiceTelemetry
     from ._serving import Serving
     from ._waiting_workers import WaitingWorkers
-    from .replication._role import StoreServingRole
-    from .replication._standing import Standing
+    from .replication._replica_role import ReplicaRole
     from .snapshots._snapshot_service import SnapshotService
     from .store._store import Store
 
@@ -45,8 +44,7 @@ class ServerParts:
     store: Store
     serving: Serving
     snapshots: SnapshotService
-    standing: Standing
-    role: StoreServingRole
+    role: ReplicaRole
     joining: Joining
     waiting_workers: WaitingWorkers
     telemetry: ServiceTelemetry
@@ -120,13 +118,13 @@ class ServerSession:
         self.coordinator_lost_at = None
         # Several: one to the store, and one to the process (`Replication`).
         new = self._ownership.open(owner, several=True)
-        standing = self._parts.standing
+        role = self._parts.role
         if new:
             self._clear()
             if asked.views:  # before anybody asks for what another process has
-                standing.give_up(asked.views[0])
-        standing.is_to_have_backup |= asked.replicas > 0
-        standing.remind()
+                role.give_up(asked.views[0])
+        role.needs_backup |= asked.replicas > 0
+        role.backups.report_losses()
         self._parts.joining.look()
         return self._opened(resumed=not new)
 
@@ -157,7 +155,7 @@ class ServerSession:
         """Keeps what was inherited for the coordinator that had it, and for nobody
         else, as long as for one whose connection has broken just now."""
         self._ownership.inherit(owner)
-        grace = self._timeouts.patience + self._timeouts.reconnect
+        grace = self._timeouts.liveness + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
     def _require_alone(self, asked: OpenSession) -> None:
@@ -167,10 +165,10 @@ class ServerSession:
             InvalidArgumentError: A program would go on that has no second copies, with
                 what was left in two.
         """
-        owner, standing = self._ownership.owner, self._parts.standing
+        owner, role = self._ownership.owner, self._parts.role
         if owner is None or owner.session == asked.session or asked.replicas:
             return
-        if asked.name and owner.name == asked.name and standing.is_to_have_backup:
+        if asked.name and owner.name == asked.name and role.needs_backup:
             raise InvalidArgumentError(
                 f"{self._task}: the session {asked.name!r} was left with second copies "
                 "of the parameter servers: give replicas=1 to go on with it, or "
@@ -179,21 +177,21 @@ class ServerSession:
 
     def _adopted(self, asked: OpenSession) -> Awaitable[SessionOpened]:
         self._parts.snapshots.clear()
-        standing = self._parts.standing
-        standing.owner_changed(self.coordinator_lost_at, self._timeouts)
-        standing.is_to_have_backup = asked.replicas > 0
+        role = self._parts.role
+        role.change_owner(self.coordinator_lost_at)
+        role.needs_backup = asked.replicas > 0
         owner = self._ownership.owner
         if self._on_new_owner is not None and owner is not None:
             self._on_new_owner(owner)
-        return self._go_on_anew(asked.session)
+        return self._change_program(asked.session)
 
-    async def _go_on_anew(self, session: int) -> SessionOpened:
+    async def _change_program(self, session: int) -> SessionOpened:
         await self._parts.serving.settled()  # what was computed for the one before
         self._ownership.check(session)
         store = self._parts.store
-        store.begin_anew()
+        store.change_program()
         if store.log is not None:  # a second copy that is there goes on, too
-            store.log.append(BeginAnew(session))
+            store.log.append(ChangeProgram(session))
         self._parts.joining.look()
         return self._opened(resumed=True)
 
@@ -210,10 +208,9 @@ class ServerSession:
 
     def _clear(self) -> None:
         parts = self._parts
-        parts.standing.end(StaleSessionError(f"{self._task}: the session ended"))
-        parts.role.session_over()
+        parts.role.end_session(StaleSessionError(f"{self._task}: the session ended"))
         parts.snapshots.clear()
         parts.store.clear()
-        parts.telemetry.begin_anew()
+        parts.telemetry.reset()
         if self._on_cleared is not None:
             self._on_cleared()

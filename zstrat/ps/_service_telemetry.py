@@ -12,7 +12,7 @@ from zstrat.wire import (
     AskClock,
     BeginCapture,
     Captured,
-    ClockTold,
+    ClockTime,
     Done,
     EndCapture,
     Message,
@@ -52,7 +52,7 @@ class ServiceTelemetry:
         """The recorder of the present session."""
         return self._serving.recorder
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The session is over: the next one begins with nothing."""
         self._serving.recorder = Recorder(PS_PHASES)
         self.recorder.start(self._sums(), self._clock())
@@ -62,7 +62,7 @@ class ServiceTelemetry:
         now, recorder = self._clock(), self.recorder
         match message:
             case AskClock():
-                return ClockTold(now)
+                return ClockTime(now)
             case BeginCapture(spans=spans, seconds=seconds):
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 recorder.begin_capture(capture, now)

@@ -234,7 +234,7 @@ class Serving:
             return None
         if not self._turns.are_free(names_of(message)):
             return None
-        if self._store.log is not None:  # no operand would be left to forward
+        if self._store.log is not None:  # no operand would be left for the backup
             return None
         return self._store.fold(message, specs)
 
@@ -289,7 +289,7 @@ class Serving:
         step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
-    def repeated(self, change: Message, began: float) -> None:
+    def replayed(self, change: Message, began: float) -> None:
         """Notes how long it took to make a change of the primary again, from ``began``
         until now."""
         if isinstance(change, Push):

@@ -83,7 +83,7 @@ class WaitingWorkers:
                 "at another parameter server"
             )
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        seconds = min(max(0.0, message.patience), _MAX_WAIT_SECONDS)
+        seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, number)
         answer: asyncio.Future[Message] = loop.create_future()
         self._waiting[number] = _WaitingReport(peer, message, answer, timer)
@@ -122,7 +122,7 @@ class WaitingWorkers:
         session, message = self._ownership.session, self._waiting[number].message
         if session is not None:
             address, index = message.address, message.index
-            patience = message.patience
+            patience = message.timeout
             self._tell(WorkerReported(session, number, address, index, patience))
 
     def _late(self, number: int) -> None:
@@ -132,7 +132,7 @@ class WaitingWorkers:
             words = f"{owner} has not taken the worker"
         elif owner is not None:
             words = f"{owner}, which has opened a session here, is gone"
-        patience = f"within {message.patience:g} s"
+        patience = f"within {message.timeout:g} s"
         self._fail(number, DeadlineExceededError(f"{self._task}: {words} {patience}"))
 
     def _fail(self, number: int, error: ZstratError) -> None:

@@ -26,7 +26,7 @@ from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
 from zstrat.transport import to_its_end
-from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
+from zstrat.variables import Optimizer, SlotValues, StorageWithSlots
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._match import Matching
@@ -279,12 +279,12 @@ def _load_local(
                         [*beside.leaves, array],
                         (*beside.rows, each.tensor.by_rows),
                     )
-        home = variable.home
-        assert isinstance(home, HomeWithSlots)
-        home.put(
+        storage = variable.storage
+        assert isinstance(storage, StorageWithSlots)
+        storage.put(
             value,
             {
-                optimizer: beside and _completed(variable, home, optimizer, beside)
+                optimizer: beside and _completed(variable, storage, optimizer, beside)
                 for optimizer, beside in slots.items()
             },
         )
@@ -292,7 +292,7 @@ def _load_local(
 
 def _completed(
     variable: VariableHandle,
-    home: HomeWithSlots,
+    storage: StorageWithSlots,
     optimizer: OptimizerHandle,
     beside: SlotValues,
 ) -> SlotValues:
@@ -303,7 +303,7 @@ def _completed(
     rule = optimizer.slot_rule(variable)
     if set(rule.names) <= set(beside.names):
         return beside
-    kept = rule.beside(home.slots_before(rule, variable.name)).on_host()
+    kept = rule.beside(storage.slots_before(rule, variable.name)).on_host()
     for name, array, _ in beside.items():
         kept = kept.replaced(name, array)
     return kept

@@ -156,7 +156,7 @@ def _keys_of(nodes: Any) -> list[Hashable]:
     for node in nodes:
         if node.kind == "variable":
             parts = node.value.components
-            keys += [(id(part.home), part.spec.key) for part in parts]
+            keys += [(id(part.storage), part.spec.key) for part in parts]
         elif node.kind != "group":
             keys.append(id(node.value))
     return keys

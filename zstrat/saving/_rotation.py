@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError
-from zstrat.variables import line_outside
+from zstrat.variables import user_line
 
 from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
@@ -50,7 +50,7 @@ def latest_checkpoint(
         checkpoint_name: Only those that are called ``<checkpoint_name>-<N>``.
 
     Raises:
-        NotFoundError: It is a file, or lies below one; says which.
+        NotFoundError: It is a file, or is below one; says which.
         TypeError: The name is no text.
     """
     directory = absolute(checkpoint_dir)
@@ -299,7 +299,7 @@ class CheckpointManager:
             Exception: Else as `zs.Checkpoint.restore`.
         """
         return run_blocking(
-            self._restore_or_initialize(line_outside()),
+            self._restore_or_initialize(user_line()),
             "manager.restore_or_initialize_async()",
         )
 
@@ -308,7 +308,7 @@ class CheckpointManager:
 
         Cancellation: some of the variables may have been restored.
         """
-        return await self._restore_or_initialize(line_outside())
+        return await self._restore_or_initialize(user_line())
 
     async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
         """Warnings are those of ``line``, a file and a number."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from zstrat.coordinator import until_settled
 from zstrat.strategy import ServerVariables
-from zstrat.variables import HomeWithSlots
+from zstrat.variables import StorageWithSlots
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -56,11 +56,11 @@ def cluster_of(variable: VariableHandle) -> ClusterSession | None:
     Raises:
         RuntimeError: It lives elsewhere: the handle came from another task.
     """
-    home = variable.home
-    if isinstance(home, HomeWithSlots):
+    storage = variable.storage
+    if isinstance(storage, StorageWithSlots):
         return None
-    if isinstance(home, ServerVariables):
-        return home.session
+    if isinstance(storage, ServerVariables):
+        return storage.session
     raise RuntimeError(
         f"{variable.spec} at {variable.device} cannot be saved or restored from here: "
         "this handle came from another task; checkpoints are written by the coordinator"

@@ -1,4 +1,4 @@
-"""Where pinned tensors lie, and how their bytes get into files.
+"""Where pinned tensors are stored, and how their bytes get into files.
 
 A *source* is a parameter server, or this process for variables of its own. A server
 that shares the folder writes its own file; the tensors of one that does not are fetched
@@ -18,7 +18,7 @@ from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
 from zstrat.strategy import SyncOnReadVariable
 from zstrat.transport import to_its_end
-from zstrat.variables import HomeWithSlots
+from zstrat.variables import StorageWithSlots
 from zstrat.wire import TensorEntry, raw
 
 from ._servers import at_rest, cluster_of
@@ -97,10 +97,10 @@ class LocalSnapshotSource:
     ) -> list[SourceTensor]:
         found = []
         for variable in variables:
-            home = variable.home
-            assert isinstance(home, HomeWithSlots)
+            storage = variable.storage
+            assert isinstance(storage, StorageWithSlots)
             key = variable.spec.key
-            value, slots = home.taken(variable.name)
+            value, slots = storage.taken(variable.name)
             if isinstance(variable, SyncOnReadVariable):
                 value = variable.saved_value()
             found.append(self._put(key, 0, "", value, bool(value.ndim)))

@@ -1,6 +1,6 @@
 """Pinned tensors as logical ones: one a variable, and one for each of its slots.
 
-However a variable lies over parameter servers, a checkpoint has one tensor of it. Slots
+On however many servers a variable is, a checkpoint has one tensor of it. Slots
 that follow its rows are put together in the same way; what an optimizer keeps once for
 each component (a count of steps) is stored once for each, for the rows that it goes
 with. A component that no gradient has reached has no slots: these rows are left out.

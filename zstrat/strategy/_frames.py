@@ -4,8 +4,8 @@ Outside everything the code is in the replica context of the default strategy. A
 is the cross-replica context of its strategy; the body of ``run`` is the replica
 context; what ``extended.update`` calls is in the update context, which is a
 cross-replica context that knows its copy. A context variable holds the stack, so each
-thread and each asyncio task has its own; beneath all of them is the strategy that
-`experimental_set_strategy` made current, if any.
+thread and each asyncio task has its own. Code that has entered nothing is under the
+strategy that `experimental_set_strategy` made current, if any.
 
 Law of the file: frames are pushed and popped here alone, and popped in reverse order;
 anything else is an error that names both strategies.
@@ -19,7 +19,11 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.program.trace import Mark, beneath, surroundings
+from zstrat.program.trace import (
+    StrategyFingerprint,
+    set_default_fingerprint,
+    strategy_fingerprint,
+)
 from zstrat.variables import creator
 
 if TYPE_CHECKING:
@@ -40,40 +44,32 @@ class Frame:
     update: int | None = None
 
     @property
-    def mark(self) -> Mark:
-        """What a step that is called here is traced for."""
-        return Mark(weakref.ref(self.strategy), (self._side, self.update))
-
-    @property
-    def _side(self) -> int | str:
-        if self.replica is None:
-            return "cross-replica"
-        number = self.replica.replica_id_in_sync_group
-        return number if isinstance(number, int) else "traced"
+    def fingerprint(self) -> StrategyFingerprint:
+        """The context that a step called here is traced for."""
+        side: int | str = "cross-replica"
+        if self.replica is not None:
+            number = self.replica.replica_id_in_sync_group
+            side = number if isinstance(number, int) else "traced"
+        return StrategyFingerprint(weakref.ref(self.strategy), (side, self.update))
 
 
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
 
 
-class _Beneath:
-    """What is current where nothing was entered."""
-
-    frame: Frame | None = None
-
-
-_beneath: Final = _Beneath()
+_default: Frame | None = None
+"""The current context of code that has entered none; see `install`."""
 
 
 def current() -> Frame | None:
-    """The innermost context, None outside of all."""
+    """Returns the innermost context, or None outside of all."""
     frames = _frames.get()
-    return frames[-1] if frames else _beneath.frame
+    return frames[-1] if frames else _default
 
 
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
-    surroundings.set(frame.mark)
+    strategy_fingerprint.set(frame.fingerprint)
 
 
 def pop(frame: Frame) -> None:
@@ -91,12 +87,12 @@ def pop(frame: Frame) -> None:
             "same thread and task"
         )
     _frames.set(frames[:-1])
-    surroundings.set(frames[-2].mark if len(frames) > 1 else None)
+    strategy_fingerprint.set(frames[-2].fingerprint if len(frames) > 1 else None)
 
 
 def leave_for(before: Context) -> None:
-    """Leaves all that was entered since then, whatever kept its own end from doing so:
-    our context variables are as they were there. Others are the program's."""
+    """Restores our context variables as they were in ``before``, whatever kept a scope
+    from ending. The variables of the program stay as they are."""
     for variable in copy_context():
         if variable.name.startswith("zstrat"):
             is_known = variable in before
@@ -107,7 +103,7 @@ def leave_for(before: Context) -> None:
 
 def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
     """Makes the strategy current for all threads and tasks that have entered nothing;
-    None: the default strategy is.
+    None makes the default strategy current.
 
     Raises:
         RuntimeError: This code has entered something.
@@ -117,14 +113,15 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope: "
             "experimental_set_strategy is for programs that enter none"
         )
-    _beneath.frame = None if strategy is None else Frame(strategy)
-    beneath.mark = None if _beneath.frame is None else _beneath.frame.mark
+    global _default
+    _default = None if strategy is None else Frame(strategy)
+    set_default_fingerprint(None if _default is None else _default.fingerprint)
     creator.install(own)
 
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[None]:
-    """Inside of it that is the innermost context."""
+    """Makes the context the innermost one inside."""
     push(frame)
     try:
         yield
@@ -133,7 +130,8 @@ def entered(frame: Frame) -> Iterator[None]:
 
 
 def in_real_replica_context() -> bool:
-    """Whether this code is in a replica function of a strategy (not of the default)."""
+    """Returns whether this code is in a replica function of a strategy other than the
+    default one."""
     frame = current()
     return (
         frame is not None
@@ -143,8 +141,8 @@ def in_real_replica_context() -> bool:
 
 
 def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
-    """Refuses what is done between replicas inside of one, or in the scope of another
-    strategy. Code that has entered nothing may do it.
+    """Refuses an operation between replicas inside of one replica, or in the scope of
+    another strategy. Code that has entered nothing may do it.
 
     Raises:
         RuntimeError: Says where this code is.
@@ -159,7 +157,7 @@ def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
 
 
 def require_scope(strategy: AbstractStrategy, what: str) -> None:
-    """Refuses what is done in the scope of the strategy alone.
+    """Refuses an operation outside of the scope of the strategy.
 
     Raises:
         RuntimeError: Says where this code is.
@@ -175,7 +173,7 @@ def require_scope(strategy: AbstractStrategy, what: str) -> None:
 
 
 def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoReturn:
-    """The error of one strategy in the scope of another one."""
+    """Raises the error of one strategy in the scope of another one."""
     raise RuntimeError(
         f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "
         f"{other!r}, whose scope this code is in: leave that scope first"
@@ -183,7 +181,7 @@ def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoRetu
 
 
 def refuse_replica_context(what: str) -> NoReturn:
-    """The error of a method that needs the cross-replica context."""
+    """Raises the error of a method that needs the cross-replica context."""
     raise RuntimeError(
         f"{what} requires being in cross-replica context, but it is called inside a "
         "replica function (the body of strategy.run): call it before or after run, or "

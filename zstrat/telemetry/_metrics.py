@@ -133,7 +133,7 @@ endpoint.handlers requests_open Requests that are being answered.
     Connections refused as they claimed to be another task.
 +endpoint.counts.newcomers newcomers Connections refused as too many came at a time.
 +endpoint.counts.probes probes Connections that said nothing.
-endpoint.pool.leases pool_leases Arrays that lie in pooled memory.
+endpoint.pool.leases pool_leases Arrays that are in pooled memory.
 endpoint.pool.idle_bytes:bytes pool_idle_bytes Bytes of pooled memory that nothing uses.
 groups.generations collective_groups Groups that the task is a member of.
 [ps] service

@@ -39,8 +39,8 @@ class TaskReport:
     """One task as the program, or an observer, knows it.
 
     ``values`` is what it reported last: the parts of `METRICS`, and ``phases``,
-    ``staleness``, ``time``, ``stalls``, ``now``, ``lanes``, ``program`` and ``log``;
-    empty if nothing, and of a task that is lost its ``log`` alone.
+    ``staleness``, ``time``, ``stalls``, ``now``, ``transports``, ``program`` and
+    ``log``; empty if nothing, and of a task that is lost its ``log`` alone.
     """
 
     state: str
@@ -94,7 +94,7 @@ def _task(
         "state": task.state,
         "address": task.address,
         "last_error": task.last_error,
-        "lanes": _part(values, "lanes"),
+        "transports": _part(values, "transports"),
         "log": str(values.get("log") or ""),
         **task_numbers(job, values),
     }

@@ -166,7 +166,7 @@ class DaemonCluster(RelayedCluster):
             LocalCluster(
                 self._counts["ps"],
                 self._counts["worker"],
-                lane="tcp",
+                transport="tcp",
                 settings=self.settings,
             )
         )

@@ -81,7 +81,7 @@ class DeviceAssignment:
     ) -> DeviceAssignment:
         """Replicas of equal blocks of cores, as near to a cube as there is room for.
 
-        Of a system with missing devices, those that there are are dealt out in the
+        Of a system with missing devices, those that there are are distributed in the
         order of tasks; the order mode is not looked at.
 
         Args:
@@ -108,7 +108,7 @@ class DeviceAssignment:
         mesh = topology.mesh_shape.tolist()
         packed = packing(mesh, shape, stride, num_replicas)
         if len(topology.missing_devices):
-            return DeviceAssignment(topology, _dealt(topology, packed))
+            return DeviceAssignment(topology, _task_order_cores(topology, packed))
         in_rings = packed.can_ring and device_order_mode is not DeviceOrderMode.MESH
         if device_order_mode is DeviceOrderMode.RING and not in_rings:
             raise ValueError(
@@ -195,7 +195,7 @@ def _require_topology(topology: object) -> None:
         )
 
 
-def _dealt(topology: Topology, packed: Packing) -> np.ndarray:
+def _task_order_cores(topology: Topology, packed: Packing) -> np.ndarray:
     """The cores that there are, in the order of tasks, cut into replicas."""
     if math.prod(packed.stride) != 1:
         raise ValueError(
@@ -326,7 +326,7 @@ class Packing:
 
     @property
     def footprint(self) -> Cores:
-        """Extents of what one computation covers, with what lies between its cores."""
+        """Extents of what one computation covers, with what is between its cores."""
         return _each(a * b for a, b in zip(self.shape, self.stride, strict=True))
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import jax
 
 _FASTEST_FIRST: Final = (3, 0, 1, 2)
-"""In which order places are dealt out: the cores of a chip, then along x, y, z."""
+"""In which order places are distributed: the cores of a chip, then along x, y, z."""
 
 
 def initialize_tpu_system(

@@ -1,7 +1,7 @@
 """Sockets, connections and keys: how tasks reach each other. The door to ZeroMQ."""
 
 from ._address import check_address as check_address
-from ._address import check_told as check_told
+from ._address import check_reachable as check_reachable
 from ._address import parse as parse
 from ._address import reached_as as reached_as
 from ._curve import Security as Security
@@ -33,17 +33,17 @@ from ._loop import warn_of_blocking as warn_of_blocking
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending
+from ._pump import moved_bytes as moved_bytes
+from ._pump import transports as transports
+from ._rate_limited_log import RateLimitedLog as RateLimitedLog
 from ._remote import Handler as Handler
 from ._remote import Remote as Remote
-from ._seldom import Seldom as Seldom
 from ._shared_memory import Arena as Arena
 from ._shared_memory import Mapping as Mapping
 from ._socket import ZEROMQ as ZEROMQ
 from ._socket import Event as Event
-from ._socket import Happening as Happening
+from ._socket import EventKind as EventKind
 from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
 from ._to_its_end import on_own_thread as on_own_thread
 from ._to_its_end import to_its_end as to_its_end
-from ._traffic import lanes as lanes
-from ._traffic import moved_bytes as moved_bytes

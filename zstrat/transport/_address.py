@@ -76,7 +76,7 @@ def check_address(text: str) -> None:
         raise ValueError(f"address {text!r}: expected a port above 0")
 
 
-def check_told(text: str) -> None:
+def check_reachable(text: str) -> None:
     """Whether others may be told to reach a task at that.
 
     Raises:

@@ -58,7 +58,7 @@ class Security:
         clock: Callable[[], float],
     ) -> None:
         self._source, self._keys, self._clock = folder, keys, clock
-        self._complained: object = None
+        self._warned: object = None
         self._found: object = None
         self._since = 0.0
         """Since when the folder has these, and not all that are valid."""
@@ -112,13 +112,13 @@ class Security:
             found = self._source.read()
         except (OSError, ValueError, ZstratError) as error:
             folder = self._source.folder
-            if stamp == self._complained:
+            if stamp == self._warned:
                 return
             if folder.exists():
                 _LOG.warning("the keys in use stay in use: %s", error)
             else:  # a fleet removes it once it was read
                 _LOG.debug("%s is gone: the keys in use stay in use", folder)
-            self._complained = stamp
+            self._warned = stamp
             return
         if self._is_settled(found):
             self._keys = found

@@ -190,16 +190,11 @@ _ENDED: Final = "the session was closed"
 
 
 class Portal:
-    """An event loop on a thread of its own.
-
-    Args:
-        farewell: What the loop does last, when the portal is closed; a coroutine
-            function, so that it is made on the loop.
-    """
+    """An event loop on a thread of its own."""
 
     def __init__(self, name: str = "zstrat") -> None:
         self.loop = new_event_loop()
-        self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._close_callback: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = False
         self._why = "the session is closed"
@@ -213,9 +208,9 @@ class Portal:
             self.retire()
             raise
 
-    def at_close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """What the loop does last, whoever closes the portal."""
-        self._farewell = farewell
+    def at_close(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Has the loop await ``callback()`` before the portal closes."""
+        self._close_callback = callback
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
         """Runs the function on the loop; from any thread, also from a finalizer.
@@ -257,7 +252,7 @@ class Portal:
         self.call_soon(self._leave)
 
     def close(self, why: str | None = None) -> None:
-        """Says farewell, ends the thread and waits for it. Idempotent.
+        """Awaits the close callback, then ends the thread. Idempotent.
 
         Args:
             why: What later calls are told; left out: that it is closed.
@@ -305,13 +300,15 @@ class Portal:
 
     def _leave(self) -> None:
         if self._leaving is None:
-            self._leaving = self.loop.create_task(self._last_words(), name="farewell")
+            self._leaving = self.loop.create_task(
+                self._run_close_callback(), name="close the portal"
+            )
 
-    async def _last_words(self) -> None:
+    async def _run_close_callback(self) -> None:
         try:
-            if self._farewell is not None:
+            if self._close_callback is not None:
                 async with asyncio.timeout(_CLOSING):
-                    await self._farewell()
+                    await self._close_callback()
         except Exception:  # goes to the log: the thread has to end all the same
             log.exception("closing the session")
         finally:

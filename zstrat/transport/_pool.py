@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KEPT: Final = 256 * 2**20
-"""Bytes that may lie idle: two bodies of 64 MB in turn, with room for a second size."""
+"""Bytes that may be idle: two bodies of 64 MB in turn, with room for a second size."""
 
 SPARE: Final = 30.0
 """Seconds: longer than a pause for a checkpoint or an evaluation."""
@@ -70,7 +70,7 @@ def trim() -> None:
 
 @dataclass(slots=True)
 class _IdleMemory:
-    """What lies idle of one size, and when somebody asked for that size."""
+    """What is idle of one size, and when somebody asked for that size."""
 
     memories: list[np.ndarray] = field(default_factory=list)
     is_used: bool = True

@@ -1,7 +1,7 @@
 """Bodies between processes of one host, through memory that both have mapped.
 
 The sender of a body copies it into its *arena*, an anonymous memory file that the
-receiver has mapped read-only, and says where it lies; the receiver uses it in place and
+receiver has mapped read-only, and says where it is; the receiver uses it in place and
 says when its arrays are gone. One copy at memory speed stands for two through the
 kernel, and nothing has a name in a file system: when both processes are dead, however
 they died, the memory is gone.
@@ -23,7 +23,6 @@ import os
 import secrets
 import stat
 import threading
-import time
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -34,8 +33,8 @@ from zstrat.wire import Offer
 from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
-from ._seldom import Seldom
-from ._traffic import SHARED
+from ._pump import SHARED
+from ._rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
-_SELDOM: Final = Seldom(time.monotonic)
+_BY_SOCKET: Final = RateLimitedLog(_LOG)
 
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
@@ -58,7 +57,7 @@ _WORD: Final = 16
 _BATCH: Final = 4096
 """Releases in one message: they fit the header by far."""
 _RELEASED: Final = 4
-"""Small bodies that may lie unread in the peer's memory before a message says so: a
+"""Small bodies that may be unread in the peer's memory before a message says so: a
 message for each would cost more than it frees."""
 _LARGE: Final = 2**20
 """Bytes. The peer takes fresh memory for its next body while one so large is not known
@@ -256,7 +255,7 @@ class Mapping:
         the last array in it is gone.
 
         Raises:
-            ValueError: It does not lie within the arena.
+            ValueError: It is not within the arena.
         """
         # The first page has the word and the proof.
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:
@@ -272,12 +271,12 @@ def _check(file: int, capacity: int) -> None:
         raise OSError("its size is not sealed")
 
 
-class SharedLane:
+class ShmChannel:
     """The arenas of one connection: ours, made when there is a use for it, and the
     peer's.
 
-    Implements `zstrat.wire.connection._lane.SharedMemoryLane`, where the methods are
-    explained. Arenas that cannot be had are no error: bodies go by socket then.
+    Implements `zstrat.wire.connection._channel.SharedMemoryChannel`, which documents
+    the methods. An arena that cannot be created is not an error: bodies go by socket.
     """
 
     def __init__(self, me: Hello) -> None:
@@ -297,8 +296,8 @@ class SharedLane:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            if _SELDOM.may_say():
-                _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
+            text = "bodies for %s go by socket: %s"
+            _BY_SOCKET.write(logging.INFO, text, task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
 
@@ -319,8 +318,8 @@ class SharedLane:
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            if _SELDOM.may_say():
-                _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
+            text = "bodies of %s come by socket: %s"
+            _BY_SOCKET.write(logging.INFO, text, task_name(of), error)
             return b""
         return self._mapping.proof
 
@@ -375,6 +374,6 @@ class SharedLane:
             self._arena = None
 
 
-def lane_of(settings: Settings, me: Hello) -> SharedLane | None:
+def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
     """The shared memory of a connection, unless the user chose sockets."""
-    return SharedLane(me) if settings.lane in ("auto", "shm") else None
+    return ShmChannel(me) if settings.transport in ("auto", "shm") else None

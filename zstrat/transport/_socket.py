@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 import zmq
 
-from ._inherited import note_address
-from ._listener import Accepted, accepted
+from ._descriptors import Accepted, accepted, note_address
 from ._pump import Pump
 
 if TYPE_CHECKING:
@@ -140,13 +139,13 @@ def new_socket(
     # than `rcvhwm` of its messages wait, their timer finds a failed engine, and libzmq
     # 4.3.5 aborts the process. Our beats tell us that a peer is gone, and `hang_up`
     # ends its connection; beneath them TCP finds machines that have vanished.
-    patience = math.ceil(times.patience)
+    timeout = math.ceil(times.liveness)
     socket.tcp_keepalive = 1
     # The peer must not be given up before we would give it up. The kernel takes no more
     # than a few hours, and libzmq aborts when it refuses.
-    socket.tcp_keepalive_idle = min(patience + 2, _HOUR)
+    socket.tcp_keepalive_idle = min(timeout + 2, _HOUR)
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
-    socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(patience + 10, _HOUR))
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(timeout + 10, _HOUR))
     socket.ipv6 = address.is_ipv6
     if address.scheme == "ipc":
         socket.sndbuf = socket.rcvbuf = _LOCAL_BUFFER
@@ -175,7 +174,7 @@ _NUMBERS: Final = itertools.count()
 _HEAD: Final = struct.Struct("=HI")
 
 
-class Happening(enum.Enum):
+class EventKind(enum.Enum):
     """What libzmq says of a connection of a socket."""
 
     LISTENING = zmq.EVENT_LISTENING
@@ -196,14 +195,14 @@ class Event(NamedTuple):
     number that was the last one, so EPIPE or ECONNRESET where the other side has ended
     the connection."""
 
-    happening: Happening
+    kind: EventKind
     value: int
 
 
 def event_of(parts: Sequence[bytes]) -> Event:
     """What a message of libzmq's monitor says."""
     number, value = _HEAD.unpack(parts[0])
-    return Event(Happening(zmq.Event(number)), value)
+    return Event(EventKind(zmq.Event(number)), value)
 
 
 class Monitor:
@@ -212,13 +211,13 @@ class Monitor:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> None:
         self._socket, self._happened = socket, happened
         address = f"inproc://zstrat.monitor.{next(_NUMBERS)}"
         events = 0
-        for each in happenings:
+        for each in kinds:
             events |= int(each.value)
         socket.monitor(address, events)
         listener = socket.context.socket(zmq.PAIR)
@@ -276,7 +275,7 @@ class Sockets(Protocol):
     def monitor(
         self,
         socket: Any,
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> Monitor: ...
 

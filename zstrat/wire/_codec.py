@@ -95,7 +95,7 @@ class Announced(NamedTuple):
 
 
 class _Form:
-    """How one class of messages lies on the wire."""
+    """How one class of messages is encoded."""
 
     __slots__ = ("arrays", "blobs", "cls", "fields", "kind", "names", "plain", "row")
 

@@ -27,7 +27,7 @@ class MemberEntry(NamedTuple):
 class JoinGroup:
     """A rank asks rank 0 to form a generation of a group; answered by `GroupFormed`
     once all ``size`` ranks have asked, or by the error that names who did not within
-    ``patience`` seconds. ``generation``: the lowest that will do, 0 for a process that
+    ``timeout`` seconds. ``generation``: the lowest that will do, 0 for a process that
     was in none."""
 
     kind: ClassVar = 72
@@ -36,7 +36,7 @@ class JoinGroup:
     rank: int
     size: int
     member: MemberEntry
-    patience: float
+    timeout: float
 
 
 @message

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 19
+PROTOCOL: Final = 20
 """Version of the protocol; HELLO refuses any other."""
 
 
@@ -106,7 +106,7 @@ class Mapped:
 
 @message
 class Placed:
-    """The body of the message announced before lies in the sender's memory."""
+    """The body of the message announced before is in the sender's memory."""
 
     kind: ClassVar = 12
     stream: int

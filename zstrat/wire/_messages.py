@@ -5,7 +5,7 @@ a frozen dataclass of ints, strings, bytes and arrays; `_codec` derives the layo
 the wire and the validation from the annotations, so a field that is added is checked. A
 field ``arrays`` travels as raw buffer frames behind the header.
 
-The messages lie by subject, a file for each, whose last lines list them: of connections
+The messages are by subject, a file for each, whose last lines list them: of connections
 (`_link_messages`), of any task (`_task_messages`), of variables, snapshots, replicas,
 closures (`_step_messages`) and groups. Numbers of kinds are part of the protocol: never
 reuse one (the codec refuses to start with two that are equal). `PROTOCOL` grows with
@@ -14,10 +14,9 @@ every change that an older peer would misunderstand.
 
 from __future__ import annotations
 
-from ._backup_messages import BackupMessage
 from ._group_messages import GroupMessage
 from ._link_messages import LinkMessage
-from ._replication_messages import ReplicationMessage
+from ._replication_messages import BackupMessage, ReplicationMessage
 from ._snapshot_messages import SnapshotMessage
 from ._step_messages import StepMessage
 from ._task_messages import TaskMessage

@@ -5,7 +5,7 @@ received, every annotation of its class becomes a *check*: a function that takes
 msgpack unpacked and returns the value of the field, or raises `Mismatch`. Nothing looks
 at an annotation after that.
 
-The values that lie side by side, in a record or in a header, nearly always have the
+The values that are side by side, in a record or in a header, nearly always have the
 types that they should: one comparison of all their types says so, and only what is
 nested is looked into (`Row`).
 
@@ -175,7 +175,7 @@ def describe(value: object) -> str:
 
 
 class Row:
-    """The checks of values that lie side by side, one per annotation."""
+    """The checks of values that are side by side, one per annotation."""
 
     __slots__ = ("_deep", "_every", "_usual")
 

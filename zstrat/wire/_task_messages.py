@@ -128,21 +128,21 @@ class JoinSession:
     """A worker that runs a program of its own asks a ps for the session of the program
     that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
     any whose coordinator is there) and all these variables and optimizers are in it;
-    refused if another one is there in place of one of them, or after ``patience``
+    refused if another one is there in place of one of them, or after ``timeout``
     seconds."""
 
     kind: ClassVar = 19
     session: int
     variables: list[Awaited]
     optimizers: list[AwaitedOptimizer]
-    patience: float
+    timeout: float
 
 
 @message
 class ReportWorker:
     """A worker that no program knows reports itself to a parameter server, which passes
     it on to the program whose session it serves. Answered by `AnswerReport` when it is
-    in that session; refused by that program, or after ``patience`` seconds.
+    in that session; refused by that program, or after ``timeout`` seconds.
 
     ``address``: where it is to be reached. ``index`` is its number, and -1 that of a
     worker which asks for one and serves nobody yet.
@@ -151,7 +151,7 @@ class ReportWorker:
     kind: ClassVar = 111
     address: str
     index: int
-    patience: float
+    timeout: float
 
 
 @message
@@ -164,7 +164,7 @@ class WorkerReported:
     report: int
     address: str
     index: int
-    patience: float
+    timeout: float
 
 
 @message
@@ -195,14 +195,14 @@ class CloseSession:
 
 @message
 class AskClock:
-    """What does your clock say? Answered by `ClockTold` at once."""
+    """What does your clock say? Answered by `ClockTime` at once."""
 
     kind: ClassVar = 106
     session: int
 
 
 @message
-class ClockTold:
+class ClockTime:
     """Seconds, by the clock that only goes forward of the process that answers."""
 
     kind: ClassVar = 107
@@ -233,7 +233,7 @@ class EndCapture:
 @message
 class Captured:
     """The spans: steps (int64 [n]), places in ``phases`` (uint8 [n]), begins and ends
-    (float64 [2, n], seconds by the clock of `ClockTold`); and times, bytes that the
+    (float64 [2, n], seconds by the clock of `ClockTime`); and times, bytes that the
     process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
     spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
     none. If there is one, there are three more arrays, of its events: numbers of rows
@@ -262,7 +262,7 @@ TaskMessage = (
     | WorkerReported
     | AnswerReport
     | AskClock
-    | ClockTold
+    | ClockTime
     | BeginCapture
     | EndCapture
     | Captured

@@ -26,7 +26,7 @@ from zstrat.telemetry.timeline import (
     read_clock,
 )
 from zstrat.transport import moved_bytes
-from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
+from zstrat.wire import AskClock, BeginCapture, Captured, ClockTime, Done, EndCapture
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -66,7 +66,7 @@ class SessionCapture:
         """Answers at once, or when jax has done what it was told."""
         match message:
             case AskClock():
-                return ClockTold(self._clock())
+                return ClockTime(self._clock())
             case BeginCapture(spans=spans, seconds=seconds):
                 now = self._clock()
                 capture = SpanCapture(spans, now + seconds, moved_bytes)

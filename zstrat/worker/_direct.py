@@ -1,4 +1,4 @@
-"""The home of variables while an eager step runs: each read is a request.
+"""The storage of variables while an eager step runs: each read is a request.
 
 An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
 round trip at a time. Updates wait until the step reads or ends, and are pushed then:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from zstrat.telemetry import EagerNotes
     from zstrat.variables import (
         GradientCall,
-        HomeRows,
-        HomeUpdate,
+        StorageRows,
+        StorageUpdate,
         VariableHandle,
         VariableSpec,
     )
@@ -72,7 +72,7 @@ class WaitingUpdates:
     def is_full(self) -> bool:
         return len(self.updates) >= MAX_UPDATES or self._nbytes > MAX_WAITING_BYTES
 
-    def add(self, updates: Sequence[HomeUpdate]) -> None:
+    def add(self, updates: Sequence[StorageUpdate]) -> None:
         """One call of the user's, of one variable or of the rows of a table."""
         for variable, op, operands, optimizer in updates:
             spec = variable.spec
@@ -88,7 +88,7 @@ class WaitingUpdates:
         self.updates, self.specs, self._names, self._nbytes = [], [], [], 0
         return taken
 
-    def _name(self, updates: Sequence[HomeUpdate]) -> str:
+    def _name(self, updates: Sequence[StorageUpdate]) -> str:
         variable, op, operands, optimizer = updates[0]
         whole = None
         if len(operands) > 1 and isinstance(variable, Variable):
@@ -144,8 +144,8 @@ class Asking:
 
 @final
 class Direct:
-    """A `zstrat.variables.Home` for one run of one eager step, which notes how long it
-    waits, by ``clock``."""
+    """A `zstrat.variables.Storage` for one run of one eager step, which notes how long
+    it waits, by ``clock``."""
 
     def __init__(
         self, ask: Asking, clock: Callable[[], float], run: EagerRun, notes: EagerNotes
@@ -185,7 +185,7 @@ class Direct:
         with _named(*specs):
             return self._pull(refs)
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
         server.
 
@@ -198,7 +198,7 @@ class Direct:
         with _named(*[spec for spec, _ in named]):
             return self._pull((), rows)
 
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    async def read_rows_async(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
         raise _not_here(*[variable for variable, _ in parts])
 
     async def read_many_async(
@@ -206,7 +206,7 @@ class Direct:
     ) -> list[np.ndarray]:
         raise _not_here(*variables)
 
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+    def update_many(self, updates: Sequence[StorageUpdate]) -> None:
         """They are applied with the next read, or at the end of the step, together with
         all that waits: on each server all of its own or none."""
         if not updates:
@@ -222,7 +222,7 @@ class Direct:
         """See `bind`; each run asks, and servers that know it answer at once."""
         bind(self._ask, call)
 
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+    async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
         raise _not_here(*[variable for variable, *_ in updates])
 
     def _pull(

@@ -478,9 +478,9 @@ class Pipeline:
 
     def _let_go(self, step: ClosureStep) -> None:
         """The values of a step that has run go, unless the next one shares them."""
-        heir = self._line[0] if self._line and step.reads is not None else None
-        if heir is not None and heir.reads is step.reads and not heir.nbytes:
-            heir.nbytes = step.nbytes
+        after = self._line[0] if self._line and step.reads is not None else None
+        if after is not None and after.reads is step.reads and not after.nbytes:
+            after.nbytes = step.nbytes
         else:
             self._bytes -= step.nbytes
 

@@ -122,7 +122,7 @@ class ServerLinks:
         self._make_link, self._views = make_link, list(views)
         self._replicas = replicas
         # The program takes as long to miss a server, and then it finds another one.
-        self._grace = timeouts.reconnect + (2 * timeouts.patience if replicas else 0.0)
+        self._grace = timeouts.reconnect + (2 * timeouts.liveness if replicas else 0.0)
         self._presences: list[ServerPresence] = []
         self._lines: Sequence[ServerLine] = ()
         self._is_closed = self._is_used = False

@@ -207,8 +207,8 @@ class WorkerService:
         return self._opened(session)
 
     async def _opened(self, session: WorkerSession) -> SessionOpened:
-        patience = min(self._settings.timeouts.connect, OPENING)
-        deadline = asyncio.get_running_loop().time() + patience
+        timeout = min(self._settings.timeouts.connect, OPENING)
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             self._platform, self._devices = await self._executor.submit(
                 self._find_devices
@@ -240,7 +240,7 @@ class WorkerService:
             message.session,
             remote,
             servers,
-            patience=timeouts.request,
+            timeout=timeouts.request,
             counts=self._counts,
             clock=self._clock,
             output=output,
@@ -272,7 +272,7 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            home=partial(Direct, asking, self._clock),
+            storage=partial(Direct, asking, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             limits=self._settings.limits,

@@ -25,11 +25,10 @@ from zstrat.program import (
 )
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
-from zstrat.variables import Home, creator
+from zstrat.variables import Storage, creator
 
 from . import _closure
-from ._closure import Costs, Ending, ResultLayouts
-from ._needs import Catalog
+from ._closure import Catalog, Costs, Ending, ResultLayouts
 from ._pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
-    from ._closure import ClosureStep, Post
+    from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
-    from ._needs import Needs
     from ._resources import Arguments, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
             Function,
             tuple[Any, ...],
             Mapping[str, Any],
-            Home,
+            Storage,
             Callable[[StepIterator], Any],
         ],
         StepResult,
@@ -86,7 +84,8 @@ class StepRunner:
 
     Args:
         index, count: This worker and how many there are.
-        home: Makes the home of variables for one eager run, which notes what it does.
+        storage: Makes the storage of variables for one eager run, which notes what it
+            does.
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry_out: Does what was posted, on the loop.
         end_lines: Ends the lines that were begun to be printed, on the thread.
@@ -102,7 +101,7 @@ class StepRunner:
         count: int,
         prepare: Prepare,
         run_eager: RunEager,
-        home: Callable[[EagerRun, EagerNotes], Direct],
+        storage: Callable[[EagerRun, EagerNotes], Direct],
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
@@ -115,7 +114,7 @@ class StepRunner:
         self.resources: Final = resources
         self._index, self._count = index, count
         self._prepare, self._run_eager = prepare, run_eager
-        self._home, self._bind = home, bind
+        self._storage, self._bind = storage, bind
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self._bound: Final = WeakSet[Plan]()
@@ -312,10 +311,10 @@ class StepRunner:
         function = self.resources.code(task.function)
         args, kwargs = self._arguments(task)
         run = EagerRun(step.number, task.context.attempt, task.low_water)
-        home = self._home(run, notes)
+        storage = self._storage(run, notes)
         draw = partial(self._draw, notes)
-        result = self._run_eager(function, args, kwargs, home, draw)
-        home.finish()
+        result = self._run_eager(function, args, kwargs, storage, draw)
+        storage.finish()
         return result
 
     def _draw(self, notes: EagerNotes, iterator: StepIterator) -> Any:

@@ -98,7 +98,7 @@ class WorkerSession:
     Args:
         remote: The coordinator's connection.
         servers: The ways to all parameter servers; owned by the session.
-        patience: Seconds that a request waits for a server that is away.
+        timeout: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
         clock: That of the executor.
         output: Takes what is printed to the coordinator; None: nobody does.
@@ -110,7 +110,7 @@ class WorkerSession:
         remote: Remote,
         servers: ServerLinks,
         *,
-        patience: float,
+        timeout: float,
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
         output: StepOutput | None = None,
@@ -121,7 +121,7 @@ class WorkerSession:
         self._clock: Final = clock
         self.session: Final = session
         self._output: Final = output
-        self.client: Final = PsClient(servers.links, session, request_timeout=patience)
+        self.client: Final = PsClient(servers.links, session, request_timeout=timeout)
         servers.attach(self.client.lines)
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)

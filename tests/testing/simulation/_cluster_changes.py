@@ -17,9 +17,8 @@ from zstrat.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.coordinator.unthreaded import LoopCoordinator
-
     from ._contract import Training
+    from ._loop_coordinator import LoopCoordinator
     from ._scenario import Scenario
     from ._script import Scripts
 
@@ -93,7 +92,7 @@ class ClusterChanges:
             if away and draw() < 0.6:
                 await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
             elif draw() < 0.2:
-                await moves.level(PS_WAIT)
+                await moves.rebalance(PS_WAIT)
             else:
                 address = present[int(draw() * len(present))]
                 await moves.vacate(address, 0.3 + 5.0 * draw())

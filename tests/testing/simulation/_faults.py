@@ -4,7 +4,7 @@ With second copies any one server may be lost at any moment. So where the contra
 held against that, what befalls a server waits until each store has two copies that are
 well: in processes that have had no trouble for a while, and which the program knows.
 A program that goes on with what a killed one has left is held against the same, if a
-server is lost no sooner after that one than `Timeouts.patience` and ``reconnect``.
+server is lost no sooner after that one than `Timeouts.liveness` and ``reconnect``.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Faults:
             copies = None  # it cannot be lost once more
         elif fault.kind in ("kill", "power") and not servers:
             concerned.pop()  # however often
-        is_of_program = self._is_of_program(fault) and fault.kind != "succeed"
+        is_of_program = self._is_of_program(fault) and fault.kind != "takeover"
         if is_of_program and self._program.is_changing:
             copies = []
             concerned = [name for name in self._ill_until if name != "chief0"]
-        elif self._program.is_changing and fault.kind == "succeed":
+        elif self._program.is_changing and fault.kind == "takeover":
             copies = None  # the next program may find no copy that is known to have all
         is_due, look = True, _LOOK
         if self._amid_moves:
@@ -159,7 +159,7 @@ class Faults:
         match fault.kind:
             case "kill" | "power":
                 self._kill(fault.target, end, silently=fault.kind == "power")
-            case "succeed":
+            case "takeover":
                 self._kill(fault.target, end)
                 at = end + world.random.choice((0.02, 0.1, 0.5)) * world.random.random()
                 self._ill_until[fault.other] = at + 1.0
@@ -212,7 +212,7 @@ class Faults:
         process = self._processes[name]
         if name == "chief0" and process.is_alive:
             self._program.died()
-            noticed = self._world.now + (TIMES.patience if silently else 0.0)
+            noticed = self._world.now + (TIMES.liveness if silently else 0.0)
             self._ill_until[name] = max(self._ill_until.get(name, 0.0), noticed)
         elif name.startswith("ps"):
             self._program.hurt(name)
@@ -253,7 +253,7 @@ class Faults:
         self._network.weather.slow(source, target, factor)
 
 
-_KILLING: Final = ("kill", "power", "succeed", "both")
+_KILLING: Final = ("kill", "power", "takeover", "both")
 _NEAR_WORKERS: Final = ("apart", "astray")
 _OF_ONE: Final = ("sever", "isolate", *_NEAR_WORKERS)
 """Kinds of which the ``other`` has no trouble of its own when they are over."""

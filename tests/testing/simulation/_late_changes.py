@@ -33,11 +33,11 @@ from ._late_model import SHAPE, Held, Momentum, World, made, updated
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from zstrat.coordinator.unthreaded import LoopCoordinator
     from zstrat.ps import PsClient
 
     from ._contract import Training
     from ._late_model import LateModel
+    from ._loop_coordinator import LoopCoordinator
 
 OPTIMIZER: Final = 1
 """Its number."""

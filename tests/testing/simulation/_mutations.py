@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
-from zstrat.coordinator.unthreaded import cut_of
+from zstrat.coordinator.parts import cut_of
 from zstrat.errors import NotPrimaryError
 from zstrat.ps import StoreRole
 from zstrat.wire import (
-    BeginAnew,
+    ChangeProgram,
     CopyVariables,
     DeleteVariables,
     Exchange,
@@ -117,9 +117,9 @@ async def _restless(self: Any, holder: object) -> Any:
     return cut_of(self._dispatcher.queue)
 
 
-def _serves_on(self: Any) -> None:
+def _serves_on(self: Any, *role: object) -> None:
     """A primary hears that a newer view has another one, and goes on alone."""
-    self._detach()
+    self.backups.detach()
 
 
 def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
@@ -138,7 +138,7 @@ def _remembering(begin: Callable[..., None], store: Any) -> None:
 
 def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A backup does not hear that another program goes on."""
-    return iter(()) if isinstance(change, BeginAnew) else original(store, change)
+    return iter(()) if isinstance(change, ChangeProgram) else original(store, change)
 
 
 def _untold(self: Any, origin: int) -> None:
@@ -183,16 +183,11 @@ def _shifted(
 def _parted(self: Any, store: Any) -> Any:
     """A store that moves loses its backup before another one is whole."""
     if store.is_backup_at_target:
-        return self.promote(store, "it moves")
-    is_leaving = self.processes[store.backup.process].is_leaving
+        return store.promote("it moves")
+    is_leaving = store.processes[store.backup.process].is_leaving
     if store.target is None and not is_leaving:
         return []
-    return self.detach(store, "it moves")
-
-
-def _bare(self: Any, message: Any) -> None:
-    """A new primary does not hear that the old one is its backup."""
-    self.following, self.view = None, message.view
+    return store.detach("it moves")
 
 
 def _no_pair(found: object) -> None:
@@ -246,10 +241,10 @@ _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
-_BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
+_BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
-_LEFT: Final = f"{_COPIES}._role.StoreServingRole.state_for_successor"
+_LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
 _TELL: Final = f"{_FENCES}.Marking.tell"
@@ -285,29 +280,29 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator._session_pause.SessionPause.begin": _restless
     },
     "answers leave before the backup has it": {
-        f"{_COPIES}._forwarding.Forwarding._may_leave": True
+        f"{_COPIES}._log_shipping.LogShipping._may_leave": True
     },
     "the ledger is not in the log": {
-        f"{_COPIES}._following.repeat": partial(
-            _unledgered, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unledgered, _function(f"{_COPIES}._replay.replay")
         ),
         f"{_COPIES}._copying._ledgers": _no_ledgers,
     },
     "a view that is over is not heeded": {
-        f"{_COPIES}._standing.Standing._step_aside": _serves_on,
-        f"{_COPIES}._standing.Standing.require": _nothing,
-        f"{_COPIES}._following.Following.require": _nothing,
+        f"{_COPIES}._replica_role.ReplicaRole._step_aside": _serves_on,
+        f"{_COPIES}._replica_role.ReplicaRole.require": _nothing,
+        f"{_COPIES}._backup.Backup.require": _nothing,
     },
     "a program that goes on is taken for the one before": {
         _BEGIN: _around(_BEGIN, _remembering)
     },
     "a backup does not hear of the next program": {
-        f"{_COPIES}._following.repeat": partial(
-            _unbegun, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unbegun, _function(f"{_COPIES}._replay.replay")
         )
     },
     "two copies part when a program goes on": {
-        "zstrat.coordinator.replication._succession._pair": _no_pair
+        "zstrat.coordinator.replication._successors._pair": _no_pair
     },
     "a server that comes later is of another session": {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
@@ -325,13 +320,13 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
     "a copy does not know the first version": {
-        f"{_COPIES}._following.repeat": partial(
-            _unversioned, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _unversioned, _function(f"{_COPIES}._replay.replay")
         )
     },
     "a backup keeps what is deleted": {
-        f"{_COPIES}._following.repeat": partial(
-            _undeleted, _function(f"{_COPIES}._repeating.repeat")
+        f"{_COPIES}._backup.replay": partial(
+            _undeleted, _function(f"{_COPIES}._replay.replay")
         )
     },
     "elements do not go back": {
@@ -351,11 +346,11 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "results of closures of nobody shift the others": {_TAKE: _around(_TAKE, _shifted)},
     "a store that moves has one copy meanwhile": {
-        "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
+        "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
-        f"{_COPIES}._standing.Standing.promoted": _bare
+        f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": _nothing
     },
-    "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
+    "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
 }
 """By name: what is replaced, and by what."""

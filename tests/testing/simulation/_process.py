@@ -44,7 +44,7 @@ T = TypeVar("T")
 HOST: Final = "simulated"
 TIMES: Final = Timeouts(
     beat=0.5,
-    patience=1.8,
+    liveness=1.8,
     reconnect=0.5,
     handshake=1.0,
     connect=20.0,
@@ -66,7 +66,7 @@ def settings_with(chunk: int, state: Path | None) -> Settings:
     """Of all processes; bodies above ``chunk`` bytes travel in pieces. ``state``: where
     servers that are told to stop leave what they hold."""
     limits = Limits(chunk=chunk, window=4, inline=INLINE)
-    return Settings(TIMES, limits, lane="tcp", insecure=True, state=state)
+    return Settings(TIMES, limits, transport="tcp", insecure=True, state=state)
 
 
 class Surroundings:
@@ -225,6 +225,7 @@ class ServerProcess(Daemon):
             sockets=sockets,
         )
         self._is_leaving = False
+        loop.validate = ps.validate
         service = ps.service
         self._endpoint = self.endpoint(
             ps.me, service, service.absorb, sockets, ps.handle

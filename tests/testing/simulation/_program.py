@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.coordinator.unthreaded import LoopCoordinator
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -17,6 +16,7 @@ from zstrat.errors import (
 )
 
 from ._contract import Training
+from ._loop_coordinator import LoopCoordinator
 from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
@@ -187,13 +187,19 @@ class TrainingProgram:
         if not self._is_open:
             return self._left
         coordinator = self._coordinator
-        replication = None if coordinator is None else coordinator.cluster.replication
+        if coordinator is None:
+            return None
+        replication = coordinator.cluster.replication
         if replication is None or not replication.is_started:
             return None
         placement = replication.placement
+        placement.validate()
+        cluster = coordinator.cluster
+        for task in (*cluster.ps, *cluster.workers, *replication.processes):
+            task.validate()
         if placement.without_backup:
             return None
-        found = set().union(*(store.processes for store in placement.stores))
+        found = set().union(*(store.copy_processes for store in placement.stores))
         at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
         names = [at[process.address] for process in replication.processes]
         return [names[process] for process in sorted(found)]

@@ -25,7 +25,7 @@ _ASKING: Final = 12
 """Of each forty seeds that in which programs change their coordinator."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
 """Messages about an optimizer that a program sends once, also to copies."""
-RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
+RESUMED: Final = frozenset({"ChangeProgram", "CopyKept"})
 """Messages of a program that goes on with what another one has left."""
 
 
@@ -41,9 +41,9 @@ class Fault(NamedTuple):
     "cut" (nothing gets through, and no connection breaks; if it is long, in one
     direction alone), "slow", "isolate" (the target is cut off from everybody), "apart"
     (from everybody but workers), "sever" (from the other, and killed a moment later),
-    "succeed" (the target, which is the program, is killed and started again at the end;
-    and the other, a server, is killed when it goes on), "both" (the same, but the other
-    is killed a moment after the target).
+    "takeover" (the target, which is the program, is killed and started again at the
+    end; and the other, a server, is killed when it goes on), "both" (the same, but the
+    other is killed a moment after the target).
     """
 
     at: float
@@ -101,7 +101,7 @@ class Scenario:
     saves: bool = False
     """The program saves and restores now and then, and each has to succeed."""
     moves: bool = False
-    """The program drains servers, adds them again and levels, beside its steps."""
+    """The program drains servers, adds them again and rebalances, beside its steps."""
     stores_per_ps: int = 1
     late: bool = False
     """The program makes variables late, and changes them by all that there is; where
@@ -478,7 +478,7 @@ class _Fate:
         # Patience and reconnect behind the moment in which servers notice its end: when
         # its connections have not come back for so long, at the next look.
         length = self._chance.uniform(3.4, MAX_FAULT_SECONDS)
-        return Fault(0.3 + self._begin(), "succeed", "chief0", server, length)
+        return Fault(0.3 + self._begin(), "takeover", "chief0", server, length)
 
     def _restart(self) -> Fault:
         """A server is restarted on purpose."""

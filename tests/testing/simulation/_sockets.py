@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.transport import Event, Happening, Sending, Sockets
+from zstrat.transport import Event, EventKind, Sending, Sockets
 from zstrat.wire.connection import Carried
 
 from ._paths import Way
@@ -196,7 +196,7 @@ class VirtualSocket:
             return
         self.lines[line.routing] = line
         self._pause = FIRST_RETRY
-        self.tell(Happening.READY, line.descriptor)
+        self.tell(EventKind.READY, line.descriptor)
         while self._unsent and not self.is_closed and self.lines:
             self._send(line, self._unsent.popleft())
 
@@ -205,13 +205,13 @@ class VirtualSocket:
         self.lines.pop(line.routing, None)
         if self.is_closed:
             return
-        self.tell(Happening.BROKEN, line.descriptor)
+        self.tell(EventKind.BROKEN, line.descriptor)
         if self._is_dealer and not self.is_closed:
             self._try_later()
 
-    def tell(self, happening: Happening, value: int) -> None:
+    def tell(self, kind: EventKind, value: int) -> None:
         if self.watch is not None:
-            self.watch.tell(happening, value)
+            self.watch.tell(kind, value)
 
     def arrived(
         self, line: Line, frames: tuple[bytes, ...], sender: VirtualSocket
@@ -235,7 +235,7 @@ class VirtualSocket:
     def refused(self) -> None:
         """Called when nothing listens at the address."""
         if not self.is_closed:
-            self.tell(Happening.RETRIED, 0)
+            self.tell(EventKind.RETRIED, 0)
             self._try_later()
 
     def _try_later(self) -> None:
@@ -298,16 +298,16 @@ class VirtualMonitor:
     def __init__(
         self,
         socket: VirtualSocket,
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> None:
         self._socket, self._happened = socket, happened
-        self._watched = frozenset(happenings)
+        self._watched = frozenset(kinds)
         socket.watch = self
 
-    def tell(self, happening: Happening, value: int) -> None:
-        if happening in self._watched:
-            self._happened(Event(happening, value))
+    def tell(self, kind: EventKind, value: int) -> None:
+        if kind in self._watched:
+            self._happened(Event(kind, value))
 
     def drain(self) -> None:
         """What has happened was told when it did."""
@@ -375,7 +375,7 @@ class Network:
     def _accept(self, dealer: VirtualSocket, router: VirtualSocket) -> None:
         line = Line(next(self._descriptors), dealer, router)
         self.lines[line.descriptor] = line
-        dealer.tell(Happening.CONNECTED, line.descriptor)
+        dealer.tell(EventKind.CONNECTED, line.descriptor)
         if line.is_over or dealer.is_closed:
             line.end(dealer)
             return
@@ -387,7 +387,7 @@ class Network:
                 line.end(router)
                 return
             router.lines[line.routing] = line
-            router.tell(Happening.ACCEPTED, line.descriptor)
+            router.tell(EventKind.ACCEPTED, line.descriptor)
             line.back.send(lambda: dealer.joined(line))
 
         line.out.send(greets)
@@ -397,7 +397,7 @@ class Network:
         dealer = line.dealer
         if line.is_over or line.routing in dealer.lines or dealer.is_closed:
             return
-        dealer.tell(Happening.FAILED, errno.EAGAIN)
+        dealer.tell(EventKind.FAILED, errno.EAGAIN)
         line.end(dealer)
 
     def lines_of(self, host: str, other: str | None = None) -> list[Line]:
@@ -460,10 +460,10 @@ class VirtualSockets:
     def monitor(
         self,
         socket: Any,
-        happenings: tuple[Happening, ...],
+        kinds: tuple[EventKind, ...],
         happened: Callable[[Event], None],
     ) -> Any:
-        return VirtualMonitor(socket, happenings, happened)
+        return VirtualMonitor(socket, kinds, happened)
 
     def pump(
         self, socket: Any, receive: Callable[[list[Any]], None], header: int = 0

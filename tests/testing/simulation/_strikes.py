@@ -15,11 +15,10 @@ from ._scenario import RESUMED
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from zstrat.coordinator.unthreaded import LoopCoordinator
-
     from ._cluster_changes import SessionContext
     from ._contract import Training
     from ._late_changes import LateChanges
+    from ._loop_coordinator import LoopCoordinator
 
 INTERVAL: Final = 0.25
 """Seconds between two looks whether all is well."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from zstrat.coordinator import until_settled
-from zstrat.coordinator.unthreaded import Code, LoopCoordinator
+from zstrat.coordinator.parts import Code
 from zstrat.data import Dataset
 from zstrat.errors import (
     CancelledError,
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.coordinator import SessionCut
-    from zstrat.coordinator.unthreaded import ScheduledCall
+    from zstrat.coordinator.parts import ScheduledCall
 
     from ._checkpoints import SavedTensor
+    from ._loop_coordinator import LoopCoordinator
 
 OWN: Final = 16
 """Own updates of a session, at most."""

@@ -1,5 +1,5 @@
-"""From a list of tasks to a generation that can work: who sits where, on what lane all
-agree, and whether they have connections of their own for data."""
+"""Forms a generation of a group from a list of tasks: assigns ranks, agrees on a
+transport, and opens data connections where ranks share no memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zstrat.transport import DataConnections, reached_as
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._executors import MessageExecutor
-from ._keys import FORMING, about
 from ._rendezvous import GroupSeat, listed
 from ._runtime import only_daemon
 from ._scheduler import OperationScheduler
 from ._socket_engine import SocketEngine
+from ._traffic import FORMING, about
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,8 +62,8 @@ class FormingRequest:
     generation: int
     seats: tuple[GroupSeat, ...]
     rank: int
-    lane: str
-    patience: float
+    transport: str
+    timeout: float
     choices: Choices
     """Of algorithms; that of rank 0 is everybody's."""
 
@@ -143,7 +143,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
     Cancellation: this rank has not joined.
     """
     node = runtime.node
-    memory = host_memory(wanted.lane)
+    memory = host_memory(wanted.transport)
     try:
         request = JoinGroup(
             wanted.group,
@@ -151,18 +151,20 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
             wanted.rank,
             len(wanted.seats),
             _entry(runtime, wanted, memory),
-            wanted.patience,
+            wanted.timeout,
         )
-        generation = await node.join(request, wanted.seats, wanted.lane, wanted.choices)
+        generation = await node.join(
+            request, wanted.seats, wanted.transport, wanted.choices
+        )
         messages = MessageExecutor(runtime, generation)
         try:
-            engine = await _agree(generation, memory, messages, wanted.patience)
+            engine = await _agree(generation, memory, messages, wanted.timeout)
             if engine is None:
                 if memory is not None:
                     memory.close()
-                engine = await connect_data(runtime, generation, wanted.patience)
+                engine = await connect_data(runtime, generation, wanted.timeout)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
-            await node.leave(generation, "it could not agree on a lane")
+            await node.leave(generation, "it could not agree on a transport")
             raise
     except BaseException:  # to `Group`; no engine has the memory
         if memory is not None:
@@ -175,7 +177,7 @@ async def _agree(
     generation: Generation,
     memory: SharedMemory | None,
     between: Between,
-    patience: float,
+    timeout: float,
 ) -> CollectiveEngine | None:
     """The engine that works in shared memory, if all ranks have memory, and some of
     them share it; and nobody is through before all are here."""
@@ -183,7 +185,7 @@ async def _agree(
     mapped = [False] * size
     if memory is not None:
         mapped = memory.reach(rank, generation.members)
-    said = await told(generation, FORMING, np.packbits(mapped).tobytes(), patience)
+    said = await exchange(generation, FORMING, np.packbits(mapped).tobytes(), timeout)
     bits = np.frombuffer(b"".join(said), np.uint8).reshape(size, -1)
     reached = np.unpackbits(bits, axis=1, count=size).astype(bool).tolist()
     if memory is None or not all(reached[each][each] for each in range(size)):
@@ -225,13 +227,13 @@ _PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
 _PLACE: Final = struct.Struct("<H40s")
 """Port and credential; a port of 0: there are none."""
 
-_MEETING: Final = 2.0
+_BARRIER_TIMEOUT: Final = 2.0
 """Seconds in which the first messages have to come. A firewall that drops them costs
 so much, each time that a generation is formed."""
 
 
-async def told(
-    generation: Generation, key: int, word: bytes, patience: float
+async def exchange(
+    generation: Generation, key: int, word: bytes, timeout: float
 ) -> Sequence[bytes]:
     """What every rank says in answer to the question ``key``, all in as many bytes, in
     the order of ranks.
@@ -242,7 +244,7 @@ async def told(
     Cancellation: this rank has spoken.
     """
     loop = asyncio.get_running_loop()
-    call = _gathering(generation, key, word, patience)
+    call = _gathering(generation, key, word, timeout)
     over: asyncio.Future[None] = loop.create_future()
     generation.traffic.start(call, partial(_settle, over))
     await over
@@ -250,17 +252,17 @@ async def told(
 
 
 async def all_agree(
-    generation: Generation, key: int, has: bool, patience: float
+    generation: Generation, key: int, has: bool, timeout: float
 ) -> bool:
-    """Whether all ranks say yes. Raises, cancellation: as `told`."""
-    return b"\0" not in await told(generation, key, bytes([has]), patience)
+    """Whether all ranks say yes. Raises, cancellation: as `exchange`."""
+    return b"\0" not in await exchange(generation, key, bytes([has]), timeout)
 
 
 async def connect_data(
-    runtime: GroupRuntime, generation: Generation, patience: float
+    runtime: GroupRuntime, generation: Generation, timeout: float
 ) -> CollectiveEngine | None:
     """The engine of ranks with data connections, if all of them have one to each other.
-    ``patience`` in seconds.
+    ``timeout`` in seconds.
 
     Such connections are for groups whose ranks share no memory. Each rank binds a port
     for them, beside that of its task, and draws a credential. The ranks tell each other
@@ -268,7 +270,7 @@ async def connect_data(
     ends well: a firewall that lets only the port of the task through is found out here,
     and all goes by the messages of links then.
 
-    Raises, cancellation: as `told`; no connection is left.
+    Raises, cancellation: as `exchange`; no connection is left.
     """
     if not 1 < generation.size <= DataConnections.MOST:
         return None
@@ -277,7 +279,7 @@ async def connect_data(
         place = _PLACE.pack(0, b"")
         if connections is not None:
             place = _PLACE.pack(connections.port, connections.credential)
-        said = await told(generation, _PORTS, place, patience)
+        said = await exchange(generation, _PORTS, place, timeout)
         places = [_PLACE.unpack(each) for each in said]
         if connections is None or not all(port for port, _ in places):
             return None
@@ -292,13 +294,13 @@ async def connect_data(
         for rank in others:
             connections.admit(rank, places[rank][1])
         # Whoever is not admitted yet is refused for good.
-        await told(generation, _ADMITTED, b"\1", patience)
+        await exchange(generation, _ADMITTED, b"\1", timeout)
         ports = {rank: places[rank] for rank in others}
         is_ready = await _connected(connections, generation, ports)
         is_ready = is_ready and await _have_met(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
         # Others may have waited so long for a word that they will not get.
-        if await all_agree(generation, _MET, is_ready, patience + _MEETING):
+        if await all_agree(generation, _MET, is_ready, timeout + _BARRIER_TIMEOUT):
             connections = None  # the engine's
             return engine
         log.info("%s: its ranks cannot reach each other's data port", generation.title)
@@ -343,17 +345,17 @@ async def _connected(
 async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
     """Whether something of every rank has come to this one."""
     # An algorithm by which all send to all, so that it takes every connection.
-    call = _gathering(generation, _MET, b"\1", _MEETING, "direct")
-    meeting = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
+    call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")
+    barrier = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
     try:
-        await asyncio.shield(meeting)
+        await asyncio.shield(barrier)
     except (Overdue, ConnectionEnded):
         return False
     except asyncio.CancelledError:
         # Until the thread is through, nobody else may touch the connections.
         engine.abort(ClosedError("the group was not formed"))
         with suppress(ClosedError):
-            await meeting
+            await barrier
         raise
     return True
 
@@ -371,7 +373,7 @@ def _gathering(
     generation: Generation,
     key: int,
     word: bytes,
-    patience: float,
+    timeout: float,
     algorithm: str | None = None,
 ) -> CollectiveCall:
     source, words = np.frombuffer(word, np.uint8), "forming the group"
@@ -382,8 +384,8 @@ def _gathering(
         np.empty(generation.size * len(source), np.uint8),
         about(words),
         words,
-        time.monotonic() + patience - margin_of(patience),
-        patience,
+        time.monotonic() + timeout - margin_of(timeout),
+        timeout,
         sizes=(len(source),) * generation.size,
         algorithm=algorithm,
     )

@@ -35,9 +35,8 @@ from zstrat.threads import Latch
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
-from ._keys import FORMING, PARTS, about, number_of
 from ._mesh import Mesh, wait_heard
-from ._traffic import Traffic
+from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from ._mesh import MakeLink
     from ._traffic import Running
 
-_LAST_WORDS: Final = 5.0
+_GOODBYE_SECONDS: Final = 5.0
 """Seconds in which what a rank sent before its goodbye can still come and be taken: 32
 hops of 1 MiB on a slow line, to a machine that has other things to do."""
 
@@ -283,7 +282,7 @@ class Generation:
         """A member cannot be reached any more. One that said goodbye has sent what
         others need of it, and `LeaveGroup` last: on another connection, and later."""
         if left:
-            self._loop.call_later(_LAST_WORDS, self.gone, rank, reason)
+            self._loop.call_later(_GOODBYE_SECONDS, self.gone, rank, reason)
             return
         if rank in self.leavers:
             return

@@ -30,7 +30,7 @@ _ANEW: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
 
 _SLACK: Final = 5.0
-"""Seconds that forming may take beyond its patience, to say what was wrong."""
+"""Seconds that forming may take beyond its timeout, to say what was wrong."""
 
 
 @final
@@ -45,7 +45,7 @@ class Group(GroupCalls):
     those without a tag go there one after the other.
     An ``algorithm`` says how messages go, among first ranks or all of them; it does not
     change who takes part, and where memory carries a call it says nothing: to have all
-    go by messages, make the group with ``lane="tcp"`` or ``"ipc"``.
+    go by messages, make the group with ``transport="tcp"`` or ``"ipc"``.
 
     Args:
         resolver: Who is in the cluster, and which task this process is; default:
@@ -56,8 +56,8 @@ class Group(GroupCalls):
         timeout: Seconds that each call may take; default: ``timeouts.request``. One
             that stands behind another, which nobody waits for yet, ends with that one.
         rendezvous_timeout: Seconds to wait for all ranks; ``timeouts.connect``.
-        lane: "auto" (memory of one host is shared), "shm", "ipc" or "tcp" (it is not);
-            default: ``ZSTRAT_LANE``.
+        transport: "auto" or "shm" (ranks of one host share memory), "ipc" or "tcp"
+            (they do not). Default: ``ZSTRAT_TRANSPORT``.
         bytes_per_pack: Small arrays that are reduced or broadcast together travel in
             packs, from the last to the first; a pack that is larger than this takes no
             more. 0: packs of some MiB. Arrays of 128 KiB and more travel by themselves,
@@ -81,7 +81,7 @@ class Group(GroupCalls):
         tasks: Sequence[str] | None = None,
         timeout: float | None = None,
         rendezvous_timeout: float | None = None,
-        lane: str | None = None,
+        transport: str | None = None,
         bytes_per_pack: int = 0,
         bind: str | None = None,
         settings: Settings | None = None,
@@ -98,7 +98,7 @@ class Group(GroupCalls):
             tasks,
             timeout,
             rendezvous_timeout,
-            lane,
+            transport,
             bytes_per_pack,
             bind,
             settings,
@@ -139,9 +139,9 @@ class Group(GroupCalls):
         return self._invited.name
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """How it may reach other ranks; see the constructor."""
-        return self._invited.lane
+        return self._invited.transport
 
     @property
     def rank(self) -> int:
@@ -248,7 +248,7 @@ class Group(GroupCalls):
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
     def _form_now(self, wanted: FormingRequest) -> None:
-        seconds = wanted.patience + _SLACK
+        seconds = wanted.timeout + _SLACK
         self._runtime.run(self._forming(wanted), seconds, wanted.words)
 
     async def _form(self, wanted: FormingRequest) -> None:

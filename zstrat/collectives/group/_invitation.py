@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
-from zstrat.config import checked_lane, environment, settings_from
+from zstrat.config import checked_transport, environment, settings_from
 
+from ._arguments import not_negative, positive
 from ._forming import FormingRequest, own_seat, seats_of
 from ._runtime import only_daemon, runtime_for
 
@@ -38,8 +39,8 @@ class Invitation:
     seats: tuple[GroupSeat, ...]
     seat: GroupSeat
     timeout: float
-    patience: float
-    lane: str
+    rendezvous_timeout: float
+    transport: str
     bytes_per_pack: int
     bind: str
     settings: Settings
@@ -58,7 +59,7 @@ class Invitation:
         Raises:
             ValueError: The table of algorithms cannot be read.
         """
-        return self._wanted(self.seats, 0, self.patience)
+        return self._wanted(self.seats, 0, self.rendezvous_timeout)
 
     def again(
         self,
@@ -88,11 +89,11 @@ class Invitation:
         else:
             seats = seats_of(self.resolver, self.tasks if tasks is None else tasks)
             own_seat(self.resolver, seats)
-        patience = positive("timeout", timeout, self.patience)
-        return self._wanted(seats, generation + 1, patience)
+        seconds = positive("timeout", timeout, self.rendezvous_timeout)
+        return self._wanted(seats, generation + 1, seconds)
 
     def _wanted(
-        self, seats: tuple[GroupSeat, ...], generation: int, patience: float
+        self, seats: tuple[GroupSeat, ...], generation: int, timeout: float
     ) -> FormingRequest:
         mine = (self.seat.job, self.seat.number)
         rank = [(each.job, each.number) for each in seats].index(mine)
@@ -100,7 +101,7 @@ class Invitation:
         # That of rank 0 counts: the others need not even have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
         return FormingRequest(
-            self.name, generation, seats, rank, self.lane, patience, choices
+            self.name, generation, seats, rank, self.transport, timeout, choices
         )
 
 
@@ -110,7 +111,7 @@ def invitation_of(
     tasks: Sequence[str] | None,
     timeout: float | None,
     rendezvous_timeout: float | None,
-    lane: str | None,
+    transport: str | None,
     bytes_per_pack: int,
     bind: str | None,
     settings: Settings | None,
@@ -119,7 +120,7 @@ def invitation_of(
 
     Raises:
         ValueError: It is not clear which task this process is, or it is no member, or
-            a number or the lane cannot be.
+            a number or the transport cannot be.
     """
     settings = settings or settings_from(environment())
     resolver = resolver or _found()
@@ -135,7 +136,7 @@ def invitation_of(
         seat,
         positive("timeout", timeout, times.request),
         positive("rendezvous_timeout", rendezvous_timeout, times.connect),
-        checked_lane(lane or settings.lane),
+        checked_transport(transport or settings.transport),
         bytes_per_pack,
         seat.address if bind is None else bind,
         settings,
@@ -145,26 +146,3 @@ def invitation_of(
 def _found() -> ClusterResolver:
     """For a program that gives no resolver. A daemon knows which task it is."""
     return TFConfigClusterResolver() if only_daemon() else detect()
-
-
-def positive(name: str, given: float | None, default: float) -> float:
-    """Seconds that a caller gave, or the default.
-
-    Raises:
-        ValueError: They are not above 0.
-    """
-    value = default if given is None else given
-    if not value > 0:
-        raise ValueError(f"{name}={given}: expected seconds above 0")
-    return float(value)
-
-
-def not_negative(name: str, given: int) -> int:
-    """A number that a caller gave.
-
-    Raises:
-        ValueError: It is below 0.
-    """
-    if given < 0:
-        raise ValueError(f"{name}={given}: expected 0 or more")
-    return given

@@ -4,7 +4,7 @@ It hears and says rendezvous, hops and questions. A node has no socket of its ow
 reached at: whoever owns the endpoint of the task (a daemon, or a program that is a
 member of a group) hands it the messages in `GROUP_MESSAGES`. Everything but what says
 otherwise belongs to the thread of the loop. Of a link it is known here as whom it is
-made, by which lane, and with which keys.
+made, by which transport, and with which keys.
 
 Threats: only a task with the key of a worker or a coordinator may join. A ticket of 63
 random bits and the incarnation of a member stand on all that belongs to a generation;
@@ -175,15 +175,15 @@ class GroupNode:
         self,
         request: JoinGroup,
         seats: Sequence[GroupSeat],
-        lane: str,
+        transport: str,
         choices: Choices,
     ) -> Generation:
         """Forms a generation with all ranks, and opens the ways to them.
 
         Args:
-            request: What this rank asks of rank 0; its patience counts for all.
+            request: What this rank asks of rank 0; its timeout counts for all.
             seats: Where the ranks are.
-            lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
+            transport: How the bodies of links travel, as in ``ZSTRAT_TRANSPORT``.
             choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
@@ -194,9 +194,9 @@ class GroupNode:
 
         Cancellation: this rank has not joined.
         """
-        settings = replace(self.settings, lane=lane)
+        settings = replace(self.settings, transport=transport)
         make = partial(Link, me=self.me, settings=settings, security=self.security)
-        deadline = self.loop.time() + request.patience
+        deadline = self.loop.time() + request.timeout
         self._forming += 1
         is_given_up = False
         try:
@@ -227,11 +227,11 @@ class GroupNode:
         return generation
 
     async def leave(
-        self, generation: Generation, reason: str, patience: float = _GRACE
+        self, generation: Generation, reason: str, timeout: float = _GRACE
     ) -> None:
-        """Leaves a generation; see `Generation.close`. ``patience`` in seconds."""
+        """Leaves a generation; see `Generation.close`. ``timeout`` in seconds."""
         try:
-            await generation.close(reason, self.loop.time() + patience)
+            await generation.close(reason, self.loop.time() + timeout)
         finally:
             self._generations.pop(generation.ticket, None)
 
@@ -277,13 +277,13 @@ class GroupNode:
         except asyncio.CancelledError:
             if link.is_open:  # the answer may be on its way: see `_begins_anew`
                 with suppress(BusyError):
-                    link.submit(replace(request, patience=0.0)).cancel()
+                    link.submit(replace(request, timeout=0.0)).cancel()
             raise
         except DeadlineExceededError as error:
             if isinstance(error, CollectiveTimeoutError):
                 raise
             raise CollectiveTimeoutError(
-                f"group {request.group!r} was not formed within {request.patience:g} "
+                f"group {request.group!r} was not formed within {request.timeout:g} "
                 f"s: {rank_at(0, first)}: {error}"
             ) from error
         finally:

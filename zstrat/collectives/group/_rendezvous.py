@@ -162,8 +162,8 @@ class MembershipState(Generic[Token]):
             != (rank, incarnation)
         ]
         # Whatever somebody says.
-        patience = min(max(0.0, request.patience), MAX_WAIT_SECONDS)
-        self._applicants.append(_Applicant(request, token, now + patience))
+        timeout = min(max(0.0, request.timeout), MAX_WAIT_SECONDS)
+        self._applicants.append(_Applicant(request, token, now + timeout))
         return self._settle()
 
     def leave(self, token: Token) -> None:
@@ -171,7 +171,7 @@ class MembershipState(Generic[Token]):
         self._forget({token})
 
     def tick(self, now: float) -> list[Refused[Token]]:
-        """Tells those whose patience has ended who has not come; all of them, if it is
+        """Tells those whose timeout has ended who has not come; all of them, if it is
         that of rank 0, without which nothing is formed."""
         late = [applicant for applicant in self._applicants if applicant.due <= now]
         if self._seats is not None and any(not g.request.rank for g in late):
@@ -227,7 +227,7 @@ class MembershipState(Generic[Token]):
         return _misfit(self._group, self._seats, request)
 
     def _too_late(self, request: JoinGroup) -> ZstratError:
-        waited = f"group {self._group!r} was not formed within {request.patience:g} s: "
+        waited = f"group {self._group!r} was not formed within {request.timeout:g} s: "
         if self._seats is None:
             return CollectiveTimeoutError(
                 f"{waited}rank 0 runs, but has not made the group: does its program "

@@ -22,7 +22,7 @@ from zstrat.transport import (
     hello,
     new_incarnation,
 )
-from zstrat.transport.health import register, serve_as_told
+from zstrat.transport.health import register, serve_from_settings
 
 from ._node import GROUP_MESSAGES, GroupNode
 
@@ -137,7 +137,7 @@ class GroupRuntime:
         security = None
         if folder is not None:
             security = Security.load(folder, seat.job, seat.number)
-        serve_as_told(settings)
+        serve_from_settings(settings)
         portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
 
         async def begin() -> GroupRuntime:

@@ -160,7 +160,7 @@ class SocketEngine:
         if arrival is None and not has_changed:
             # Nothing for a while: had a rank been lost, its link would have said so.
             ended = self._connections.ended(self.waits())
-            # Its last words may have come just before the end.
+            # Its last message may have come just before the end.
             arrival = self._connections.receive()
             if arrival is None and ended:
                 raise ConnectionEnded(ended[0])

@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 import numpy as np
 
 from zstrat.collectives._engine import CallKind
-from zstrat.collectives._reduction import Reduction, reduction_of
-from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives._reduction import ReduceOp, Reduction, reduction_of
 from zstrat.transport import Arena
 
-from ._futex import IS_AVAILABLE
+from ._barrier import IS_AVAILABLE
 from ._shm_collectives import CAPACITY, RankMemory, ShmCollectives, segment_of
 
 if TYPE_CHECKING:
@@ -341,9 +340,9 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     return hosts
 
 
-def host_memory(lane: str) -> SharedMemory | None:
+def host_memory(transport: str) -> SharedMemory | None:
     """What this rank shares with ranks of its host, None where all goes by messages."""
-    if lane not in ("auto", "shm") or not IS_AVAILABLE:
+    if transport not in ("auto", "shm") or not IS_AVAILABLE:
         return None
     try:
         return SharedMemory()

@@ -1,10 +1,10 @@
-"""How a program comes to its tasks, one at a time and all of them together: the session
-on each of them, its link, and the addresses that workers are told."""
+"""Connects a program to its tasks, one by one and all together: the session on each
+task, its link, and the addresses of stores that workers get."""
 
 from __future__ import annotations
 
 from ._arrival import AnyTask as AnyTask
-from ._arrival import HailedTask as HailedTask
+from ._arrival import ProbedTask as ProbedTask
 from ._arrival import all_joined as all_joined
 from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of

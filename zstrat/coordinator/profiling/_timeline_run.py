@@ -29,13 +29,13 @@ from zstrat.telemetry.timeline import (
     from_jax_columns,
     read_clock,
 )
-from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, EndCapture
+from zstrat.wire import AskClock, BeginCapture, Captured, ClockTime, EndCapture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.coordinator._engine import ClosureEngine
-    from zstrat.coordinator.connecting import AnyTask, HailedTask
+    from zstrat.coordinator.connecting import AnyTask, ProbedTask
 
 
 CLOCK_TRIPS: Final = 8
@@ -110,7 +110,7 @@ class CapturedTask:
         asked = time.monotonic()
         answer = await self.task.link.submit(AskClock(self.session), deadline=deadline)
         heard = time.monotonic()
-        assert isinstance(answer, ClockTold), answer
+        assert isinstance(answer, ClockTime), answer
         return RoundTrip(asked, answer.now, heard)
 
 
@@ -129,7 +129,7 @@ class TimedCluster(ClusterTasks, Protocol):
     timeline: TimelineRun | None
     """The one that is taken now."""
 
-    def backups(self) -> Sequence[HailedTask]:
+    def backups(self) -> Sequence[ProbedTask]:
         """A way to each second copy that has all."""
         ...
 
@@ -176,10 +176,10 @@ class TimelineRun:
         self._over = asyncio.Event()
         """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
-        self._backups: Sequence[HailedTask] = ()
+        self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
-        self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
+        self._timeout = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
         self._collecting: asyncio.Task[CollectedRun] | None = None
 
     async def begin(self) -> None:
@@ -233,9 +233,9 @@ class TimelineRun:
         """Waits until another one may begin. Cancellation: nothing changes."""
         await self._over.wait()
 
-    async def close(self, patience: float) -> None:
-        """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
-        self._patience = patience
+    async def close(self, timeout: float) -> None:
+        """Ends it, as the session does; tasks have ``timeout`` seconds to tell."""
+        self._timeout = timeout
         if self._collecting is not None:
             await self.end()
 
@@ -322,4 +322,4 @@ class TimelineRun:
         ]
 
     def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._patience
+        return asyncio.get_running_loop().time() + self._timeout

@@ -90,7 +90,7 @@ class Inventory:
             self._variables.pop(spec.key, None)
             self._initial.pop(spec.key, None)
 
-    def begin_anew(
+    def note_initial(
         self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
     ) -> None:
         """These get their first values again, as they cannot be saved."""
@@ -124,12 +124,12 @@ class Inventory:
         ]
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 
-    async def create_again(self, client: PsClient, patience: float) -> None:
+    async def create_again(self, client: PsClient, timeout: float) -> None:
         """Creates all of it on servers that are empty; the variables are zero, or as at
         first.
 
         Args:
-            patience: Seconds for making the variables.
+            timeout: Seconds for making the variables.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -144,7 +144,7 @@ class Inventory:
             ]
         )
         if entries:
-            deadline = asyncio.get_running_loop().time() + patience
+            deadline = asyncio.get_running_loop().time() + timeout
             code = dump_code(constant(0))
             await client.initialize(entries, code, deadline=deadline)
         for number, (name, code) in self._optimizers.items():

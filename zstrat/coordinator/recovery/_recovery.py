@@ -52,7 +52,7 @@ PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: to boot a machine."""
 FILL_ATTEMPTS: Final = 5
 """How often the servers are filled before an error says that it does not work; more
-often if they are lost again and again, within their patience."""
+often if they are lost again and again, within their timeout."""
 REMEMBERED_CHECKPOINTS: Final = 4
 """More than one, as the newest may be damaged, or deleted."""
 
@@ -71,7 +71,7 @@ class Recovery:
 
     Args:
         renewal: Has all tasks enter another session.
-        patience: Seconds that a lost server has to come back.
+        timeout: Seconds that a lost server has to come back.
         filling: Seconds that the servers have to make the variables.
     """
 
@@ -79,10 +79,10 @@ class Recovery:
         self,
         cluster: ClusterTasks,
         renewal: SessionRenewal,
-        patience: float,
+        timeout: float,
         filling: float,
     ) -> None:
-        self.patience: Final = patience
+        self.return_timeout: Final = timeout
         self.inventory: Final = Inventory()
         self.restores = 0
         """How often the servers were filled again."""
@@ -208,7 +208,7 @@ class Recovery:
 
     async def _bring_back(self) -> None:
         loop = asyncio.get_running_loop()
-        failures, patient_until = 0, loop.time() + self.patience
+        failures, patient_until = 0, loop.time() + self.return_timeout
         while True:
             await self._all_back()
             if not self._is_torn and all(task.is_ready for task in self._cluster.ps):
@@ -245,14 +245,14 @@ class Recovery:
         """
         tasks = self._cluster.ps
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(self.return_timeout):
                 while away := [task for task in tasks if not _is_back(task)]:
                     names = ", ".join(task.name for task in away)
                     log.warning(
                         "%s is away: the program waits up to %g s for it "
                         "(on_ps_loss='restore')",
                         names,
-                        self.patience,
+                        self.return_timeout,
                     )
                     self._news.clear()
                     await self._news.wait()
@@ -260,8 +260,8 @@ class Recovery:
             away = [task for task in tasks if not _is_back(task)] or list(tasks)
             raise PSUnavailableError(
                 away[0].name,
-                f"it did not come back within ps_wait_timeout={self.patience:g} s "
-                f"({away[0].state})",
+                "it did not come back within "
+                f"ps_wait_timeout={self.return_timeout:g} s ({away[0].state})",
                 away[0].gone,
             ) from None
 
@@ -306,7 +306,7 @@ class Recovery:
         # recovery.
         self._is_torn = True
         self._renewal.renew_servers()
-        deadline = loop.time() + self.patience
+        deadline = loop.time() + self.return_timeout
         await asyncio.gather(*(task.wait_ready(deadline) for task in cluster.ps))
         await self.inventory.create_again(cluster.client, self._filling)
         await point.fill(cluster.client)

@@ -63,7 +63,7 @@ class SessionRenewal:
         """What keys are counted from: the first number that the session had."""
         self.resumed = False
         """The session goes on with what another program has left."""
-        self.farewells: list[CloseSession] = []
+        self.close_messages: list[CloseSession] = []
         """Close the sessions before, on a task that still serves one of them."""
         self._cluster, self._draw = cluster, draw
 
@@ -89,11 +89,11 @@ class SessionRenewal:
         if (dispatcher := self._cluster.dispatcher) is not None:
             dispatcher.engine.fail(error, lasting=True)
 
-    async def adopt(self, name: str, begins_anew: bool, deadline: float) -> None:
+    async def adopt(self, name: str, restart_partial: bool, deadline: float) -> None:
         """Goes on with what another program has left under the name, if there is such.
 
         Args:
-            begins_anew: If only a part is left, all tasks enter another session.
+            restart_partial: If only a part is left, all tasks enter another session.
             deadline: Loop time.
 
         Raises:
@@ -106,7 +106,7 @@ class SessionRenewal:
         try:
             await self._go_on(name, deadline)
         except PSUnavailableError as error:
-            if not begins_anew:
+            if not restart_partial:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
             self.origin = 0  # that of the next session
@@ -130,8 +130,8 @@ class SessionRenewal:
         if found is None:
             await entered
         else:
-            await replication.left.unless_lost(entered)
-            await replication.left.unless_lost(replication.open(deadline))
+            await replication.orphans.unless_lost(entered)
+            await replication.orphans.unless_lost(replication.open(deadline))
 
     def _keep_origin(self) -> None:
         for task in self._cluster.ps:
@@ -143,17 +143,17 @@ class SessionRenewal:
         """Has all parameter servers enter another session, in which they are empty.
         What is sent for this one is refused from then on."""
         cluster = self._cluster
-        self.farewells.append(CloseSession(self.session, False))
+        self.close_messages.append(CloseSession(self.session, False))
         self.session = self._draw()
         cluster.client.enter(self.session)
         cluster.fences.enter(self.session)
         # Before the workers: what they still tell of the session before is not taken.
         if (replication := cluster.replication) is not None:
-            replication.renew(self.session, self.farewells)
+            replication.renew(self.session, self.close_messages)
             stores = range(len(cluster.ps))
-            cluster.store_directory.begin_anew(map(replication.home_of, stores))
+            cluster.store_directory.reset_addresses(map(replication.home_of, stores))
         for task in cluster.ps:
-            task.renew(self.session, self.farewells)
+            task.renew(self.session, self.close_messages)
 
     async def close_ended_steps(self) -> None:
         """Tells the servers which steps have ended.
@@ -176,4 +176,4 @@ class SessionRenewal:
             cluster.dispatcher.enter(self.session)
             cluster.dispatcher.builder.begin_at(places)
         for task in cluster.workers:
-            task.renew(self.session, self.farewells)
+            task.renew(self.session, self.close_messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import TaskSession
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from zstrat.transport import MakeTaskLink
     from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
 
-    from ._placement import StorePlacement
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -125,15 +124,15 @@ class StoreProcesses:
         self._served_elsewhere[process.place][:] = [] if view is None else [view]
         process.renew(self._session, ())
 
-    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+    def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """Has all enter another session of the program, where each has its own."""
         self._session = session
         for views in self._served_elsewhere:
             views.clear()
         for each in self.sessions:
-            each.renew(session, farewells)
+            each.renew(session, close_messages)
 
-    async def leave(self, process: TaskSession, patience: float) -> None:
+    async def leave(self, process: TaskSession, timeout: float) -> None:
         """Says goodbye to one, and waits so many seconds for its answer.
 
         Cancellation: it is left all the same, and does not say whether it heard so.
@@ -142,7 +141,7 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                await asyncio.wait([process.say_goodbye(patience)])
+                await asyncio.wait([process.say_goodbye(timeout)])
         finally:
             await process.close()
 
@@ -159,28 +158,3 @@ class StoreProcesses:
                     f"has at {other.address}"
                 )
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStores:
-    """The stores of a session, and who has to do with them.
-
-    Args:
-        placement: Where the stores are; hears what becomes of orders.
-        servers: The sessions with those that serve the stores, by number.
-        known: The processes.
-    """
-
-    placement: StorePlacement
-    servers: Sequence[TaskSession]
-    known: StoreProcesses
-
-    @property
-    def processes(self) -> Sequence[TaskSession]:
-        """By index."""
-        return self.known.sessions
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Of the processes, by index."""
-        return self.known.addresses

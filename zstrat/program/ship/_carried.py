@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from zstrat.variables import is_weak, recorder, what_is_lost
+from zstrat.variables import downcast_loss, is_weak, recorder
 
 from ._pickler import WIDE
 
@@ -200,7 +200,7 @@ def loses_bits(array: Any) -> bool:
     """Whether jax would cut one of its integers, as it computes with 32 bits."""
     if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
         return False
-    return what_is_lost(array) is not None
+    return downcast_loss(array) is not None
 
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:

@@ -1,6 +1,6 @@
-"""The recorder of eager steps: a read or update is done when Python comes to it.
+"""`Immediate`: the recorder of eager steps, which reads and updates at once.
 
-On a worker the home of the variables may keep an update back until the step reads.
+On a worker the storage of the variables may delay an update until the next read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zstrat.data import native
 from zstrat.variables import (
     Gathering,
     Table,
+    TraceRecorder,
     apply_now,
     is_staging,
     read_parts,
@@ -27,45 +28,45 @@ from zstrat.variables import (
 from . import _refusals, joined
 from ._context import current_trace
 from ._iterator import StepIterator
-from ._updates import device_home
+from ._updates import device_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.variables import (
         GradientCall,
-        Home,
-        HomeRows,
         OptimizerHandle,
+        Storage,
+        StorageRows,
         VariableHandle,
         VariableUpdate,
     )
     from zstrat.wire import UpdateOp
 
 
-class Immediate:
-    """Reads and updates through ``home``, or each variable's own if that is None.
+class Immediate(TraceRecorder):
+    """Reads and updates through ``storage``, or each variable's own if that is None.
 
-    Values and elements are jax arrays, as in a captured step, but with values. Under
-    jax.jit and the like a read becomes a callback: jax keeps what it traced, and a
-    value from now would be wrong after the next update.
+    Values and elements are real jax arrays. Under jax.jit and the like a read becomes a
+    callback: jax keeps the traced program, where a value of now would be wrong after
+    the next update.
     """
 
     def __init__(
         self,
-        home: Home | None = None,
+        storage: Storage | None = None,
         draw: Callable[[StepIterator], Any] = StepIterator.draw,
     ) -> None:
-        self._home, self._draw = home, draw
-        self.has_values = True
+        self._storage, self._draw = storage, draw
+        self.live = self.has_values = True
         # A worker has no place for new variables.
-        self.may_create = home is None
+        self.may_create = storage is None
         self._outermost = current_trace()
         self._drawn: list[Any] = []
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
-        """Runs what is inside as the body."""
+        """Runs the code inside as the body."""
         self._outermost = current_trace()
         before = recorder.set(self)
         try:
@@ -74,10 +75,10 @@ class Immediate:
             recorder.reset(before)
 
     def read(self, variable: VariableHandle) -> jax.Array:
-        home = self._home_of(variable)
+        storage = self._storage_of(variable)
         if not is_staging():
-            return jnp.asarray(home.read(variable))
-        return _later(variable, lambda: home.read(variable))
+            return jnp.asarray(storage.read(variable))
+        return _later(variable, lambda: storage.read(variable))
 
     def update(self, update: VariableUpdate) -> None:
         self._require_outside(update.subject, update.op.name, update.operands)
@@ -87,23 +88,25 @@ class Immediate:
         if isinstance(target, Table):
             self._update_rows(target, op, host, optimizer)
         else:
-            self._home_of(target).update_many([(target, op, host, optimizer)])
+            self._storage_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies of a variable of which each replica has its own."""
-        return jnp.asarray(device_home(variable).copies(variable))
+        """Reads the copies of all replicas."""
+        return jnp.asarray(device_storage(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """The copy of one replica."""
-        return jnp.asarray(device_home(variable).copy(variable, number))
+        """Reads the copy of one replica."""
+        return jnp.asarray(device_storage(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
         """Replaces the copies of all replicas."""
-        device_home(variable).put_copies(np.asarray(copies))
+        device_storage(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        home = self._home
-        return rows_now(table, ids, read_parts if home is None else home.read_rows)
+        storage = self._storage
+        return rows_now(
+            table, ids, read_parts if storage is None else storage.read_rows
+        )
 
     def _update_rows(
         self,
@@ -115,11 +118,11 @@ class Immediate:
         indices, rows = operands
         table.require_inside(indices)
         updates = row_updates(table, op, (indices, rows), optimizer)
-        if self._home is None:
+        if self._storage is None:
             update_all(updates)
-        else:  # no rows at all: another run of the step may have some in this place
+        else:  # also without rows: another run of the step may have some here
             first, nothing = table.components[0], (indices[:0], rows[:0])
-            self._home.update_many(updates or [(first, op, nothing, optimizer)])
+            self._storage.update_many(updates or [(first, op, nothing, optimizer)])
 
     def optimize(self, call: GradientCall) -> None:
         arrays = call.arrays
@@ -129,7 +132,7 @@ class Immediate:
         for _, target, sparse, mine in host.leaves():
             if sparse:
                 target.table.require_inside(mine[0])
-        apply_now(host, self._home)
+        apply_now(host, self._storage)
 
     def require_known_end(self, name: str) -> None:
         """Does nothing: elements are real here."""
@@ -148,26 +151,26 @@ class Immediate:
     def _require_outside(
         self, target: object, what: str, operands: Sequence[Any]
     ) -> None:
-        """Refuses an update in what jax transforms.
+        """Refuses an update inside of a transformation of jax.
 
         Raises:
-            RuntimeError: jax transforms what runs now, or an operand is of its trace.
+            RuntimeError: It is inside, or an operand is traced.
         """
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(target, what)
 
     def _is_inside(self) -> bool:
-        """Whether jax transforms what runs now, so that it may never run again."""
+        """Whether the code runs inside of a transformation of jax."""
         return current_trace() != self._outermost
 
-    def _home_of(self, variable: VariableHandle) -> Home:
-        return variable.home if self._home is None else self._home
+    def _storage_of(self, variable: VariableHandle) -> Storage:
+        return variable.storage if self._storage is None else self._storage
 
 
 def own_copy_later(variable: VariableHandle, number: int) -> jax.Array:
-    """A replica's own copy, in what jax transforms: it is read whenever that runs."""
-    home = device_home(variable)
-    return _later(variable, lambda: home.copy(variable, number))
+    """Reads a replica's own copy whenever the traced code runs."""
+    storage = device_storage(variable)
+    return _later(variable, lambda: storage.copy(variable, number))
 
 
 def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Array:
@@ -177,21 +180,21 @@ def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Arra
 
 
 def _copied(leaf: Any) -> jax.Array:
-    """What was drawn, as an array of jax: a copy, as on a CPU asarray would share the
-    memory, which is the user's."""
+    """Copies a leaf to an array of jax: on a CPU `jnp.asarray` may share the user's
+    memory."""
     return jnp.array(native(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def rows_now(
     table: Table,
     ids: jax.Array,
-    read: Callable[[Sequence[HomeRows]], Sequence[np.ndarray]],
+    read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]],
 ) -> jax.Array:
-    """The rows of a table, ``ids.shape + row``. ``read`` gives those of components.
+    """Reads rows of a table, ``ids.shape + row``; ``read`` reads those of components.
 
     Raises:
-        RuntimeError: There are no ids yet: jax transforms what runs now.
-        IndexError: There is no such row.
+        RuntimeError: The ids are traced, and have no values yet.
+        IndexError: An id is outside of the table.
     """
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)

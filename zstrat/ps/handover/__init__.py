@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
+from ._handover import HandedOverStore as HandedOverStore
 from ._handover import Handover as Handover
-from ._handover import LeftStore as LeftStore
 from ._handover import StoreRole as StoreRole

@@ -34,7 +34,7 @@ from zstrat.config import Limits
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.replication._copying import StoreCopy
-from zstrat.ps.replication._repeating import repeat
+from zstrat.ps.replication._replay import replay
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin
@@ -79,7 +79,7 @@ class StoreRole(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftStore:
+class HandedOverStore:
     """What a process has of one store.
 
     Args:
@@ -104,8 +104,8 @@ class Inherited(NamedTuple):
 
     incarnation: int
     owner: Owner
-    own: LeftStore
-    copies: Sequence[LeftStore] = ()
+    own: HandedOverStore
+    copies: Sequence[HandedOverStore] = ()
 
 
 @final
@@ -230,7 +230,7 @@ class Handover:
                 store = Store(OptimizerEngine(load_code), task=task, largest=largest)
                 restore(store, told["store"], state)
             role = StoreRole(told["role"])
-            stores.append(LeftStore(**{**told, "role": role, "store": store}))
+            stores.append(HandedOverStore(**{**told, "role": role, "store": store}))
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
         left = Inherited(incarnation, owner, stores[0], stores[1:])
         log.info(
@@ -244,7 +244,7 @@ class Handover:
         return left
 
 
-def _told(left: LeftStore, stores: StoreWriting) -> dict[str, Any]:
+def _told(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
     return {
         "number": left.number,
         "role": left.role.value,
@@ -311,7 +311,7 @@ class StoreWriting:
         """Adds a store as it is now, without a copy; returns the facts by which
         `restore` finds its arrays."""
         copy, at = StoreCopy(store), len(self.tensors)
-        # Values first: they lie where the disk takes them from memory as they are.
+        # Values first: they start where the disk takes them from memory as they are.
         self.tensors += copy.tensors
         told = [_frames(message) for message in copy.messages]
         self.tensors += [tensor for frames in told for tensor in frames]
@@ -325,7 +325,7 @@ class StoreWriting:
 
 def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
     """Fills an empty store, which nobody else has seen. It makes the messages as a
-    backup does (`repeat`), so what the store answers next depends on nothing that is
+    backup does (`replay`), so what the store answers next depends on nothing that is
     not told there, but for what no backup needs: counts.
 
     Raises:
@@ -349,7 +349,7 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
 
 
 def _make(store: Store, change: Message) -> None:
-    for plan in repeat(store, change):
+    for plan in replay(store, change):
         plan.compute()
 
 

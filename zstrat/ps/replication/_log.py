@@ -3,7 +3,7 @@
 Changes are numbered from 1 on in the order in which they became true. They are sent in
 that order, and kept until the backup has them: a connection that breaks and comes back
 goes on where the backup says. Bytes that are under way are bounded; what waits besides
-is bounded by those who wait for it (`_forwarding`).
+is bounded by those who wait for it (`_log_shipping`).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _tell(
     """Tells the second copy what was loaded, as values: files may be seen by this
     server alone."""
     if not whole:
-        log.spoil("a load failed half way")
+        log.mark_diverged("a load failed half way")
         return
     if anew:
         log.append(LoadTensors(0, list(anew)))

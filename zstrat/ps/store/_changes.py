@@ -34,8 +34,8 @@ class ChangeLog(Protocol):
         on a store that had all changes before it, without deciding anything anew. The
         session in such a message is 0."""
 
-    def spoil(self, why: str) -> None:
-        """Hears that the store has changed in a way that no message can tell."""
+    def mark_diverged(self, why: str) -> None:
+        """Notes that the store has changed in a way that no message describes."""
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
         """Passes on the answer to a change: at once, or by a future that has it when
@@ -56,9 +56,9 @@ class TwoLogs:
         for log in self.logs:
             log.append(change)
 
-    def spoil(self, why: str) -> None:
+    def mark_diverged(self, why: str) -> None:
         for log in self.logs:
-            log.spoil(why)
+            log.mark_diverged(why)
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ._variables import HeldVariables
 
 SMALL: Final = 2**26
-"""Values up to this size are copied, so that they are aligned, and lie in huge pages;
+"""Values up to this size are copied, so that they are aligned, and are in huge pages;
 of larger ones nearly all pages are huge anyway."""
 
 

@@ -212,7 +212,7 @@ class Store:
         self.kept.clear()
         self.kept_optimizers.clear()
 
-    def begin_anew(self) -> None:
+    def change_program(self) -> None:
         """Prepares the store for another program that goes on with what is here, under
         another session's number. Variables and slots stay. That program tells its
         optimizers and trees again, and its steps are new ones."""
@@ -434,7 +434,9 @@ class Store:
         if self.log is None or not isinstance(plan, PushPlan):
             return
         if any(update.held.cell.lost for update in plan.updates):
-            self.log.spoil("an update failed half way, and what it wrote is lost")
+            self.log.mark_diverged(
+                "an update failed half way, and what it wrote is lost"
+            )
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:

@@ -1,7 +1,7 @@
-"""Variables of which each process has a copy, equal to all others.
+"""Variables of which each process has an equal copy.
 
-They are created by all processes alike; the first value is that of rank 0. From then on
-every process makes the same updates, of operands that are equal everywhere.
+All processes create the same variables; the first value is that of rank 0. From then on
+every process makes the same updates, with operands that are equal everywhere.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
-    DeviceHome,
-    LocalHome,
-    Residence,
+    DevicePool,
+    DeviceStorage,
+    LocalStorage,
     StrategyCreator,
     Variable,
     VariableAggregation,
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 class MirroredVariables(StrategyCreator):
     """Creates variables on the devices of this process, and knows which it created.
 
-    A process that comes when the others have been at work for a while creates them
-    without a word to the others, and takes theirs over before it first uses one.
+    A process that joins when the others have made steps creates them without
+    communication, and takes over their values before it first uses one.
 
     Args:
         devices: Each has the whole value.
         team: The replicas, of this process alone or of several.
-        over: A mesh of the devices, if it has more axes than that of the replicas.
+        over: A mesh of the devices, if it has more axes than the one of the replicas.
         store: The device that keeps the values between steps; left out: all of them.
         names: TF's names of the devices that keep a copy for each replica; left out:
             those of a program that has one process.
-        is_late: Whether the others have been at work.
+        is_late: Whether the others have made steps already.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class MirroredVariables(StrategyCreator):
         whole = None if channel is None else channel.mesh
         if whole is None and over is None and len(devices) > 1:
             over = Mesh(np.array(devices), (AXIS,))
-        self.residence: Residence = _Devices(
+        self.pool: DevicePool = _Devices(
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
-            self.residence = _KeeperDevice(store, devices[0], self.residence)
+            self.pool = _KeeperDevice(store, devices[0], self.pool)
 
     def take_over(self) -> None:
-        """Gives all processes the values of the one that has made the most steps; all
-        of them call this, or use a variable for the first time.
+        """Gives all processes the values of the one that has made the most steps. All
+        processes call this, or use a variable for the first time.
 
         Raises:
             InvalidArgumentError: They have not created the same variables.
@@ -98,11 +98,11 @@ class MirroredVariables(StrategyCreator):
         """
         if self._channel is None:
             return
-        with self.residence.turn:
+        with self.pool.turn:
             found = [(n, each()) for n, each in enumerate(self._created)]
-            self.residence.steps = taken_over(
+            self.pool.steps = taken_over(
                 self._channel.collective,
-                -1 if self._is_late else self.residence.steps,
+                -1 if self._is_late else self.pool.steps,
                 {n: variable for n, variable in found if variable is not None},
                 self._optimizers,
             )
@@ -110,19 +110,19 @@ class MirroredVariables(StrategyCreator):
 
     def _settle(self) -> None:
         if self._is_late:
-            with self.residence.turn:
+            with self.pool.turn:
                 if self._is_late:  # no other thread was here first
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
-        home = variable.home
-        return isinstance(home, DeviceHome) and home.residence is self.residence
+        """Returns whether the variable was created here."""
+        storage = variable.storage
+        return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """New variables, in one broadcast for all of them.
+        """Creates variables, in one broadcast for all of them.
 
         Raises:
             ValueError: A request has no initial value, or a synchronization that
@@ -132,15 +132,15 @@ class MirroredVariables(StrategyCreator):
         for request in requests:
             if (
                 request.synchronization is VariableSynchronization.NONE
-                and not self.residence.travels
+                and not self.pool.travels
             ):
                 raise ValueError(
                     f"variable {request.name!r}: `NONE` variable synchronization mode "
                     "is not supported with mirrored variables: leave it out (AUTO)"
                 )
         values = [initialize(request) for request in requests]
-        # A late process makes no collective that the others are not in: it takes theirs
-        # over before first use.
+        # A late process must not start a collective that the others do not: it takes
+        # over their values before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
         made = [
@@ -153,48 +153,48 @@ class MirroredVariables(StrategyCreator):
         return list(made)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """The number of an optimizer; it runs in the step that uses it."""
+        """Returns a number for an optimizer, which runs in the step that uses it."""
         self._optimizers.append(optimizer)
         return next_id()
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """The last one will not run in any step."""
+        """Forgets the last optimizer: it will not run in any step."""
         del optimizer
         self._optimizers.pop()
 
     def _made(self, request: VariableRequest, value: np.ndarray) -> Variable:
         is_on_read = request.synchronization is VariableSynchronization.ON_READ
-        home = self._home(value, request.aggregation if is_on_read else None)
-        variable = owned(request, value, home)
+        storage = self._storage(value, request.aggregation if is_on_read else None)
+        variable = owned(request, value, storage)
         if not is_on_read:
-            return MirroredVariable.made(variable.spec, home, self._team, self)
-        if not isinstance(home, DeviceHome):
+            return MirroredVariable.made(variable.spec, storage, self._team, self)
+        if not isinstance(storage, DeviceStorage):
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with numbers of "
                 "64 bits, which jax would cut to 32: create it with a narrower dtype, "
                 "or switch on jax_enable_x64"
             )
-        if self._team.local > 1 and self.residence.copies == 1:
+        if self._team.local > 1 and self.pool.copies == 1:
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with several "
                 "devices in one process and implementation=XLA: use "
                 "get_replica_context().all_reduce and a variable that is assigned the "
                 "result"
             )
-        return SyncOnReadVariable.made(variable.spec, home, self._team, self)
+        return SyncOnReadVariable.made(variable.spec, storage, self._team, self)
 
-    def _home(
+    def _storage(
         self, value: np.ndarray, on_read: VariableAggregation | None
-    ) -> DeviceHome | LocalHome:
+    ) -> DeviceStorage | LocalStorage:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
-            # jax would cut it to 32 bits; steps refuse it, with words.
-            return LocalHome(value)
-        return DeviceHome(value, self.residence, on_read)
+            # jax would cut it to 32 bits; steps refuse it, with an error that says so.
+            return LocalStorage(value)
+        return DeviceStorage(value, self.pool, on_read)
 
 
-class _Devices(Residence):
-    """The devices of this process, or of all of them."""
+class _Devices(DevicePool):
+    """Storage on the devices of this process, or of all processes."""
 
     def __init__(
         self,
@@ -232,8 +232,8 @@ class _Devices(Residence):
     def place_apart(self, copies: Any) -> jax.Array:
         return self._placed(copies, self._apart)
 
-    def mark(self) -> Hashable:
-        return None if self._channel is None else self._channel.mark
+    def fingerprint(self) -> Hashable:
+        return None if self._channel is None else self._channel.fingerprint
 
     def replicas(self) -> tuple[int, int]:
         if self._channel is None:
@@ -254,13 +254,15 @@ class _Devices(Residence):
         return placed
 
 
-class _KeeperDevice(Residence):
-    """One device that keeps the values, which travel to others for each step: to
+class _KeeperDevice(DevicePool):
+    """Storage on one device, from which the values travel to others for each step: to
     ``first``, if there is one replica."""
 
     travels = True
 
-    def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
+    def __init__(
+        self, device: jax.Device, first: jax.Device, steps: DevicePool
+    ) -> None:
         super().__init__(task_names([device]), None, steps.copies)
         self._device = device
         self._sharding = steps.sharding or SingleDeviceSharding(first)
@@ -282,14 +284,14 @@ class _KeeperDevice(Residence):
     def place_apart(self, copies: Any) -> jax.Array:
         return self.place(copies)
 
-    def mark(self) -> Hashable:
+    def fingerprint(self) -> Hashable:
         return None
 
     def settle(self) -> None:
         """Everything is here."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        # No copies where they are kept: a step does not overwrite what travels.
+        # No copies where they are stored: a step does not overwrite arrays that travel.
         return jax.device_put(trees, shardings)
 
     def returned(self, trees: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Strategies whose variables lie on parameter servers."""
+"""Strategies whose variables are stored on parameter servers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def assemble(
     ended: float,
     about: Mapping[str, PictureValue],
 ) -> Timeline:
-    """The time line from the begin of the ``notes`` until ``ended``: what lies outside
+    """The time line from the begin of the ``notes`` until ``ended``: what is outside
     by more than the error of its clock is left out, and what reaches over an end is in
     it whole.
 
@@ -127,7 +127,7 @@ class _Assembly:
         self, events: Iterable[JaxEvent], clock: ClockLine
     ) -> dict[str, list[TimelineSpan]]:
         """What jax has noted of the worker, by what it ran on. An event within another
-        one lies in the next row."""
+        one is in the next row."""
         kinds: dict[str, list[TimelineSpan]] = {}
         for row, name, start, end in events:
             began, ended = clock.ours(start), clock.ours(end)
@@ -137,7 +137,7 @@ class _Assembly:
         return kinds
 
     def _may_meet(self, began: float, ended: float, clock: ClockLine) -> bool:
-        """Whether it may lie within the time line, as far as the clock is known."""
+        """Whether it may be within the time line, as far as the clock is known."""
         return ended >= self.began - clock.error and began <= self.ended + clock.error
 
     def _traffic(

@@ -163,7 +163,7 @@ class TaskNotes:
 
     ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
     nothing that it has noted can be placed then. ``problem``: what is missing, in
-    words; "" if nothing. ``profile``: where jax's own profile of it lies, and ``jax``
+    words; "" if nothing. ``profile``: where jax's own profile of it is, and ``jax``
     what of it is shown.
     """
 

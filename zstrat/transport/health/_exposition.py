@@ -21,7 +21,7 @@ EXTRA: Final = (
     "pip install 'zstrat[prometheus]'"
 )
 
-Told = tuple[str, "Mapping[str, PlainTree]"]
+TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
 """The name of a task, and its statistics."""
 
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
@@ -31,7 +31,9 @@ _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
 is a series of its own there, and there is none for what hardly any step takes."""
 
 
-def exposition(told: Iterable[Told], accept: str, *, names: bool) -> tuple[str, str]:
+def exposition(
+    tasks: Iterable[TaskStatistics], accept: str, *, names: bool
+) -> tuple[str, str]:
     """The text for Prometheus, and its content type.
 
     Args:
@@ -49,7 +51,7 @@ def exposition(told: Iterable[Told], accept: str, *, names: bool) -> tuple[str, 
     registry = client.CollectorRegistry()
     client.ProcessCollector(registry=registry)
     client.GCCollector(registry=registry)
-    registry.register(_Collector(list(told), names))
+    registry.register(_Collector(list(tasks), names))
     encode, kind = formats.choose_encoder(accept)
     return encode(registry).decode(), kind
 
@@ -68,8 +70,8 @@ class Sample(NamedTuple):
 class _Collector:
     """What prometheus_client asks for the metrics of one scrape."""
 
-    def __init__(self, told: list[Told], names: bool) -> None:
-        self._told, self._names = told, names
+    def __init__(self, tasks: list[TaskStatistics], names: bool) -> None:
+        self._statistics, self._names = tasks, names
 
     def collect(self) -> Iterable[Any]:
         from prometheus_client import core
@@ -81,8 +83,8 @@ class _Collector:
             None: core.InfoMetricFamily,
         }
         families: dict[str, Any] = {}
-        for task, values in self._told:
-            samples = [*_numbers(task, values), *_lanes(values)]
+        for task, values in self._statistics:
+            samples = [*_numbers(task, values), *_transports(values)]
             samples += [*_scalars(values), *_about(values)] if self._names else []
             for kind, name, words, value, labels in samples:
                 if name not in families:
@@ -134,14 +136,16 @@ def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sam
         yield Sample(metric.kind, metric.prometheus, metric.help, value, labels)
 
 
-def _lanes(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    for lane in (lanes := _dict(values, "lanes")):
-        for direction, amount in _dict(lanes, lane).items():
+def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+    for transport in (transports := _dict(values, "transports")):
+        for direction, amount in _dict(transports, transport).items():
             if isinstance(amount, int | float):
-                labels = {"lane": lane, "direction": direction}
+                labels = {"transport": transport, "direction": direction}
                 words = "Of messages, by the way they take."
                 value = (float(amount),)
-                yield Sample(Kind.COUNTER, "zstrat_lane_bytes", words, value, labels)
+                yield Sample(
+                    Kind.COUNTER, "zstrat_transport_bytes", words, value, labels
+                )
 
 
 def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
 from zstrat.errors import BusyError, PeerLostError
 from zstrat.telemetry import RECENT, log_file, resident_bytes
-from zstrat.transport._traffic import lanes, moved_bytes
+from zstrat.transport._pump import moved_bytes, transports
 from zstrat.wire import Telemetry
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class SharedAnswer(Generic[T]):
         self._loop, self._answer = loop, answer
         self._coming: Future[T] | None = None
 
-    async def ask(self, patience: float) -> T:
-        """The answer, from a call that the loop comes round to within ``patience``
+    async def ask(self, timeout: float) -> T:
+        """The answer, from a call that the loop comes round to within ``timeout``
         seconds. Whoever asks meanwhile shares that call.
 
         Raises:
@@ -70,7 +70,7 @@ class SharedAnswer(Generic[T]):
             self._loop.call_soon_threadsafe(self._fill, coming)
             self._coming = coming
         wait = asyncio.wrap_future(self._coming)
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             # Shielded: the others who ask wait for the same future.
             return await asyncio.shield(wait)
 
@@ -105,15 +105,15 @@ class RegisterEntry:
     def is_of(self, owner: Reporting) -> bool:
         return self._owner() is owner
 
-    async def statistics(self, patience: float) -> dict[str, PlainTree]:
+    async def statistics(self, timeout: float) -> dict[str, PlainTree]:
         """What it tells of itself, if its loop turns.
 
         Raises:
             TimeoutError, RuntimeError: As `SharedAnswer.ask`.
         """
         if not self._anywhere:
-            return await self._on_loop.ask(patience)
-        await self.readiness.ask(patience)
+            return await self._on_loop.ask(timeout)
+        await self.readiness.ask(timeout)
         return self._statistics()
 
     def _readiness(self) -> str:
@@ -242,11 +242,13 @@ def _goes_on(values: Mapping[str, PlainTree]) -> bool:
 
 
 def process_report() -> dict[str, PlainTree]:
-    """What a task reports of its process: ``process``, ``lanes`` and ``log``."""
+    """What a task reports of its process: ``process``, ``transports`` and ``log``."""
     memory, seconds = resident_bytes(), time.process_time()
     return {
         "process": {"memory": memory, "cpu_seconds": seconds},
-        "lanes": {name: dict(lane) for name, lane in lanes().items()},
+        "transports": {
+            name: dict(transport) for name, transport in transports().items()
+        },
         "log": log_file(),
     }
 

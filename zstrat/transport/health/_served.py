@@ -29,7 +29,7 @@ from ._watch import VIEWERS, RunWatch
 if TYPE_CHECKING:
     from zstrat.config import Settings
 
-    from ._exposition import Told
+    from ._exposition import TaskStatistics
     from ._register import RegisterEntry
 
 _BINDING: Final = 10.0
@@ -73,12 +73,16 @@ class HealthServer:
     """
 
     def __init__(
-        self, text: str, patience: float, token: PageToken | None, has_page: bool
+        self,
+        text: str,
+        liveness_timeout: float,
+        token: PageToken | None,
+        has_page: bool,
     ) -> None:
         self.asked_for = text
-        self._patience, self._token = patience, token
+        self._timeout, self._token = liveness_timeout, token
         self._http = HttpServer(self._answer)
-        self._watch = RunWatch(patience)
+        self._watch = RunWatch(liveness_timeout)
         host, port = address_of(text)
         self._portal = Portal("zstrat http")
         try:
@@ -197,26 +201,28 @@ class HealthServer:
     async def _state(self, registered: RegisterEntry) -> tuple[bool, str]:
         """Whether its loop turns, and why it is not ready."""
         try:
-            return True, await registered.readiness.ask(self._patience)
+            return True, await registered.readiness.ask(self._timeout)
         except TimeoutError:
-            words = f"its event loop has not turned for {self._patience:g} s"
+            words = f"its event loop has not turned for {self._timeout:g} s"
             return False, words
         except RuntimeError:  # its loop was closed meanwhile
             return True, "it has ended"
 
-    async def _told(self, registered: RegisterEntry) -> Told | None:
+    async def _statistics(self, registered: RegisterEntry) -> TaskStatistics | None:
         """What hangs, or has ended, tells nothing, and /healthz says so."""
         try:
-            return registered.name, await registered.statistics(self._patience)
+            return registered.name, await registered.statistics(self._timeout)
         except (TimeoutError, RuntimeError):
             return None
 
     async def _metrics(self, accept: str) -> HttpAnswer:
         # Together: a scraper waits no longer for several that hang than for one.
-        found = await asyncio.gather(*map(self._told, REGISTER.present()))
-        told = [each for each in found if each is not None]
+        found = await asyncio.gather(*map(self._statistics, REGISTER.present()))
+        tasks = [each for each in found if each is not None]
         try:
-            return HttpAnswer(200, *exposition(told, accept, names=self._http.is_local))
+            return HttpAnswer(
+                200, *exposition(tasks, accept, names=self._http.is_local)
+            )
         except ImportError as error:
             return HttpAnswer(501, str(error))
 
@@ -259,7 +265,10 @@ os.register_at_fork(after_in_child=_PRESENT.forget)
 
 
 def serve_http(
-    address: str | int, *, patience: float | None = None, token: str | None = None
+    address: str | int,
+    *,
+    liveness_timeout: float | None = None,
+    token: str | None = None,
 ) -> HealthServer:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and at ``/``
     the page that `dashboard` is.
@@ -270,8 +279,8 @@ def serve_http(
     Args:
         address: ``HOST:PORT``, or a port of loopback, as text or a number; 0 is any
             free one.
-        patience: Seconds after which an event loop that does not turn hangs. None:
-            that after which peers take a task for lost by default.
+        liveness_timeout: Seconds after which an event loop that does not turn hangs.
+            None: that after which peers take a task for lost by default.
         token: What the page is shown for, 16 characters or more; None: on loopback it
             needs none, and elsewhere it is not shown.
 
@@ -281,11 +290,13 @@ def serve_http(
 
     Cancellation: Ctrl-C leaves no port, or the one that the next call returns.
     """
-    return _serve(address, patience or Timeouts().patience, token, has_page=False)
+    return _serve(
+        address, liveness_timeout or Timeouts().liveness, token, has_page=False
+    )
 
 
 def _serve(
-    address: str | int, patience: float, token: str | None, *, has_page: bool
+    address: str | int, liveness_timeout: float, token: str | None, *, has_page: bool
 ) -> HealthServer:
     """
     Raises, cancellation: as `serve_http`.
@@ -296,7 +307,7 @@ def _serve(
         server = _PRESENT.server
         if server is None or not server.is_open:
             known = None if token is None else PageToken(token)
-            return HealthServer(text, patience, known, has_page)
+            return HealthServer(text, liveness_timeout, known, has_page)
         if server.asked_for != text:
             raise ValueError(
                 f"HTTP at {text}: this process serves it at {server.address} "
@@ -341,10 +352,10 @@ def dashboard(
         server.open_page(token)
         return server
     place = 0 if address is None else address
-    return _serve(place, Timeouts().patience, token, has_page=True)
+    return _serve(place, Timeouts().liveness, token, has_page=True)
 
 
-def serve_as_told(settings: Settings) -> None:
+def serve_from_settings(settings: Settings) -> None:
     """Serves it where ``settings.http`` says, unless this process does already.
 
     Raises:
@@ -354,4 +365,6 @@ def serve_as_told(settings: Settings) -> None:
         has_one = _PRESENT.server is not None and _PRESENT.server.is_open
     if settings.http and not has_one:
         token = settings.http_token or None
-        serve_http(settings.http, patience=settings.timeouts.patience, token=token)
+        serve_http(
+            settings.http, liveness_timeout=settings.timeouts.liveness, token=token
+        )

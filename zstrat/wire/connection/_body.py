@@ -1,6 +1,6 @@
 """Bodies larger than one frame: cut into chunks, put together again or worked on.
 
-The arrays of a message lie one behind the other in a *body*, each at a multiple of 64
+The arrays of a message are one after the other in a *body*, each at a multiple of 64
 bytes, so that the memory which receives the body can serve as arrays that XLA takes
 without a copy. `cut` makes the chunks in order, `Assembly` takes them in that order and
 no other: a gap is an error, for a lost chunk must never look like data.
@@ -139,7 +139,7 @@ class Assembly:
         self._position = end
 
     def adopt(self, memory: memoryview) -> None:
-        """Takes the whole body where it lies."""
+        """Takes the whole body in place."""
         if self._position:
             raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
         self._memory, self._position = memory, self.nbytes

@@ -1,7 +1,7 @@
 """What a connection waits for, and how long: signs of life, and outcomes of requests.
 
 A peer that greets has ``handshake`` seconds for it; later it may be silent for
-``patience``, and away for ``reconnect`` if the network below is broken; after that it
+``liveness``, and away for ``reconnect`` if the network below is broken; after that it
 counts as lost. Requests wait for their outcome, each until its deadline.
 
 On a machine with too much to do, silence has other causes than death. So a process that
@@ -10,7 +10,7 @@ of which the system knows that it runs and holds the connection, may be silent f
 `STARVED` times as long: it waits for a processor, or hangs.
 
 A message that is not whole yet is a sign of life, too: on a slow line a chunk takes
-longer than ``patience``. So before a silent peer is judged, the system is asked how
+longer than ``liveness``. So before a silent peer is judged, the system is asked how
 many bytes have come.
 
 No clock and no timers: the owner says what time it is.
@@ -60,7 +60,7 @@ class UnknownCarrier:
 
 
 STARVED: Final = 6
-"""How many times ``patience`` a process of this machine may be silent that runs: 30
+"""How many times ``liveness`` a process of this machine may be silent that runs: 30
 seconds. It bounds how long one is waited for that hangs."""
 
 
@@ -144,17 +144,17 @@ class Liveness:
         silence = now - self.heard_at
         if not greeted:
             return silence > times.handshake
-        return silence > times.patience and not self._is_spared(silence, now)
+        return silence > times.liveness and not self._is_spared(silence, now)
 
     def _is_spared(self, silence: float, now: float) -> bool:
         """Whether the peer is a process of this machine that runs. It takes a look at
-        all connections of the machine, so the answer is good for ``patience``."""
-        if not self.neighbour or silence > STARVED * self._times.patience:
+        all connections of the machine, so the answer is good for ``liveness``."""
+        if not self.neighbour or silence > STARVED * self._times.liveness:
             return False
         if now >= self._spared_until:
             if not self._carrier.is_held_by(self.neighbour):
                 return False
-            self._spared_until = now + self._times.patience
+            self._spared_until = now + self._times.liveness
         return True
 
     def loss(self, now: float, *, greeted: bool) -> str:
@@ -176,7 +176,7 @@ SCAN: Final = 0.01
 
 class Waiting(NamedTuple, Generic[Token]):
     """A request that has no outcome yet. ``deadline`` is a time of the owner's clock,
-    which is put off, if ``patience`` is above 0, to so many seconds after the last
+    which is put off, if ``idle_timeout`` is above 0, to so many seconds after the last
     progress; ``last`` is the last request whose progress counts, once that is known, or
     0. ``message`` is kept only if the other side may ask for it `Again`."""
 
@@ -184,7 +184,7 @@ class Waiting(NamedTuple, Generic[Token]):
     deadline: float
     kind: type[Message]
     message: Message | None
-    patience: float = 0.0
+    idle_timeout: float = 0.0
     last: int = 0
 
 
@@ -202,8 +202,8 @@ class Requests(Generic[Token]):
     To look at all deadlines costs more, but happens only when the bound has passed.
 
     *Progress.* A large body takes as long as the line needs, so a request may wait for
-    ``patience`` seconds after something moved for which it has to wait. On the way out
-    that is its own body, and what stands before it. On the way back any answer may
+    ``idle_timeout`` seconds after something moved for which it has to wait. On the way
+    out that is its own body, and what stands before it. On the way back any answer may
     stand before its own; but those to requests that were sent after its first deadline
     do not count, so that no stream of later requests keeps one open that nobody
     answers.
@@ -226,10 +226,10 @@ class Requests(Generic[Token]):
         deadline: float,
         kind: type[Message],
         message: Message | None = None,
-        patience: float = 0.0,
+        idle_timeout: float = 0.0,
     ) -> None:
         """Notes a request of the class ``kind`` that was sent under ``number``."""
-        self._waiting[number] = Waiting(token, deadline, kind, message, patience)
+        self._waiting[number] = Waiting(token, deadline, kind, message, idle_timeout)
         self._latest = number
         if deadline < self.due:
             self.due = deadline
@@ -243,8 +243,8 @@ class Requests(Generic[Token]):
         for each, waiting in self._waiting.items():
             if each >= number:
                 return
-            if each >= before.number and waiting.patience:
-                deadline = max(waiting.deadline, now + waiting.patience)
+            if each >= before.number and waiting.idle_timeout:
+                deadline = max(waiting.deadline, now + waiting.idle_timeout)
                 self._waiting[each] = waiting._replace(deadline=deadline)
 
     def moved_back(self, number: int, now: float) -> None:
@@ -281,12 +281,12 @@ class Requests(Generic[Token]):
 
     def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
         """The request with the deadline that progress has given it, if any has."""
-        if not waiting.patience:
+        if not waiting.idle_timeout:
             return waiting
         last, moved_at = waiting.last or self._latest, float("-inf")
         if self._out.number <= number:
             moved_at = self._out.at
         if self._back.number <= last:
             moved_at = max(moved_at, self._back.at)
-        deadline = max(waiting.deadline, moved_at + waiting.patience)
+        deadline = max(waiting.deadline, moved_at + waiting.idle_timeout)
         return waiting._replace(deadline=deadline, last=last)

@@ -1,7 +1,7 @@
 """The ordered half of what arrives: messages in the order of their numbers, and bodies.
 
 A message whose header announces arrays that are not in its frames waits here for them,
-one at a time: they come in chunks, or lie in memory that the peer shares. What arrived
+one at a time: they come in chunks, or are in memory that the peer shares. What arrived
 whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
 for the credits that the peer gets back. What a peer sends that does not read what waits
 for it is kept unread in its `Backlog`.
@@ -19,7 +19,7 @@ from zstrat.wire._codec import decode_header
 from zstrat.wire._link_messages import Placed
 
 from ._body import Allocate, Assembly, Frame
-from ._lane import PLACE, is_placeable
+from ._channel import PLACE, is_placeable
 from ._outbox import HEAVY
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Message
 
     from ._body import Absorb, Sink
+    from ._channel import SharedMemoryChannel
     from ._deadlines import Carrier
-    from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
 
@@ -56,13 +56,13 @@ class Inbox:
     def __init__(
         self,
         allocate: Allocate,
-        lane: SharedMemoryLane | None,
+        channel: SharedMemoryChannel | None,
         limits: Limits,
         *,
         initiator: bool,
         absorb: Absorb | None = None,
     ) -> None:
-        self._allocate, self._lane, self._limits = allocate, lane, limits
+        self._allocate, self._channel, self._limits = allocate, channel, limits
         self._initiator, self._absorb = initiator, absorb
         self._incoming: tuple[Announced, Assembly] | None = None
         self._place = 0  # of the last message, in the order
@@ -145,14 +145,14 @@ class Inbox:
         return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
-        """The body lies in memory that the peer shares with us."""
+        """The body is in memory that the peer shares with us."""
         placed = decode_header(place, self._limits).build(())
         if not isinstance(placed, Placed):
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
         assembly = self._assembly(placed.stream)
         memory = None
-        if self._lane is not None:
-            memory = self._lane.body(placed.offset, assembly.nbytes)
+        if self._channel is not None:
+            memory = self._channel.body(placed.offset, assembly.nbytes)
         if memory is None:
             raise ProtocolError(
                 f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"
@@ -182,7 +182,7 @@ that a peer cannot fill the memory with empty messages."""
 
 _LOOKS: Final = 10
 """Fewest ticks without progress before a peer is given up. One tick after a long sleep
-of this process counts as a tenth of the patience at most: it was not the peer's fault.
+of this process counts as a tenth of the timeout at most: it was not the peer's fault.
 """
 
 _BEATS: Final = 4096
@@ -195,7 +195,7 @@ class Backlog:
 
     A peer that asks on and never reads would fill the memory of whoever answers. So
     when more than ``most`` bytes of answers wait, its messages are kept unread, up to
-    ``most`` bytes again, and a peer that reads nothing for ``patience`` seconds is
+    ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
     given up. ``most`` may be infinite: then there is no bound.
     """
 
@@ -206,15 +206,15 @@ class Backlog:
         "_looked_at",
         "_most",
         "_nbytes",
-        "_patience",
         "_still",
+        "_timeout",
         "messages",
     )
 
     def __init__(
         self,
         most: float,
-        patience: float,
+        timeout: float,
         now: float,
         carrier: Carrier,
     ) -> None:
@@ -222,7 +222,7 @@ class Backlog:
         """Those that are kept, in order."""
         self._carrier, self._delivered = carrier, 0
         self._most, self._nbytes = most, 0
-        self._patience = patience
+        self._timeout = timeout
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
@@ -246,7 +246,7 @@ class Backlog:
         self.messages.clear()
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
-        """Whether the peer has read nothing for ``patience`` seconds although something
+        """Whether the peer has read nothing for ``timeout`` seconds although something
         waits for it. To be asked at every tick, as the time is counted tick by tick.
 
         What a slow line still carries to the peer is not left unread by it.
@@ -260,5 +260,5 @@ class Backlog:
         if carried.queued > _BEATS and carried.delivered > before:
             self._still = 0.0
         else:
-            self._still += min(since, self._patience / _LOOKS)
-        return self._still > self._patience
+            self._still += min(since, self._timeout / _LOOKS)
+        return self._still > self._timeout

@@ -1,7 +1,7 @@
 """What two peers say about memory that they share: it is offered, mapped, and released.
 
 A side offers its memory when it has the first body for it, and once per connection. A
-connection without a lane answers an offer with an empty proof, which means no.
+connection without a channel answers an offer with an empty proof, which means no.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zstrat.wire._link_messages import Hello, Mapped, Offer, Released
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from ._lane import SharedMemoryLane
+    from ._channel import SharedMemoryChannel
     from ._outbox import Outbox
 
 
@@ -25,32 +25,32 @@ class MemoryOffers:
     it is not empty, call `release_many` before each message that is sent.
     """
 
-    __slots__ = ("_is_offered", "_lane", "_outbox", "_was_offered", "unread")
+    __slots__ = ("_channel", "_is_offered", "_outbox", "_was_offered", "unread")
 
-    def __init__(self, lane: SharedMemoryLane | None, outbox: Outbox) -> None:
-        self._lane, self._outbox = lane, outbox
+    def __init__(self, channel: SharedMemoryChannel | None, outbox: Outbox) -> None:
+        self._channel, self._outbox = channel, outbox
         self._is_offered = self._was_offered = False
-        self.unread: Sized = () if lane is None else lane.unread
+        self.unread: Sized = () if channel is None else channel.unread
 
     def offer(self, to: Hello) -> None:
         """Offers our memory, the first time that there is a use for it."""
-        self._outbox.wants_lane = False
-        if self._lane is not None and not self._is_offered:
+        self._outbox.wants_channel = False
+        if self._channel is not None and not self._is_offered:
             self._is_offered = True
-            offer = self._lane.offer(to)
+            offer = self._channel.offer(to)
             if offer is not None:
                 self._outbox.say(offer)
 
     def release_many(self) -> None:
         """Tells the peer which of its bodies were read, if they are worth a message; if
         they are not, `release` tells it at the next tick."""
-        if self._lane is not None and len(self.unread) >= self._lane.most_unread:
+        if self._channel is not None and len(self.unread) >= self._channel.most_unread:
             self.release()
 
     def release(self) -> None:
         """Tells the peer which of its bodies were read, if any were."""
-        if self._lane is not None and self.unread:
-            self._outbox.say(Released(self._lane.take_unread()))
+        if self._channel is not None and self.unread:
+            self._outbox.say(Released(self._channel.take_unread()))
 
     def on_offer(self, offer: Offer, of: Hello | None) -> None:
         """Maps the memory that the peer offers, and answers with the proof.
@@ -63,7 +63,7 @@ class MemoryOffers:
         if self._was_offered:
             raise ProtocolError("it offered memory twice")
         self._was_offered = True
-        proof = b"" if self._lane is None else self._lane.accept(offer, of)
+        proof = b"" if self._channel is None else self._channel.accept(offer, of)
         self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
@@ -73,15 +73,15 @@ class MemoryOffers:
             ProtocolError: We have offered none, or the proof is wrong: then the peer
                 cannot read what we would put there.
         """
-        if self._lane is None or not self._is_offered:
+        if self._channel is None or not self._is_offered:
             raise ProtocolError("it mapped memory that it was not offered")
-        if not self._lane.agreed(mapped.proof):
+        if not self._channel.agreed(mapped.proof):
             raise ProtocolError("it has not mapped the memory that it says it has")
 
     def on_released(self, released: Released) -> None:
-        if self._lane is not None:
-            self._lane.released(released.offsets)
+        if self._channel is not None:
+            self._channel.released(released.offsets)
 
     def close(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
+        if self._channel is not None:
+            self._channel.close()

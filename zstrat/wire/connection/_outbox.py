@@ -16,7 +16,7 @@ from zstrat.wire._codec import encode
 from zstrat.wire._link_messages import Chunk, Placed
 
 from ._body import Frame, aligned, cut
-from ._lane import MAX_LANE_BYTES, MIN_LANE_BYTES
+from ._channel import MAX_CHANNEL_BYTES, MIN_CHANNEL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.config import Limits
     from zstrat.wire._messages import Message
 
-    from ._lane import SharedMemoryLane
+    from ._channel import SharedMemoryChannel
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides
@@ -60,11 +60,11 @@ class Outbox:
     `say` and `put` fill them, and `take` gives out what may leave now.
     """
 
-    def __init__(self, limits: Limits, lane: SharedMemoryLane | None) -> None:
+    def __init__(self, limits: Limits, channel: SharedMemoryChannel | None) -> None:
         self._limits = limits
-        self._lane = lane
-        self.wants_lane = False
-        """There was a body for a lane, and the lane did not take it."""
+        self._channel = channel
+        self.wants_channel = False
+        """There was a body for a channel, and the channel did not take it."""
         self._urgent: deque[Frames] = deque()
         self._ordered: deque[_WaitingFrames] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
@@ -141,10 +141,10 @@ class Outbox:
                 f"{type(message).__name__}: {total} bytes of arrays, at most "
                 f"{self._limits.body} may be sent: send them in several parts"
             )
-        if total > MIN_LANE_BYTES and self._lane is not None:
-            if self._put_placed(self._lane, header, number, raws, total):
+        if total > MIN_CHANNEL_BYTES and self._channel is not None:
+            if self._put_placed(self._channel, header, number, raws, total):
                 return False
-            self.wants_lane = True
+            self.wants_channel = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             nbytes = len(header) + total
@@ -156,18 +156,18 @@ class Outbox:
 
     def _put_placed(
         self,
-        lane: SharedMemoryLane,
+        channel: SharedMemoryChannel,
         header: bytes,
         number: int,
         raws: Sequence[np.ndarray],
         total: int,
     ) -> bool:
-        """Queues a message whose body lies in our memory; False if it is full."""
+        """Queues a message whose body is in our memory; False if it is full."""
         nbytes = sum([aligned(raw.nbytes) for raw in raws])
         offset, copying = None, None
-        if total <= MAX_LANE_BYTES:
-            offset = lane.place(raws, nbytes)
-        elif begun := lane.begin(raws, nbytes):
+        if total <= MAX_CHANNEL_BYTES:
+            offset = channel.place(raws, nbytes)
+        elif begun := channel.begin(raws, nbytes):
             offset, copying = begun
         if offset is None:
             return False

@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from zstrat.wire._schema import PlainTree
 
     from ._body import Absorb
+    from ._channel import SharedMemoryChannel
     from ._deadlines import Waiting
-    from ._lane import SharedMemoryLane
 
 LONGEST_RETURN: Final = 86400.0
 """Seconds that anybody is waited for who said goodbye."""
@@ -119,7 +119,7 @@ class Peer(Generic[Token]):
         limits: Limits,
         now: float,
         allocate: Allocate = allocate,
-        lane: SharedMemoryLane | None = None,
+        channel: SharedMemoryChannel | None = None,
         absorb: Absorb | None = None,
         carrier: Carrier = _UNKNOWN,
     ) -> None:
@@ -139,10 +139,12 @@ class Peer(Generic[Token]):
         yet, or has little to say, is given less."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
-        self.outbox = Outbox(limits, lane)
+        self.outbox = Outbox(limits, channel)
         """What is to be sent; only `transmit` takes from it."""
-        self._inbox = Inbox(allocate, lane, limits, initiator=initiator, absorb=absorb)
-        self._memory_offers = MemoryOffers(lane, self.outbox)
+        self._inbox = Inbox(
+            allocate, channel, limits, initiator=initiator, absorb=absorb
+        )
+        self._memory_offers = MemoryOffers(channel, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._promised: dict[int, int] = {}
@@ -151,8 +153,8 @@ class Peer(Generic[Token]):
         self.unread = 0
         """Bytes that the peer had not read when the connection ended."""
         self._most_unread = float("inf") if initiator else limits.unread
-        patience = 2 * timeouts.patience
-        self._backlog = Backlog(self._most_unread, patience, now, carrier)
+        silence = 2 * timeouts.liveness
+        self._backlog = Backlog(self._most_unread, silence, now, carrier)
         self.held = self._backlog.messages
         """Messages that are held back; call `resume` when it `may_resume`."""
         self._life = Liveness(timeouts, now, carrier)
@@ -253,12 +255,12 @@ class Peer(Generic[Token]):
         return self.state is _OPEN and self._life.is_heard
 
     def request(
-        self, message: Message, token: Token, deadline: float, patience: float = 0.0
+        self, message: Message, token: Token, deadline: float, idle_timeout: float = 0.0
     ) -> None:
         """Queues a request of the initiator; ``token`` comes back with its outcome.
 
         Args:
-            patience: Seconds that it may wait after the last progress, whatever its
+            idle_timeout: Seconds that it may wait after the last progress, whatever its
                 deadline (see `Requests`); 0: progress does not put that off.
 
         Raises:
@@ -270,7 +272,7 @@ class Peer(Generic[Token]):
                 f"{self.name}: {len(self._requests)} requests are open, the most that "
                 "may be: wait for some of them"
             )
-        self._request(message, token, deadline, patience)
+        self._request(message, token, deadline, idle_timeout)
 
     def notify(self, message: Message) -> None:
         """Queues a notice.
@@ -328,7 +330,7 @@ class Peer(Generic[Token]):
         """The next message to send, or None until something changes."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
-            if outbox.wants_lane and self.hello is not None:
+            if outbox.wants_channel and self.hello is not None:
                 offers.offer(self.hello)
             if offers.unread:
                 offers.release_many()
@@ -372,13 +374,13 @@ class Peer(Generic[Token]):
         return (Answered(waiting.token, message),)
 
     def _request(
-        self, message: Message, token: Token, deadline: float, patience: float
+        self, message: Message, token: Token, deadline: float, idle_timeout: float
     ) -> None:
         number = 2 * self._sent + 3
         in_chunks = self.outbox.put(message, number)
         self._sent += 1
         kept = message if in_chunks else None
-        self._requests.add(number, token, deadline, type(message), kept, patience)
+        self._requests.add(number, token, deadline, type(message), kept, idle_timeout)
 
     def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
         if waiting.message is None:
@@ -386,8 +388,8 @@ class Peer(Generic[Token]):
             # It ends with the connection, as the others do.
             self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
             raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
-        message, patience = waiting.message, waiting.patience
-        self._request(message, waiting.token, waiting.deadline, patience)
+        message, idle_timeout = waiting.message, waiting.idle_timeout
+        self._request(message, waiting.token, waiting.deadline, idle_timeout)
         return ()
 
     def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:

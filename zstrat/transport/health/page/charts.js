@@ -161,7 +161,7 @@ class LineChart {
     let [low, high] = ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1];
     if (this.fromZero && !this.isLog) low = Math.min(0, low);
     const size = Math.max(Math.abs(low), Math.abs(high));
-    if (high - low <= FLAT * size) { // it lies in the middle, and its axis is as large as it is
+    if (high - low <= FLAT * size) { // it is in the middle, and its axis is as large as it is
       const around = this.isLog || !size ? 0.5 : size / 2;
       [low, high] = this.fromZero ? [low, low + 1] : [low - around, high + around];
     }

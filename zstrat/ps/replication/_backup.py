@@ -1,0 +1,446 @@
+"""A backup: makes the changes of its primary in their order, until it is promoted.
+
+Changes are made one after the other, long ones on the compute thread. A change counts
+as taken when it is in memory here and the changes that wait before it are not too many
+bytes: so the primary does not wait for the arithmetic, and cannot fill this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import (
+    InvalidArgumentError,
+    NotPrimaryError,
+    PeerLostError,
+    PermissionDeniedError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.ps._requests import advance
+from zstrat.wire import (
+    BackupLost,
+    ChangeProgram,
+    CopyWhole,
+    Done,
+    Job,
+    LogMade,
+    LogTaken,
+    Message,
+    OpenLog,
+    PromoteBackup,
+)
+
+from ._log import WINDOW, nbytes_of
+from ._replay import CHANGES, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from zstrat.ps._requests import PendingRequest
+    from zstrat.ps._roles import Caller
+    from zstrat.ps._thread import JobThread
+    from zstrat.ps.store._store import Store
+
+JUMP: Final = 2**40
+"""By how much versions grow when a backup becomes the primary. An old primary that is
+cut off would need weeks to give out so many, and a field has room for eight million
+jumps."""
+
+_AT_ONCE: Final = 4 * 2**20
+"""Bytes of changes that are made in one turn of the loop."""
+
+_LOG: Final = logging.getLogger("zstrat.ps")
+
+
+class BackupState(enum.Enum):
+    """What a backup may be used for.
+
+    FILLING ──`CopyWhole`, or it is given a whole store──▶ WHOLE
+    FILLING ──a process before left all of it──▶ INHERITED
+    WHOLE, INHERITED ──a coordinator promotes it──▶ PROMOTING
+    PROMOTING ──all changes are made──▶ PROMOTED
+    any ──a change cannot be made, or it is dropped──▶ FAILED
+    """
+
+    FILLING = "filling"
+    """It lacks a part of what its primary has acknowledged."""
+    WHOLE = "whole"
+    """All that its primary has acknowledged is here, or waits here."""
+    INHERITED = "inherited"
+    """It is whole, but of a process before: it takes no further changes."""
+    PROMOTING = "promoting"
+    """It takes no further changes, and makes those that wait."""
+    PROMOTED = "promoted"
+    FAILED = "failed"
+    """It differs from its primary, or was dropped."""
+
+
+_WHOLE: Final = frozenset(BackupState) - {BackupState.FILLING, BackupState.FAILED}
+
+
+@final
+class Backup:
+    """The backup of one store of ``session``, named ``task`` in errors.
+
+    Args:
+        named: The incarnation of its primary, according to the coordinator.
+        on_promoted: Called with the coordinator and its order, when all changes of the
+            old primary are made.
+        on_made: Called with each change that was made, and when it was begun.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        thread: JobThread,
+        session: int,
+        view: int,
+        named: int,
+        on_promoted: Callable[[Caller, PromoteBackup], None],
+        clock: Callable[[], float],
+        on_made: Callable[[Message, float], None],
+    ) -> None:
+        self.session, self.view, self._named = session, view, named
+        self.failure = ""
+        """Why it is FAILED; else empty."""
+        self.is_beside = False
+        """It is a third copy, and its primary has not said yet that it counts."""
+        self._state = BackupState.FILLING
+        self._task, self._store, self._thread = task, store, thread
+        self._on_promoted = on_promoted
+        self._clock, self._on_made = clock, on_made
+        self._began = 0.0
+        """When the change that is being made was begun."""
+        self._primary: Caller | None = None
+        self._promotion: asyncio.Future[None] | None = None
+        """Done when it is known whether this copy becomes the primary."""
+        self._queue: deque[Message] = deque()
+        """Changes that were taken, and not made yet."""
+        self._nbytes = 0
+        self._received = self._reported = 0
+        """Changes that came, and how many of them the primary knows to be taken."""
+        self._whole_at: int | None = None
+        """The number of `CopyWhole`, after which nothing of the copy is missing."""
+        self._is_computing = False
+        # Callbacks that the loop runs next, once for all changes of a turn:
+        self._reports_soon = self._makes_soon = False
+        self._steps_of = session
+        """The session whose steps the store knows, when all changes are made."""
+        self._earlier: set[int] = set()
+        """Sessions of programs that are lost."""
+        self._made_all = asyncio.Event()
+        """Set when no change waits."""
+        self._made_all.set()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is here, or waits here, that the primary has acknowledged."""
+        return self._state in _WHOLE
+
+    @property
+    def partner(self) -> int:
+        """The incarnation of the primary that it follows; 0 if it follows none."""
+        return self._named if self._state is BackupState.WHOLE else 0
+
+    def statistics(self) -> dict[str, str | int | bool]:
+        """How far the copy is: ``changes`` were received, ``behind`` of them wait."""
+        return {
+            "whole": self.is_whole,
+            "primary": "" if self._primary is None else self._primary.name,
+            "changes": self._received,
+            "behind": len(self._queue),
+            "error": self.failure,
+        }
+
+    def validate(self) -> None:
+        """Checks what holds between two events.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        state = self._state
+        assert (state is BackupState.FAILED) == bool(self.failure), state
+        assert bool(self._queue) == bool(self._nbytes), "bytes of no change wait"
+        assert bool(self._queue) != self._made_all.is_set()
+        if self._queue:
+            assert self._is_computing or self._makes_soon, "changes wait for nobody"
+        if state in (BackupState.PROMOTING, BackupState.PROMOTED):
+            assert self._promotion is not None, state
+            assert self._promotion.done() == (state is BackupState.PROMOTED)
+        if state is BackupState.PROMOTED:
+            assert not self._queue, "it was promoted without some changes"
+        assert self._reported <= self._received, "it reports what it has not received"
+
+    def handle(
+        self, remote: Caller, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """Handles what its primary and the coordinator send.
+
+        Raises:
+            NotPrimaryError: Any other request: a backup serves nobody.
+            PermissionDeniedError: The sender is not the primary of this copy.
+            StaleSessionError: The view, or the session, is over.
+            UnavailableError: It cannot follow its primary, or be promoted.
+        """
+        if type(message) in CHANGES and remote is self._primary:
+            if self._promotion is None:
+                self._take_change(message)
+            return None
+        if remote.role is Job.PS and isinstance(message, OpenLog):
+            return self._open_log(remote, message)
+        if remote.role is Job.CHIEF and isinstance(message, PromoteBackup):
+            self.require(message.session, message.view)
+            return self._promote(remote, message)
+        raise NotPrimaryError(
+            f"{self._task}: this process has a backup of its variables, and "
+            "serves no requests for them"
+        )
+
+    def require(self, session: int, view: int) -> None:
+        """Refuses an order for an older view, or for another session.
+
+        Raises:
+            StaleSessionError: The view, or the session, is over.
+        """
+        if session != self.session or view < self.view:
+            raise StaleSessionError(
+                f"{self._task}: this copy belongs to session {self.session:#x} and "
+                f"view {self.view}, not to {session:#x} and {view}"
+            )
+
+    def _open_log(
+        self, remote: Caller, opening: OpenLog
+    ) -> LogTaken | Awaitable[Message]:
+        known = opening.session in self._earlier
+        self.require(self.session if known else opening.session, opening.view)
+        if remote.hello.incarnation != self._named:
+            raise PermissionDeniedError(
+                f"{self._task}: this copy takes changes from incarnation "
+                f"{self._named:x} of it, according to its coordinator, and "
+                f"{remote.name} is {remote.hello.incarnation:x}: two processes serve "
+                "one store, or a key is on the wrong host"
+            )
+        # Its primary may have missed the notice of that, and must not count on it.
+        if self._state is BackupState.FAILED:
+            raise UnavailableError(f"{self._task}: {self.failure}")
+        if self._promotion is not None:
+            return self._succeeded(self._promotion)
+        if self._state is BackupState.INHERITED:
+            raise UnavailableError(
+                f"{self._task}: this copy is of a process before, and takes no changes"
+            )
+        self.is_beside &= opening.view == self.view
+        self._primary, self.view = remote, opening.view
+        self._reported = self._received
+        self._notify(LogMade(self._made_count))  # the last one may not have arrived
+        return LogTaken(self._received)
+
+    async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
+        """Answers a primary that asks while this copy is promoted, when it is known
+        whether it is. Always raises."""
+        await asyncio.shield(promotion)
+        if self.failure:
+            raise UnavailableError(f"{self._task}: {self.failure}")
+        raise StaleSessionError(f"{self._task} has another primary")
+
+    def _take_change(self, change: Message) -> None:
+        self._received += 1
+        if self.failure:
+            return
+        if isinstance(change, CopyWhole):
+            self._state, self._whole_at = BackupState.WHOLE, self._received
+        elif isinstance(change, ChangeProgram):
+            self._steps_of = change.session
+        self._queue.append(change)
+        self._made_all.clear()
+        self._nbytes += nbytes_of(change)
+        self._report()
+        if not self._is_computing:
+            self._make_soon()
+
+    def _report(self) -> None:
+        """Reports what was taken, once for all changes of a turn of the loop."""
+        if self._nbytes <= WINDOW and not self._reports_soon:
+            self._reports_soon = True
+            asyncio.get_running_loop().call_soon(self._report_now)
+
+    def _report_now(self) -> None:
+        self._reports_soon = False
+        if self._primary is not None and self._reported < self._received:
+            self._reported = self._received
+            self._notify(LogTaken(self._received))
+
+    def _notify(self, message: Message) -> None:
+        if self._primary is None:
+            return
+        with contextlib.suppress(PeerLostError):  # it asks when its link is back
+            self._primary.notify(message)
+
+    def _make_soon(self) -> None:
+        if not self._makes_soon:
+            self._makes_soon = True
+            asyncio.get_running_loop().call_soon(self._make_changes)
+
+    def _make_changes(self) -> None:
+        """Makes changes until one has to be computed, or `_AT_ONCE` bytes are made."""
+        self._makes_soon = False
+        left = _AT_ONCE
+        while self._queue and left > 0 and not self._is_computing:
+            change = self._queue[0]
+            left -= nbytes_of(change)
+            self._began = self._clock()
+            try:
+                pending = advance(replay(self._store, change))
+                if pending is None:
+                    self._change_made()
+                else:
+                    self._compute(pending)
+            except Exception as error:  # to the log and to the primary
+                self._fail_change(change, error)
+        if self._queue and not self._is_computing:
+            self._make_soon()
+
+    def _compute(self, pending: PendingRequest[None]) -> None:
+        done = self._thread.submit(pending.plan.compute)
+        self._is_computing = True
+        done.add_done_callback(partial(self._computed, pending))
+
+    def _computed(
+        self, pending: PendingRequest[None], done: asyncio.Future[None]
+    ) -> None:
+        self._is_computing = False
+        if not self._queue:  # it was dropped meanwhile
+            return
+        try:
+            advance(pending.running, done.exception())
+        except BaseException as error:  # to the log and to the primary
+            self._fail_change(self._queue[0], error)
+        else:
+            self._change_made()
+            self._make_changes()
+
+    def _change_made(self) -> None:
+        change = self._queue.popleft()
+        self._nbytes -= nbytes_of(change)
+        self._on_made(change, self._began)
+        made, whole_at = self._made_count, self._whole_at
+        if made == whole_at or (whole_at is None and not self._queue):
+            self._notify(LogMade(made))
+        if self._reported < self._received:
+            self._report()
+        if not self._queue:
+            self._made_all.set()
+            self._settle_promotion()
+
+    def _fail_change(self, change: Message, error: BaseException) -> None:
+        """Notes that a change cannot be made here: from here on the copy differs from
+        the primary's store, and is of no use."""
+        what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
+        self._fail(what)
+        _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
+        self._stop()
+        self._notify(BackupLost(self.session, self.view, what))
+
+    def inherit(self, *, is_whole: bool) -> None:
+        """Notes that a process before has had this copy: if whole, it may be promoted,
+        but it cannot follow its primary any further."""
+        if is_whole:
+            self._state = BackupState.INHERITED
+        else:
+            self._fail("a process before has left only a part of this copy")
+
+    def be_whole(self) -> None:
+        """Counts it as whole: the store was given all that the primary has. Versions
+        jump."""
+        self._state = BackupState.WHOLE
+        self._store.variables.jump(JUMP)
+
+    def is_primary(self, remote: object) -> bool:
+        """Whether the changes come from that peer."""
+        return remote is self._primary
+
+    def follow_new_owner(self, session: int) -> None:
+        """Notes that another program goes on, in this session. Its steps are counted
+        from the start when the primary says so (`ChangeProgram`), or at a promotion
+        before that."""
+        self._earlier.add(self.session)
+        self.session = session
+
+    async def finish(self, deadline: float) -> None:
+        """Waits until all changes are made that were taken, while no more come. At the
+        deadline (loop time) drops the copy.
+
+        Cancellation: the changes are made all the same.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._made_all.wait()
+        except TimeoutError:
+            self.close()
+
+    def close(self) -> None:
+        """Drops the copy: makes no further changes."""
+        self._fail(self.failure or "it was dropped")
+        self._primary = None
+        self._stop()
+
+    def _fail(self, failure: str) -> None:
+        self._state, self.failure = BackupState.FAILED, failure
+
+    def _stop(self) -> None:
+        self._queue.clear()
+        self._made_all.set()
+        self._nbytes = 0
+        self._settle_promotion()
+
+    async def _promote(self, remote: Caller, message: PromoteBackup) -> Message:
+        """Takes no changes from now on. When all are made that were taken, notifies the
+        primary: that it is replaced, or that this copy is of no use."""
+        if self.is_beside:
+            raise InvalidArgumentError(
+                f"{self._task} cannot become the primary: this is a third copy, and "
+                "its primary has not said that it counts"
+            )
+        self._require_whole()
+        self.view = message.view
+        if self._promotion is None:
+            self._state = BackupState.PROMOTING
+            self._promotion = asyncio.get_running_loop().create_future()
+            if not self._queue:
+                self._settle_promotion()
+        # The coordinator may leave, and ask again over a new connection meanwhile.
+        await asyncio.shield(self._promotion)
+        self._require_whole()
+        self._on_promoted(remote, message)
+        return Done()
+
+    def _require_whole(self) -> None:
+        if not self.is_whole:
+            why = self.failure or "it does not have everything yet"
+            raise UnavailableError(f"{self._task} cannot become the primary: {why}")
+
+    @property
+    def _made_count(self) -> int:
+        return self._received - len(self._queue)
+
+    def _settle_promotion(self) -> None:
+        promotion = self._promotion
+        if promotion is None or promotion.done():
+            return
+        if self._state is BackupState.PROMOTING:
+            self._state = BackupState.PROMOTED
+            self._store.variables.jump(JUMP)
+            # The old primary was to say that, and could not.
+            if self._steps_of != self.session:
+                self._store.change_program()
+            self._notify(PromoteBackup(self.session, self.view))
+            self._primary = None
+        promotion.set_result(None)

@@ -1,0 +1,206 @@
+"""What each change that a primary tells of does to the store of its backup.
+
+Nothing is decided here: the primary has decided, and this store has had all changes
+that came before. `CHANGES` has a row for each; what takes long is computed on another
+thread, and then committed by the same code that the primary has run.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.errors import ProtocolError, ZstratError
+from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
+from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
+from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
+from zstrat.ps.store._cell import Cell
+from zstrat.ps.store._plans import BindPlan
+from zstrat.rows import lasting
+from zstrat.wire import (
+    AskParts,
+    BindOptimizer,
+    ChangeProgram,
+    CopyKept,
+    CopyLedger,
+    CopyParts,
+    CopySlots,
+    CopyTree,
+    CopyVariables,
+    CopyWhole,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    Fence,
+    LoadTensors,
+    Message,
+    Push,
+    PushPart,
+    RaiseMark,
+    RaiseWriterMark,
+    StepRun,
+    StoreTensors,
+    VariableEntry,
+    Withdraw,
+    dtype_named,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.ps._requests import Running
+    from zstrat.ps.store._plans import Plan
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
+
+
+def replay(store: Store, change: Message) -> Running[None]:
+    """Makes a change again (`advance`).
+
+    Raises:
+        ZstratError: The primary had no such error: the two stores differ.
+    """
+    make = CHANGES.get(type(change))
+    if make is None:
+        raise ProtocolError(f"{type(change).__name__} is no change of a store")
+    begun = make(store, change)
+    if isinstance(begun, Loading):
+        yield begun
+        begun.commit()
+    elif begun is not None and not isinstance(begun, Outcome):
+        if not compute_short(store, begun, INLINE):
+            yield begun
+        store.commit(begun)
+
+
+def _note_part(store: Store, part: PushPart) -> None:
+    with suppress(ZstratError):  # it was refused there, too
+        store.note_part(part)
+
+
+def _claim(store: Store, asked: AskParts) -> None:
+    with suppress(ZstratError):
+        store.claim(asked.step, asked.attempt)
+
+
+def _loading(store: Store, forgotten: LoadTensors) -> Loading:
+    """Forgets slots, as the primary has."""
+    variables = store.variables
+    anew = [(variables[each.key], each.optimizer) for each in forgotten.entries]
+    return Loading((), anew)
+
+
+def _storing(store: Store, message: StoreTensors) -> Loading:
+    """Takes over values and slots that the primary has loaded."""
+    places = zip(message.entries, message.arrays, strict=True)
+    return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
+
+
+def _copy_ledger(store: Store, copied: CopyLedger) -> None:
+    writer = copied.writer
+    ledger = store.writers.of(writer) if writer else store.ledger
+    applied, over = copied.arrays
+    ledger.raise_to(copied.low_water)
+    for step, part in applied.tolist():
+        ledger.record(step, part)
+    ledger.close([StepRun(*run) for run in over.tolist()])
+
+
+def _copy_kept(store: Store, kept: CopyKept) -> None:
+    (keys,) = kept.arrays
+    store.kept.update(keys.tolist())
+    store.kept_optimizers.update(kept.optimizers)
+
+
+def _copy_tree(store: Store, copied: CopyTree) -> BindPlan:
+    tree, bound = copied.arrays
+    here = {key: store.variables[key] for key in bound.tolist()}
+    known = store.engine.get(copied.optimizer)
+    return BindPlan(store.variables.generation, known, tree.tobytes(), here.get)
+
+
+def _copy_variables(store: Store, copied: CopyVariables) -> None:
+    store.variables.first_version = copied.first_version
+    for variable in copied.variables:
+        _make_room(store, variable)
+
+
+def _make_room(store: Store, copied: CopiedVariable) -> None:
+    entry = VariableEntry(*copied[:4])
+    cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
+    cell.who = f"{store.variables.task}: variable {entry.name!r}"
+    if copied.lost:
+        cell.lose(copied.lost)
+    store.variables[entry.key] = HeldVariable(entry, cell, copied.version)
+
+
+def _copy_slots(store: Store, copied: CopySlots) -> None:
+    for slot in copied.slots:
+        _make_slot(store, slot)
+
+
+def _make_slot(store: Store, copied: CopiedSlot) -> None:
+    held = store.variables[copied.key]
+    slots = held.slots.get(copied.optimizer)
+    if not isinstance(slots, Unbound):
+        slots = held.slots[copied.optimizer] = Unbound.like(None)
+    leaf = SlotArray(copied.leaf, copied.rows)
+    shape, dtype = tuple(copied.shape), dtype_named(copied.dtype)
+    slots.make_room(leaf, shape, dtype, held.cell.who)
+    for start, stop in zip(copied.filled[::2], copied.filled[1::2], strict=True):
+        slots.fill(leaf.name, start, stop)
+
+
+def _copy_parts(store: Store, copied: CopyParts) -> None:
+    for part, array in zip(copied.parts, copied.arrays, strict=True):
+        cell = _cell_of(store.variables[part.key], part)
+        out = cell.overwrite().reshape(-1).view(np.uint8)
+        np.copyto(out[part.start : part.start + array.nbytes], array)
+        cell.settle()
+
+
+def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
+    if not part.optimizer:
+        return held.cell
+    slots = held.slots[part.optimizer]
+    names = [leaf.name for leaf in slots.leaves]
+    return slots.cells[names.index(part.leaf)]
+
+
+_as_requested: Final = partial(begin, fold=None)
+"""The primary has had the same request."""
+
+CHANGES: Final[
+    dict[type[Message], Callable[[Store, Any], Outcome | Plan | Loading | None]]
+] = {
+    CreateVariables: _as_requested,
+    DeleteVariables: _as_requested,
+    Withdraw: _as_requested,
+    CreateOptimizer: _as_requested,
+    BindOptimizer: _as_requested,
+    Push: lambda store, push: store.plan_again(push),
+    LoadTensors: _loading,
+    StoreTensors: _storing,
+    # What was applied, and is over.
+    PushPart: _note_part,
+    AskParts: _claim,
+    Fence: lambda store, fence: store.close_steps(fence.low_water, fence.over),
+    RaiseMark: lambda store, mark: store.raise_mark(mark.low_water),
+    RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
+        mark.writer, mark.low_water
+    ),
+    ChangeProgram: lambda store, _: store.change_program(),
+    # What was there before the first change that is told.
+    CopyLedger: _copy_ledger,
+    CopyKept: _copy_kept,
+    CopyVariables: _copy_variables,
+    CopySlots: _copy_slots,
+    CopyTree: _copy_tree,
+    CopyParts: _copy_parts,
+    CopyWhole: lambda store, _: None,  # says something about the changes before it
+}
+"""What a log is made of, and what each change does: makes it at once, or returns what
+has to be computed for it."""

@@ -1,0 +1,507 @@
+"""What one process is to its store: its primary, its backup, or what was its primary.
+
+A process learns its role; it decides two things alone: that its backup answers when it
+ends, and that it falls silent before it hands its store to the next process.
+
+Views are kept here. A view is a number that a coordinator draws and that only grows;
+orders for an older view than the newest known one are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import NotPrimaryError, StaleSessionError, UnavailableError
+from zstrat.ps.handover._handover import HandedOverStore, StoreRole
+from zstrat.wire import (
+    AttachBackup,
+    BackupLost,
+    DetachBackup,
+    Done,
+    Message,
+    OrphanedCopy,
+    Owner,
+    PromoteBackup,
+)
+
+from ._attached_backups import AttachedBackups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.config import Timeouts
+    from zstrat.errors import ZstratError
+    from zstrat.ps._roles import Caller
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import Ownership, PlainTree
+
+    from ._backup import Backup
+    from ._log_link import Connect
+    from ._log_shipping import Turn
+
+ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
+
+
+class Role(enum.Enum):
+    """What a process is to a store.
+
+    BACKUP ──promoted──▶ PRIMARY
+    PRIMARY ──it swaps with its backup──▶ HANDING_OVER
+    HANDING_OVER ──the backup has everything──▶ DROPPED
+    HANDING_OVER ──that fails──▶ PRIMARY
+    PRIMARY, HANDING_OVER ──a newer view has another primary──▶ REPLACED
+    REPLACED ──a coordinator has it serve after all──▶ PRIMARY
+    any but BACKUP ──a coordinator drops what is here──▶ DROPPED
+    any but BACKUP ──the session ends──▶ PRIMARY
+    """
+
+    PRIMARY = "primary"
+    """It serves the store."""
+    BACKUP = "backup"
+    """It takes the changes of its primary, and refuses all other requests."""
+    HANDING_OVER = "handing over"
+    """It is a primary that takes no more requests, until its backup has everything."""
+    REPLACED = "replaced"
+    """Another process may serve the store; what was here is still here."""
+    DROPPED = "dropped"
+    """Another process serves the store; nothing of it is here."""
+
+
+class Shutdown(enum.Enum):
+    """What the end of the process means for requests.
+
+    RUNNING ──it ends, and has a whole backup──▶ GIVING_WAY
+    GIVING_WAY ──promoted, or the session ends──▶ RUNNING
+    RUNNING, GIVING_WAY ──it hands its store to the next process──▶ SILENT
+    """
+
+    RUNNING = "running"
+    GIVING_WAY = "giving way"
+    """Requests are refused: the backup serves from now on."""
+    SILENT = "silent"
+    """Requests are not answered: callers ask the next process."""
+
+
+_REPLACED: Final = (Role.HANDING_OVER, Role.REPLACED, Role.DROPPED)
+
+
+@final
+class ReplicaRole:
+    """The role of one process for the store ``task``. Lives on the loop.
+
+    Args:
+        ownership: Whose session the process serves.
+        turn: Keeps names from others while its body runs.
+        timeouts: Those after which a lost program cannot have acted without notice.
+        incarnation: Of the process, or of the copy that it keeps for another one.
+        notify: Sends a notice to the coordinator that holds the session.
+        connect: Makes a link to a backup; None: the store cannot have one.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        ownership: Ownership,
+        turn: Turn,
+        timeouts: Timeouts,
+        *,
+        incarnation: int,
+        notify: Callable[[Message], None],
+        connect: Connect | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._task, self._store, self._ownership = task, store, ownership
+        self._timeouts, self._incarnation = timeouts, incarnation
+        self._notify, self._clock = notify, clock
+        self._role, self._shutdown = Role.PRIMARY, Shutdown.RUNNING
+        self._view = 0
+        """The newest one known to a process that is not a backup."""
+        self.backup: Backup | None = None
+        """What it does as a backup; None in every other role."""
+        self._host: Owner | None = None
+        """Whose process keeps this copy, if it began as a backup."""
+        self.backups = AttachedBackups(
+            task,
+            store,
+            turn,
+            connect=connect,
+            fill_timeout=timeouts.connect,
+            silence=timeouts.liveness,
+            on_lost=self._backup_lost,
+            on_replaced=self._step_aside,
+        )
+        """The copies that it keeps up to date as a primary."""
+        self.silence: asyncio.Future[Message] | None = None
+        """What callers wait for in vain while it is SILENT."""
+        self.needs_backup = False
+        """The session was opened with second copies, or the one before it was."""
+        self._was_unreplicated = False
+        """The program before this one had no second copies."""
+        self._parted_at: float | None = None
+        """When it last lost the other one of two copies; seconds."""
+        self._sure_view: int | None = None
+        """The view for which it is known, from the time of another program, that
+        nothing acknowledged is missing here."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers requests for the store."""
+        return self._role is Role.PRIMARY and self._shutdown is Shutdown.RUNNING
+
+    @property
+    def is_backup(self) -> bool:
+        return self._role is Role.BACKUP
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another process may serve the store instead."""
+        return self._role in _REPLACED
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether another process has a copy of the store, or is to have one."""
+        return self.needs_backup or not (
+            self._role is Role.PRIMARY and self._shutdown is not Shutdown.GIVING_WAY
+        )
+
+    @property
+    def view(self) -> int:
+        """The newest one of the store that the process knows of."""
+        return self._view if self.backup is None else self.backup.view
+
+    @property
+    def refusal(self) -> NotPrimaryError:
+        """The error for requests that another process serves by now."""
+        return NotPrimaryError(
+            f"{self._task}: another process serves its variables, which has taken over "
+            "while this one could not be reached"
+        )
+
+    @property
+    def objection(self) -> NotPrimaryError | None:
+        """The error that replaces the answer to what was under way when another process
+        took over, which does not have it; None: the answer may leave."""
+        return self.refusal if self.is_replaced else None
+
+    @property
+    def shutdown_error(self) -> UnavailableError:
+        """The error for requests to a process that shuts down."""
+        problem = f"{self._task} is shutting down"
+        if self.is_replaced or self.backups.has_backup:
+            return NotPrimaryError(f"{problem}: its backup takes over")
+        return UnavailableError(problem)
+
+    def validate(self) -> None:
+        """Checks what holds between two events.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        role, backups = self._role, self.backups
+        assert (role is Role.BACKUP) == (self.backup is not None), role
+        assert (self._shutdown is Shutdown.SILENT) == (self.silence is not None)
+        if role is Role.HANDING_OVER:
+            assert backups.has_backup, "it hands over to nobody"
+        elif role is not Role.PRIMARY:
+            assert not backups.is_any, f"{role} has a backup"
+        backups.validate()
+        if self.backup is not None:
+            self.backup.validate()
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Its role for the store, the view, and how far its backup is."""
+        if (backup := self.backup) is not None:
+            return {
+                "role": "backup",
+                "view": backup.view,
+                "session": backup.session,
+                **backup.statistics(),
+            }
+        role = "replaced" if self.is_replaced else "primary"
+        return {"role": role, "view": self.view, **self.backups.statistics()}
+
+    def require(self, view: int) -> None:
+        """Refuses an order for an older view than the newest known one.
+
+        Raises:
+            StaleSessionError: The view is over.
+        """
+        if view < self.view:
+            raise StaleSessionError(
+                f"{self._task}: view {view} of its store is over, and the newest one "
+                f"is {self.view}: another coordinator, or a later order of this one, "
+                "came first"
+            )
+
+    async def handle(self, message: ReplicationRequest) -> Message:
+        """Carries out an order of a coordinator to the primary.
+
+        Raises:
+            NotPrimaryError: Another process serves the store, or nothing of it is here.
+            StaleSessionError: The view is over.
+            ZstratError: The backup could not be made whole.
+
+        Cancellation: a copy goes on.
+        """
+        self.require(message.view)
+        self._sure_view = None
+        if isinstance(message, AttachBackup):
+            if self.is_replaced:
+                raise self.refusal
+            is_filled = self.backups.attach(message)
+            self._view = message.view
+            await is_filled
+            return Done()
+        self._view = message.view
+        self._return()
+        # Promoted with a backup, it was promoted before, and has that backup already.
+        if isinstance(message, DetachBackup) or not message.incarnation:
+            self.backups.detach()
+        return Done()
+
+    def be_backup(self, host: Owner, backup: Backup) -> None:
+        """Makes this a copy that the process of ``host`` keeps for another one."""
+        self._role, self._host, self.backup = Role.BACKUP, host, backup
+
+    def be_whole(self) -> None:
+        """Counts the backup as whole: it was given everything that its primary has."""
+        assert self.backup is not None, "only a backup is given a store"
+        self.backup.be_whole()
+
+    def be_third(self) -> None:
+        """Counts the copy as a third one, up to a newer view."""
+        assert self.backup is not None, "only a backup can be the third copy"
+        self.backup.is_beside = True
+
+    def inherit(self, left: HandedOverStore) -> None:
+        """Takes over what the process before has left, in its role: it serves only if
+        no other process can have the store."""
+        if self.backup is not None:
+            self.backup.inherit(is_whole=left.role is StoreRole.BACKUP)
+            return
+        self._view = left.view
+        if left.role is StoreRole.NOTHING:
+            self._role = Role.DROPPED
+        elif left.role is not StoreRole.ALONE:
+            self._role = Role.REPLACED
+
+    def promoted(self, remote: Caller, message: PromoteBackup) -> None:
+        """Makes the process the primary, for the coordinator that has asked for it."""
+        backup, host, session = self.backup, self._host, self._ownership.session
+        if backup is not None:
+            session = backup.session
+        assert session is not None, "a process that serves has a session"
+        owner = Owner(session, remote, remote.hello, time.time())
+        if host is not None:
+            owner = replace(
+                owner, name=host.name, origin=host.origin, program=host.program
+            )
+        self._ownership.open(owner)
+        if backup is not None:
+            self._role, self.backup = Role.PRIMARY, None
+            if message.incarnation:
+                order = message.session, message.view, message.address
+                self.backups.attach_whole(AttachBackup(*order, message.incarnation))
+        self._view = message.view
+        self._stop_giving_way()
+
+    async def hand_over(self) -> None:
+        """Stops serving, for the backup, which has everything that is here.
+
+        Raises:
+            UnavailableError: There is no whole backup, or it is lost; this process
+                serves as before.
+
+        Cancellation: as an error.
+        """
+        if self.is_replaced:
+            raise self.refusal
+        try:
+            await self.backups.hand_over(self._begin_handing_over)
+        except BaseException:  # to the coordinator
+            # In another role the backup is the primary, or an order has ended this.
+            if self._role is Role.HANDING_OVER:
+                self._role = Role.PRIMARY
+            raise
+        self._role = Role.DROPPED
+
+    def _begin_handing_over(self) -> None:
+        self._role = Role.HANDING_OVER
+
+    def give_up(self, view: int) -> None:
+        """Drops its role: another process serves the store, and nothing that is here is
+        needed.
+
+        Raises:
+            StaleSessionError: The view is over.
+        """
+        self.require(view)
+        self._view = view
+        self._step_aside(Role.DROPPED)
+
+    def _return(self) -> None:
+        """A coordinator has this process serve after all, alone: the backup that had
+        refused it is gone, so no process has more than this one."""
+        if self._role is Role.DROPPED:
+            raise self.refusal
+        self._role = Role.PRIMARY
+
+    def _step_aside(self, role: Role = Role.REPLACED) -> None:
+        """Nothing that waits for the backup was acknowledged, or ever will be."""
+        if self._role is not Role.DROPPED:
+            self._role = role
+        self.backups.refuse(self.refusal)
+
+    def _backup_lost(self, session: int, why: str) -> None:
+        self._parted_at = self._clock()
+        self._notify(BackupLost(session, self.view, why))
+
+    def primary_lost(self) -> None:
+        """Notes that the connection to its primary was lost."""
+        self._parted_at = self._clock()
+
+    def end_session(self, error: ZstratError) -> None:
+        """Ends what the session had here: answers that wait for a backup fail."""
+        self.backups.refuse(error)
+        if self.backup is None:
+            self._role = Role.PRIMARY
+        self._view, self._sure_view = 0, None
+        self.needs_backup = self._was_unreplicated = False
+        self._stop_giving_way()
+
+    def give_way(self) -> None:
+        """Has the backup answer, if it is whole, as this process ends."""
+        if self._shutdown is Shutdown.RUNNING and self.backups.has_backup:
+            self._shutdown = Shutdown.GIVING_WAY
+
+    def _stop_giving_way(self) -> None:
+        if self._shutdown is Shutdown.GIVING_WAY:
+            self._shutdown = Shutdown.RUNNING
+
+    def fall_silent(self) -> None:
+        """Stops answering, as this process leaves what it holds to the next one."""
+        self._shutdown = Shutdown.SILENT
+        self.silence = asyncio.get_running_loop().create_future()
+
+    async def close(self, deadline: float) -> None:
+        """Waits until answers that wait for the backup have left, at most until the
+        deadline (loop time); refuses what is left. A process that is silent refuses
+        nothing, and as a backup first makes all changes that it has taken.
+
+        Cancellation: what waits is neither answered nor refused.
+        """
+        is_silent = self._shutdown is Shutdown.SILENT
+        if self.backup is not None and is_silent:
+            await self.backup.finish(deadline)
+        elif self.backup is not None:
+            self.backup.close()
+        elif self.backups.is_any:
+            await self.backups.settle(deadline)
+            if is_silent:
+                if self.backups.has_backup and self._role is not Role.DROPPED:
+                    self._role = Role.REPLACED  # as the backup may be promoted
+                self.backups.abandon()
+            elif self.backups.has_backup:  # it serves from now on, if any process does
+                self._step_aside()
+            else:
+                self.end_session(self.shutdown_error)
+        await self.backups.wait_closed()
+
+    def change_owner(self, lost_at: float | None) -> None:
+        """Notes that another program has the process. If it is lost before it gives an
+        order, it has changed nothing: it may have waited in vain for other processes.
+
+        Args:
+            lost_at: When the process had lost the program before.
+        """
+        self._sure_view = self.view if self._is_sure(lost_at) else None
+        self._was_unreplicated |= not self.needs_backup
+
+    def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
+        """`change_owner`, of the process that keeps this copy."""
+        self.change_owner(lost_at)
+        if self.backup is not None:
+            self._host = owner
+            self.backup.follow_new_owner(owner.session)
+
+    def _is_sure(self, lost_at: float | None) -> bool:
+        """Whether no process can have acknowledged what is not here, although the other
+        one of two copies is gone.
+
+        Args:
+            lost_at: When the program was lost.
+        """
+        if self.is_replaced:
+            return False
+        if self._sure_view == self.view:
+            return True
+        if self.backup is None and not self.backups.has_backup:
+            return True
+        if lost_at is None or self._parted_at is None:
+            return False
+        # Within that time a program that is alive, and only not heard here, has one of
+        # the two go on alone, and the other one is notified by that one.
+        timeouts = self._timeouts
+        return self._parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
+
+    @property
+    def _has_any(self) -> bool:
+        """Whether anything of the store may be here. A primary that is to have a backup
+        and never had one has acknowledged nothing."""
+        if self.backup is not None:
+            return True
+        waits_for_backup = self.needs_backup and not self._was_unreplicated
+        return self._role is not Role.DROPPED and bool(
+            self._view or not waits_for_backup
+        )
+
+    @property
+    def _partner(self) -> int:
+        """The incarnation of the other one of two copies, if both are known to go on
+        together; else 0."""
+        if self.backup is not None:
+            return self.backup.partner
+        return 0 if self.is_replaced else self.backups.partner
+
+    def state_for_successor(self, number: int) -> HandedOverStore:
+        """What a silent process leaves of the store ``number``."""
+        backup, role = self.backup, StoreRole.NOTHING
+        if backup is not None and backup.is_whole and not backup.is_beside:
+            role = StoreRole.BACKUP
+        elif backup is None and self._role is not Role.DROPPED:
+            # A primary that has no whole backup, and was not replaced, is the only one.
+            role = StoreRole.PRIMARY if self.is_replaced else StoreRole.ALONE
+        store = None if role is StoreRole.NOTHING else self._store
+        return HandedOverStore(number, role, self.view, store)
+
+    def copy_of_lost_program(
+        self, number: int, lost_at: float | None
+    ) -> OrphanedCopy | None:
+        """What a lost program has left here of the store ``number``, if anything.
+
+        Args:
+            lost_at: When the process had lost that program.
+        """
+        backup = self.backup
+        owner = self._ownership.owner if backup is None else self._host
+        if owner is None or not self._has_any:
+            return None
+        is_third = backup is not None and backup.is_beside
+        return OrphanedCopy(
+            number,
+            0 if is_third else self.view,
+            "",
+            self._incarnation,
+            owner.origin,
+            is_primary=backup is None,
+            is_whole=backup is None or (backup.is_whole and not is_third),
+            is_sure=self._is_sure(lost_at),
+            variables=len(self._store),
+            partner=self._partner,
+        )

@@ -1,0 +1,296 @@
+"""Sequential replicas: one after the other, until all have come to the same place.
+
+Each replica is a greenlet with a separate context (with its current replica and
+recorder). The replicas run in their order, each until it ends or waits at a *barrier*.
+When all wait, the caller computes the result of the barrier once, and each replica
+continues with its part. So never more than one replica runs, and the order is always
+the same: names of variables and random numbers are equal in every run.
+
+They are not threads because a trace of jax belongs to a thread, and replicas may switch
+in the middle of one.
+
+Law of the file: each replica that waits is resumed or ended; none is left when a
+replica fails.
+
+jax keeps its settings per thread, and sequential replicas share one thread: a setting
+of a replica that waits would apply to the others, and if contexts were not left in the
+reverse order of entering them, it would remain. Names for profiles (`jax.named_scope`)
+are restored for the others and for itself; jax offers no clean way to do so for any
+other setting, so a change is refused.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+from greenlet import GreenletExit, getcurrent, greenlet
+from jax.extend import source_info_util
+
+from zstrat.program.trace import current_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractContextManager
+
+_CONTEXTS: Final = {
+    "jax_enable_x64": "jax.enable_x64",
+    "jax_default_device": "jax.default_device",
+    "jax_default_matmul_precision": "jax.default_matmul_precision",
+    "jax_disable_jit": "jax.disable_jit",
+    "jax_numpy_rank_promotion": "jax.numpy_rank_promotion",
+    "jax_numpy_dtype_promotion": "jax.numpy_dtype_promotion",
+    "jax_default_prng_impl": "jax.default_prng_impl",
+    "jax_threefry_partitionable": "jax.threefry_partitionable",
+    "jax_debug_nans": "jax.debug_nans",
+    "jax_debug_infs": "jax.debug_infs",
+    "jax_check_tracer_leaks": "jax.check_tracer_leaks",
+    "jax_log_compiles": "jax.log_compiles",
+    "jax_transfer_guard_host_to_device": "jax.transfer_guard",
+    "jax_transfer_guard_device_to_device": "jax.transfer_guard",
+    "jax_transfer_guard_device_to_host": "jax.transfer_guard",
+}
+"""Settings, and the context managers that make them."""
+
+_read: Final = operator.attrgetter(*_CONTEXTS)
+
+
+class JaxSettings:
+    """The settings of jax in this thread, recorded when this is made."""
+
+    __slots__ = ("_mesh", "_names", "_values")
+
+    def __init__(self) -> None:
+        self._values = _read(jax.config)
+        self._mesh = jax.sharding.get_abstract_mesh()
+        self._names = source_info_util.current_name_stack()
+
+    def require_unchanged(self, what: str) -> None:
+        """Refuses to let other replicas run under changed settings.
+
+        Raises:
+            RuntimeError: One has been changed.
+        """
+        values = _read(jax.config)
+        if values == self._values and jax.sharding.get_abstract_mesh() == self._mesh:
+            return
+        changed = [
+            name
+            for name, before, now in zip(
+                _CONTEXTS.values(), self._values, values, strict=True
+            )
+            if before != now
+        ]
+        context = changed[0] if changed else "jax.set_mesh"
+        raise RuntimeError(
+            f"{what} inside `with {context}(...)`, in a replica function that runs "
+            "sequentially with the others: jax keeps this setting per thread, so it "
+            "would apply to them, too, and remain. Leave the context before and enter "
+            "it again after, or enter it around strategy.run"
+        )
+
+    def names(self) -> AbstractContextManager[Any]:
+        """Restores the recorded names for profiles, while entered."""
+        context: AbstractContextManager[Any]
+        context = source_info_util.set_name_stack(self._names)
+        return context
+
+
+class NeedsSequential(BaseException):
+    """The function cannot be one program for all replicas. Not an `Exception`, because
+    the function itself must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBarrier:
+    """One replica that waits at a barrier, and what for.
+
+    ``key`` is the same for all that wait there, and ``words`` describes it. ``join``
+    takes the values of all replicas and returns what each is given; that of replica 0
+    is called. ``handled`` is the error that the replica handles meanwhile, or cleans up
+    after.
+    """
+
+    key: Hashable
+    words: str
+    value: Any
+    join: Callable[[Sequence[Any]], Sequence[Any]]
+    handled: BaseException | None = field(default_factory=sys.exception)
+
+
+class ReplicaFiber:
+    """One replica of a sequential run, which its function waits in."""
+
+    def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
+        self.number = number
+        self.result: Any = None
+        self.barrier: ReplicaBarrier | None = None
+        """The barrier that it waits at; None if it has ended."""
+        self._body = body
+        self._is_over = False
+        self._trace: object = None
+        self._settings: JaxSettings | None = None
+        self._greenlet = greenlet(self._run)
+        # A separate context: what is current in one replica is not in the others.
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether jax transforms what its function does now."""
+        return current_trace() != self._trace
+
+    def wait_at(self, barrier: ReplicaBarrier) -> Any:
+        """Waits for the other replicas at a barrier; returns the result for this one.
+
+        Raises:
+            RuntimeError: Inside a function that jax transforms, which cannot wait, or
+                in a context that sets something in jax.
+        """
+        if self._is_over:
+            # It cleans up; the other replicas no longer come to a barrier.
+            raise GreenletExit
+        if self.is_inside:
+            raise RuntimeError(
+                f"{barrier.words} inside a function that jax transforms (jax.grad, "
+                "jax.jit, jax.lax.scan, ...), in a replica function that runs "
+                "sequentially with the others: such a function cannot wait for them. "
+                "Do it before or after that function"
+            )
+        parent, settings = getcurrent().parent, self._settings
+        assert parent is not None
+        assert settings is not None
+        settings.require_unchanged(barrier.words)
+        with settings.names():
+            return parent.switch(barrier)
+
+    def resume(self, given: Any) -> None:
+        """Resumes the replica until its end or the next barrier.
+
+        Raises:
+            BaseException: Whatever the replica function raises.
+        """
+        came = self._greenlet.switch(given)
+        self.barrier = came if isinstance(came, ReplicaBarrier) else None
+
+    def end(self) -> None:
+        """Ends a replica that waits, or has not started."""
+        self._is_over = True
+        self.barrier = None
+        if not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+
+    def _run(self, _: Any) -> None:
+        self._trace, self._settings = current_trace(), JaxSettings()
+        current_fiber.set(self)
+        self.result = self._body(self)
+
+
+current_fiber: Final[ContextVar[ReplicaFiber | None]] = ContextVar(
+    "zstrat_fiber", default=None
+)
+"""The fiber that this code runs in, if any. Set in the context of the fiber alone."""
+
+
+def run_fibers(
+    bodies: Sequence[Callable[[ReplicaFiber], Any]],
+    during: Callable[[int], AbstractContextManager[Any]],
+) -> list[Any]:
+    """Runs the replicas until all have ended; returns their results, in order.
+
+    Args:
+        bodies: One function for each replica.
+        during: Entered while the replica of this number runs.
+
+    Raises:
+        RuntimeError: Not all replicas come to the same barriers.
+        BaseException: Whatever one of them raises, or a barrier; all others are ended.
+    """
+    fibers = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
+    given: Sequence[Any] = [None] * len(fibers)
+    try:
+        while True:
+            for each, value in zip(fibers, given, strict=True):
+                with during(each.number):
+                    each.resume(value)
+            barriers = [each.barrier for each in fibers]
+            if not any(barriers):
+                return [each.result for each in fibers]
+            came = _all_of(barriers)
+            given = came[0].join([barrier.value for barrier in came])
+    except BaseException as error:  # to the caller, when all have ended
+        _end_all(fibers, during, error)
+        raise
+
+
+def _end_all(
+    fibers: Sequence[ReplicaFiber],
+    during: Callable[[int], AbstractContextManager[Any]],
+    error: BaseException,
+) -> None:
+    """Ends all replicas. What they raise while they clean up becomes a note of the
+    error that ended them.
+
+    Raises:
+        BaseException: One that is not an `Exception`, such as an interrupt, when all
+            have ended.
+    """
+    interrupt: BaseException | None = None
+    for each in fibers:
+        try:
+            with during(each.number):
+                each.end()
+        except Exception as other:  # goes into the note
+            error.add_note(
+                f"replica {each.number}, which was ended because of this, raised "
+                f"{type(other).__name__} while it cleaned up: {other}"
+            )
+        except BaseException as other:  # to the caller, when all have ended
+            interrupt = interrupt or other
+    if interrupt is not None:
+        raise interrupt from error
+
+
+def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
+    """Returns the barriers, if all replicas came to the same one.
+
+    Raises:
+        RuntimeError: Names the replica that did not. The cause is the error that a
+            replica cleans up after: one that fails does other things than those that do
+            not.
+    """
+    came = [barrier for barrier in barriers if barrier is not None]
+    difference = _difference(barriers, came)
+    if difference is None:
+        return came
+    for barrier in came:
+        if barrier.handled is not None:
+            raise RuntimeError(difference) from barrier.handled
+    raise RuntimeError(difference)
+
+
+def _difference(
+    barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
+) -> str | None:
+    """Says which replica came to another barrier than replica 0, or to none; None if
+    all came to the same."""
+    if len(came) < len(barriers):
+        waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
+        ended = next(n for n, barrier in enumerate(barriers) if barrier is None)
+        return (
+            "Some replicas made a different number of merge_call() calls. Replica "
+            f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
+            "all replicas do the same things together (merge_call, all_reduce, "
+            "all_gather, updates of variables that are aggregated)"
+        )
+    for number, barrier in enumerate(came):
+        if barrier.key != came[0].key:
+            return (
+                f"replica 0 waits in {came[0].words}, and replica {number} in "
+                f"{barrier.words}: all replicas do the same things in the same order"
+            )
+    return None

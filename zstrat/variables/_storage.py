@@ -1,0 +1,352 @@
+"""Storage: where the value of a variable is kept between steps.
+
+A storage answers reads and applies updates, each in a blocking and an awaitable form.
+All variables on parameter servers share the storage of their session; each variable of
+this process has a storage of its own (`_local`, `_device`); a handle that was unpickled
+on another task has an `UnboundStorage`, which refuses everything. The functions here
+take several variables and send one request to each storage.
+
+Storages on devices share the `DevicePool` of their strategy. Law of pools: code that
+computes a next value holds the turn; it also holds the lock while XLA owns the present
+value, and while it changes several fields. Law of `JointState`: a storage that takes
+its arrays out removes them from the list, so a list that is whole has the state of
+every storage.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+    import jax
+    from jax.sharding import Mesh, Sharding
+
+    from zstrat.wire import UpdateOp
+
+    from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
+    from .gradients._slots import OptimizerHandle, SlotRule
+
+
+Operands = tuple[np.ndarray, ...]
+StorageRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
+"""A variable and indices ``[n]`` of its first axis."""
+StorageUpdate: TypeAlias = (
+    "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
+)
+"""One update: the variable, the operation, its operands, the optimizer if any."""
+
+
+class VariableHandle(Protocol):
+    """A variable that is not sharded, as storages, tables and recorders know it."""
+
+    @property
+    def spec(self) -> VariableSpec: ...
+
+    @property
+    def storage(self) -> Storage: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def aggregation(self) -> VariableAggregation: ...
+
+    @property
+    def synchronization(self) -> VariableSynchronization: ...
+
+    @property
+    def is_aggregated_on_read(self) -> bool:
+        """Whether no storage has single rows of it; see the method of `Variable`."""
+        ...
+
+    @property
+    def components(self) -> tuple[VariableHandle, ...]:
+        """The variable itself, as it is not sharded."""
+        ...
+
+    def value(self) -> Any:
+        """Reads the value, in a step or outside of one."""
+        ...
+
+    def numpy(self) -> np.ndarray: ...
+
+    def _read_now(self) -> np.ndarray:
+        """Reads the value from its storage."""
+        ...
+
+    async def _read_now_async(self) -> np.ndarray: ...
+
+
+class Storage(Protocol):
+    """Keeps values of variables. Callers have checked shapes and dtypes of operands."""
+
+    def read(self, variable: VariableHandle) -> np.ndarray:
+        """Reads one value, as a read-only array."""
+        ...
+
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
+        """Reads several variables, in order, with one request to each ps."""
+        ...
+
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]: ...
+
+    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
+        """Reads rows ``[n, ...]``, in order, with one request to each ps."""
+        ...
+
+    async def read_rows_async(
+        self, parts: Sequence[StorageRows]
+    ) -> list[np.ndarray]: ...
+
+    def update_many(self, updates: Sequence[StorageUpdate]) -> None:
+        """Applies updates of different variables, with one request to each ps.
+
+        Returns when every reader sees them.
+        """
+        ...
+
+    async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None: ...
+
+
+@runtime_checkable
+class KeepsSlots(Protocol):
+    """A storage whose optimizer slots can be read and assigned between steps."""
+
+    def read_slots(
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """Reads the slots that the optimizer keeps for each variable, by name.
+
+        The mapping of a variable that the optimizer has not updated yet is empty.
+        """
+        ...
+
+    def write_slot(
+        self,
+        optimizer: OptimizerHandle,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
+    ) -> None:
+        """Assigns one slot; creates the slots first if the optimizer has none yet."""
+        ...
+
+
+def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
+    """Reads variables, in order. Cost: one request to each storage."""
+    wanted = list(variables)
+    values: list[Any] = [None] * len(wanted)
+    for storage, numbers in _by_storage(wanted):
+        read = storage.read_many([wanted[n] for n in numbers])
+        _scatter(values, numbers, read)
+    return values
+
+
+async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
+    """`read_all`, without blocking the running loop."""
+    wanted = list(variables)
+    values: list[Any] = [None] * len(wanted)
+    for storage, numbers in _by_storage(wanted):
+        read = await storage.read_many_async([wanted[n] for n in numbers])
+        _scatter(values, numbers, read)
+    return values
+
+
+def read_parts(parts: Sequence[StorageRows]) -> list[np.ndarray]:
+    """Reads rows ``[n, ...]``, in order. Cost: one request to each storage."""
+    rows: list[Any] = [None] * len(parts)
+    for storage, numbers in _by_storage([variable for variable, _ in parts]):
+        _scatter(rows, numbers, storage.read_rows([parts[n] for n in numbers]))
+    return rows
+
+
+async def read_parts_async(parts: Sequence[StorageRows]) -> list[np.ndarray]:
+    """`read_parts`, without blocking the running loop."""
+    rows: list[Any] = [None] * len(parts)
+    for storage, numbers in _by_storage([variable for variable, _ in parts]):
+        read = await storage.read_rows_async([parts[n] for n in numbers])
+        _scatter(rows, numbers, read)
+    return rows
+
+
+def update_all(updates: Sequence[StorageUpdate]) -> None:
+    """Applies updates. Cost: one request to each storage."""
+    for storage, numbers in _by_storage([update[0] for update in updates]):
+        storage.update_many([updates[n] for n in numbers])
+
+
+async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
+    """`update_all`, without blocking the running loop.
+
+    Cancellation: some of the updates may have been applied.
+    """
+    for storage, numbers in _by_storage([update[0] for update in updates]):
+        await storage.update_many_async([updates[n] for n in numbers])
+
+
+def _by_storage(
+    variables: Sequence[VariableHandle],
+) -> list[tuple[Storage, list[int]]]:
+    """Groups variables, by number, by their storage; keeps the order."""
+    groups: dict[int, list[int]] = {}
+    for number, variable in enumerate(variables):
+        groups.setdefault(id(variable.storage), []).append(number)
+    return [(variables[group[0]].storage, group) for group in groups.values()]
+
+
+def _scatter(
+    into: list[Any], numbers: Sequence[int], values: Sequence[np.ndarray]
+) -> None:
+    for number, value in zip(numbers, values, strict=True):
+        into[number] = value
+
+
+class DevicePool(abc.ABC):
+    """The devices of this process on which one strategy keeps its variables.
+
+    Args:
+        names: TF's names of the devices that keep the copies of the replicas, in their
+            order, or of the one device that keeps all of them.
+        mesh: The devices of all processes, if values are arrays over them.
+        copies: Number of replicas of this process that may have a copy each.
+
+    Code that computes next values from the present ones holds the ``turn``, from the
+    first read to the last value put back; a step over several parts of the CPU holds it
+    until they have computed. Readers take the ``lock``, which a step holds only while
+    XLA owns the values: another thread may read a variable while the step computes.
+    Take the turn before the lock, and never wait for a value while holding the lock.
+    """
+
+    travels: bool = False
+    """Whether values are kept on another device than the one where steps run."""
+
+    def __init__(
+        self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
+    ) -> None:
+        self.names = tuple(names)
+        self.mesh = mesh
+        self.copies = copies
+        self.parted = 0
+        """Number of variables that have switched to one copy per replica."""
+        self.steps = 0
+        """Number of steps that have put back new values."""
+        self.has_failed = False
+        """Whether a step failed, so that values may be lost."""
+        self.turn = threading.RLock()
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def place(self, array: Any) -> jax.Array:
+        """Copies an array to where the values are kept."""
+
+    @abc.abstractmethod
+    def place_apart(self, copies: Any) -> jax.Array:
+        """Copies an array ``[copies, ...]`` to the devices, one row on each."""
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """The sharding of values; None if they are on one device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding_apart(self) -> Sharding | None:
+        """The sharding of per-replica copies; None if they are on one device."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> Hashable:
+        """Identifies what the program of a step was compiled for.
+
+        A program is used only under the fingerprint that it was traced under. Which
+        variables have copies is not part of it.
+        """
+
+    def replicas(self) -> tuple[int, int]:
+        """Returns the rank of this process's first replica, and the number of replicas
+        in all processes."""
+        return 0, self.copies
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Waits until values that come from other processes are here.
+
+        Called before values are used, without the lock.
+        """
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Sends pytrees of arrays that are kept here to where a step runs.
+
+        ``shardings`` is a prefix of the trees.
+        """
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """Brings pytrees that a step made to where values are kept: undoes `sent`."""
+        return trees
+
+
+class JointState:
+    """Values and slots of several variables, in the order of a step's program.
+
+    A step computes the next state of every variable that it updates, and the next call
+    of the same program takes all of it again. To hand each variable its arrays between
+    two calls would cost more than many steps do. So the list is kept as it is: each
+    storage knows its index, and takes its arrays out when code asks the storage.
+
+    A step that holds the turn and the lock of the pool replaces ``arrays``.
+    ``is_whole``: no storage has taken its arrays out.
+    """
+
+    __slots__ = ("arrays", "is_whole")
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+        self.is_whole = True
+
+    def taken(self) -> list[Any] | None:
+        """Returns a copy of the list; None if a storage has taken arrays out."""
+        arrays = self.arrays[:]
+        # Asked afterwards: a storage clears the flag before it takes anything out.
+        return arrays if self.is_whole else None
+
+
+class JointPlace(NamedTuple):
+    """The indices of one storage's arrays in the list: of the value, and the first and
+    the end of each optimizer's slots."""
+
+    state: JointState
+    value: int
+    slots: tuple[tuple[SlotRule, int, int], ...]
+
+    def leave(self) -> None:
+        """Drops the arrays of a storage that has taken them out."""
+        state = self.state
+        state.is_whole = False
+        state.arrays[self.value] = None
+        for _, first, end in self.slots:
+            state.arrays[first:end] = [None] * (end - first)
