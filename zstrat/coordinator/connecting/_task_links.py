@@ -62,14 +62,14 @@ def check_replicas(
     if ps <= replicas:
         raise ValueError(
             f"replicas={replicas} needs at least {replicas + 1} ps, as another one "
-            f"keeps the copy, and the cluster has {ps}: add a ps, or leave out replicas="
+            f"keeps the copy, and the cluster has {ps}: add one, or leave out replicas="
         )
     keys = settings.keys
     if keys is not None and any(name.startswith("ps-") for name in key_names(keys)):
         raise ValueError(
             f"replicas={replicas} and stores_per_ps={stores_per_ps} need keys per "
-            f"role, as a ps hosts stores of others, and {keys} has a key for each task: make "
-            "keys with `zstrat keygen`, without --per-task"
+            f"role, as a ps hosts stores of others, and {keys} has a key for each "
+            "task: make keys with `zstrat keygen`, without --per-task"
         )
 
 

@@ -91,6 +91,7 @@ class StoreOrders:
         self.status: Final = CopiesStatus(placement, self.servers, known.sessions)
         self._cluster, self._timeouts, self._make_link = cluster, timeouts, make_link
         self._asking: dict[int, asyncio.Task[None]] = {}
+        """The request that is under way, by store."""
         self._ended: list[asyncio.Task[None]] = []
         self._losses_due: dict[int, asyncio.TimerHandle] = {}
         """By store: reports that nobody serves it, unless that changes before."""
@@ -219,23 +220,23 @@ class StoreOrders:
 
     async def _asked(self, order: Asked) -> None:
         placement = self.placement
-        hear: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
-        told = ""
+        outcome: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
+        reason = ""
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
-            told = str(error)
-        except Exception as error:  # to the log, and to whoever decides: also OSError
+            reason = str(error)
+        except Exception as error:  # to the log and the placement: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
-            third = isinstance(error, InvalidArgumentError)
-            hear = partial(placement.refused, never_counted=third)
-            told = str(error)
+            never_counted = isinstance(error, InvalidArgumentError)
+            outcome = partial(placement.refused, never_counted=never_counted)
+            reason = str(error)
         else:
             del self._asking[order.store]
             self.carry_out(self._done(order, answer))
             return
         del self._asking[order.store]
-        self.carry_out(hear(order, told))
+        self.carry_out(outcome(order, reason))
 
     async def _answer(self, order: Asked) -> Message:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
@@ -278,7 +279,7 @@ class StoreOrders:
                 return await self._promote(order)
 
     async def _promote(self, order: Promote) -> Message:
-        """Over a link of its own: the program's line goes there when it is done."""
+        """Asks a backup over a link of its own: the program's line moves afterwards."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup
         backup = ProbedTask(
@@ -320,7 +321,7 @@ class StoreOrders:
                 return placement.promoted(order)
 
     def _log_failover(self, order: Promote) -> None:
-        """Names the process that is lost, and the store, which goes on elsewhere."""
+        """Logs which process is lost, and where its store is served now."""
         store = self.placement.stores[order.store]
         name = self.servers[order.store].name
         here = self.known.sessions[order.backup.process].name
