@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Final,
+    NamedTuple,
     Protocol,
     TypeVar,
     final,
@@ -55,8 +55,7 @@ REMEMBERED_CHECKPOINTS: Final = 4
 """More than one, as the newest may be damaged or deleted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Remembered:
+class _Remembered(NamedTuple):
     """A checkpoint, and the number of steps in its values."""
 
     point: RestorePoint

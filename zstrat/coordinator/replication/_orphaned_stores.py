@@ -160,7 +160,7 @@ class OrphanedStores:
 
     async def _copies_of(self, number: int, deadline: float) -> _ProcessReport:
         """Asks a process for its copies, again if it is lost before it answers."""
-        process, known = self._known.sessions[number], self._known.addresses[number]
+        process = self._known.sessions[number]
         ask = AskCopies(self._orders.session)
         while True:
             await process.wait_ready(deadline)
@@ -171,7 +171,9 @@ class OrphanedStores:
                 continue  # `wait_ready` waits until the link is open again
             assert isinstance(answer, CopiesReport), answer
             copies = [
-                copy._replace(address=reached_as(copy.address or known, known))
+                copy._replace(
+                    address=reached_as(copy.address or process.address, process.address)
+                )
                 for copy in answer.copies
             ]
             return _ProcessReport(life, copies)

@@ -198,8 +198,9 @@ class Replication:
 
     def enter(self, number: int, address: str) -> TaskSession:
         """Starts to connect to another process, which has no store yet."""
-        index = self.placement.enter(address)
-        return self._known.enter(number, index, address)
+        session = self._known.add(number, self.placement.enter(address), address)
+        session.start()
+        return session
 
     async def dismiss(self, process: TaskSession, timeout: float) -> None:
         """Removes a process that has no copy of any store. Its daemon stays, for other
@@ -257,7 +258,7 @@ class Replication:
 
     def home_of(self, store: int) -> str:
         """The address of the process where the store begins in another session."""
-        return self._known.addresses[self.placement.stores[store].home]
+        return self.processes[self.placement.stores[store].home].address
 
     async def stop(self) -> None:
         """Stops deciding. `Cluster` leaves the processes, with all other tasks.

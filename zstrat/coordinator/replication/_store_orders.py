@@ -128,7 +128,7 @@ class StoreOrders:
     def send_home(self, store: ReplicatedStore) -> None:
         """Moves the session of a store of which nothing is left to where the store
         begins anew; `TaskSession.renew` enters it there."""
-        task, home = self.servers[store.number], self.known.addresses[store.home]
+        task, home = self.servers[store.number], self.known.sessions[store.home].address
         if not self.placement.is_own(store.number):
             task.park()
         elif task.address != home or task.is_parked:
@@ -299,66 +299,49 @@ class StoreOrders:
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
         placement = self.placement
         match order:
-            case Host():
-                assert isinstance(answer, StoreHosted), answer
-                return self._hosted(order, answer)
-            case Establish():
-                assert isinstance(answer, StoreHosted), answer
-                address = self._reached(order, answer)
-                return placement.created(order, address, answer.incarnation)
-            case Swap():
-                assert isinstance(answer, StoreHosted), answer
-                address = self._reached(order, answer)
-                return placement.swapped(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():
                 return placement.detached(order)
             case Promote():
-                if placement.stores[order.store].target == order.backup.process:
-                    return self._moved(order)
-                self._log_failover(order)
+                self._log_promotion(order)
                 return placement.promoted(order)
-
-    def _log_failover(self, order: Promote) -> None:
-        """Logs which process is lost, and where its store is served now."""
-        store = self.placement.stores[order.store]
-        name = self.servers[order.store].name
-        here = self.known.sessions[order.backup.process].name
-        if not store.is_primary_known:
-            words = "the store of %s goes on with the copy in the process of %s (%s)"
-            log.warning(words, name, here, store.reason)
-            return
-        log.warning(
-            "the process of %s is lost (%s): the store of %s, which it served, goes on "
-            "in the process of %s with all that was acknowledged",
-            self.known.sessions[store.primary.process].name,
-            store.reason,
-            name,
-            here,
-        )
-
-    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
-        address = self._reached(order, answer)
-        orders = self.placement.hosted(order, address, answer.incarnation)
-        if self.placement.stores[order.store].target == order.process:
+        assert isinstance(answer, StoreHosted), answer
+        process = self.known.sessions[order.process]
+        address = reached_as(answer.address, process.address)
+        match order:
+            case Establish():
+                return placement.created(order, address, answer.incarnation)
+            case Swap():
+                return placement.swapped(order, address, answer.incarnation)
+        orders = placement.hosted(order, address, answer.incarnation)
+        if placement.stores[order.store].target == order.process:
             log.info(
                 "the store of %s is copied to the process of %s, where it moves",
                 self.servers[order.store].name,
-                self.known.sessions[order.process].name,
+                process.name,
             )
         return orders
 
-    def _reached(self, order: Host | Establish | Swap, answer: StoreHosted) -> str:
-        return reached_as(answer.address, self.known.addresses[order.process])
-
-    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
-        log.info(
-            "the store of %s is in the process of %s now",
-            self.servers[order.store].name,
-            self.known.sessions[order.backup.process].name,
-        )
-        return self.placement.promoted(order)
+    def _log_promotion(self, order: Promote) -> None:
+        """Logs where a store is served from now on, and which process is lost."""
+        store = self.placement.stores[order.store]
+        name = self.servers[order.store].name
+        here = self.known.sessions[order.backup.process].name
+        if store.target == order.backup.process:
+            log.info("the store of %s is in the process of %s now", name, here)
+        elif store.is_primary_known:
+            log.warning(
+                "the process of %s is lost (%s): the store of %s, which it served, "
+                "goes on in the process of %s with all that was acknowledged",
+                self.known.sessions[store.primary.process].name,
+                store.reason,
+                name,
+                here,
+            )
+        else:
+            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            log.warning(words, name, here, store.reason)
 
     def _what(self, order: Asked) -> str:
         name = f"the store of {self.servers[order.store].name}"

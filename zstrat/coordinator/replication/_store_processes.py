@@ -47,7 +47,6 @@ class StoreProcesses:
         self._timeouts, self._make_link = timeouts, make_link
         self._session = opening.session
         self.sessions: Final[list[TaskSession]] = []
-        self.addresses: Final[list[str]] = []
         self.lives: Final[list[int]] = []
         self._served_elsewhere: Final[list[list[int]]] = []
         """By index, as in `OpenSession`: the view since which another process serves
@@ -78,15 +77,8 @@ class StoreProcesses:
             objection=self._objection,
         )
         self.sessions.append(session)
-        self.addresses.append(address)
         self.lives.append(0)
         self._served_elsewhere.append(views)
-        return session
-
-    def enter(self, number: int, index: int, address: str) -> TaskSession:
-        """Adds a process, and starts to connect to it."""
-        session = self.add(number, index, address)
-        session.start()
         return session
 
     def keep_origin(self, origin: int) -> None:
