@@ -81,7 +81,7 @@ def test_a_pod_is_the_task_whose_name_it_has(engine, monkeypatch):
             if program in DAEMONS:
                 parsed = parser(DAEMONS[program], "").parse_args(arguments)
                 told = options_from(parsed, DAEMONS[program])
-                assert (told.place.task, told.place.bind) == (
+                assert (told.task.task, told.task.bind) == (
                     f"{job}:{index}",
                     "*:2222",
                 )
