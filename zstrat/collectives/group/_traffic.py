@@ -284,7 +284,7 @@ class Traffic:
             error = BusyError(
                 f"{owner.title}: {self._early_bytes >> 20} MiB arrived, the last from "
                 f"{owner.name(sender)}, for calls that {owner.name(owner.rank)} has "
-                f"not made yet; it keeps at most {EARLY >> 20} MiB. If it is only late, "
+                f"not made yet; the limit is {EARLY >> 20} MiB. If it is only late, "
                 "call barrier() on all ranks before calls that send so much (such as a "
                 "broadcast after loading); else make the same calls on all ranks"
             )

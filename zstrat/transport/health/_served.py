@@ -233,28 +233,28 @@ def _worded(error: OSError, text: str) -> OSError:
     if isinstance(error, socket.gaierror):
         number, words = (
             errno.EADDRNOTAVAIL,
-            f"nobody knows that name ({error.strerror})",
+            f"that name cannot be resolved ({error.strerror})",
         )
     elif number == errno.EADDRINUSE:
-        words = "another process has that port; give another one, or 0 for any"
+        words = "another process has that port; choose another one, or 0 for any"
     elif number == errno.EADDRNOTAVAIL:
         words = "this machine does not have that address"
     elif isinstance(error, PermissionError):
-        words = "this user may not bind it; take a port from 1024 on"
+        words = "this user may not bind it; choose a port from 1024 on"
     else:
         words = error.strerror or str(error)
     return OSError(number, f"HTTP at {text}: {words}")
 
 
 class _Present:
-    """The port that this process has, if it has one."""
+    """The HTTP server of this process, if there is one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.server: HealthServer | None = None
 
     def forget(self) -> None:
-        """After a fork: the thread that answers is the parent's."""
+        """Forgets the server after a fork: its thread runs in the parent."""
         if self.server is not None:
             self.server.forget()
         self.lock, self.server = threading.Lock(), None
@@ -270,25 +270,27 @@ def serve_http(
     liveness_timeout: float | None = None,
     token: str | None = None,
 ) -> HealthServer:
-    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and at ``/``
-    the page that `dashboard` is.
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and the page
+    of `dashboard` at ``/``.
 
-    On loopback everything is told; at another address health and counts alone, and to
-    whoever asks, but the page to who has the ``token``. A process has one such port.
+    On loopback it shows everything. At another address it shows health and counts to
+    everybody, and the page to those who have the ``token``. A process has one such
+    port.
 
     Args:
         address: ``HOST:PORT``, or a port of loopback, as text or a number; 0 is any
-            free one.
-        liveness_timeout: Seconds after which an event loop that does not turn hangs.
-            None: that after which peers take a task for lost by default.
-        token: What the page is shown for, 16 characters or more; None: on loopback it
-            needs none, and elsewhere it is not shown.
+            free port.
+        liveness_timeout: Seconds after which an event loop that does not run is
+            reported as hanging. None: the default of ``Timeouts.liveness``.
+        token: Needed to see the page, 16 characters or more. None: not needed on
+            loopback; elsewhere the page is not shown.
 
     Raises:
-        ValueError: The address or the token is none, or this process has another one.
-        OSError: It cannot be bound; says why.
+        ValueError: The address or the token is invalid, or this process serves HTTP at
+            another address.
+        OSError: The address cannot be bound; says why.
 
-    Cancellation: Ctrl-C leaves no port, or the one that the next call returns.
+    Cancellation: Ctrl-C leaves no port, or the port that the next call returns.
     """
     return _serve(
         address, liveness_timeout or Timeouts().liveness, token, has_page=False
@@ -310,8 +312,8 @@ def _serve(
             return HealthServer(text, liveness_timeout, known, has_page)
         if server.asked_for != text:
             raise ValueError(
-                f"HTTP at {text}: this process serves it at {server.address} "
-                "already; close that one first"
+                f"HTTP at {text}: this process already serves it at {server.address}: "
+                "close that server first"
             )
         if has_page or token is not None:
             server.open_page(token)
@@ -321,24 +323,24 @@ def _serve(
 def dashboard(
     address: str | int | None = None, *, token: str | None = None
 ) -> HealthServer:
-    """Serves a page that shows the run of this program while it goes on: ``url`` of
-    what this returns, for a browser.
+    """Serves a web page that shows the run of this program. Open ``url`` of the
+    returned server in a browser.
 
-    It shows steps per second, what `log_scalar` was given, where the time of each
-    worker goes, staleness, bytes, memory, the tasks with their states and last errors,
-    and what they log. It looks from now on, once a second, on a thread of its own. It
-    needs no network but the way to this process. A page that is open when the program
-    ends says so, and keeps the last picture.
+    The page shows steps per second, values of `log_scalar`, how each worker spends its
+    time, staleness, bytes, memory, the tasks with their states and last errors, and
+    their logs. It is updated once a second, on a separate thread, and needs no network
+    except to this process. A page that is open when the program ends says so, and keeps
+    the last values.
 
-    On loopback whoever is on this machine can see it, and from elsewhere it is reached
-    by ``ssh -L 9100:127.0.0.1:9100``. At another address it needs a token, which is
-    made if none is given, and is in ``url``. The connection is not encrypted.
+    On loopback every user of this machine can see it; from another machine use
+    ``ssh -L 9100:127.0.0.1:9100``. At another address it needs a token, which is
+    created if none is given, and is part of ``url``. The connection is not encrypted.
 
     Args:
-        address: As of `serve_http`. None: the port that this process has, or else any
-            free one of loopback.
-        token: Needed to see the page, 16 characters or more. None: what
-            ``ZSTRAT_HTTP_TOKEN`` has, if it is set.
+        address: See `serve_http`. None: the port of this process, or any free port of
+            loopback.
+        token: Needed to see the page, 16 characters or more. None:
+            ``ZSTRAT_HTTP_TOKEN``, if set.
 
     Raises:
         ValueError, OSError: As `serve_http`.
@@ -356,7 +358,7 @@ def dashboard(
 
 
 def serve_from_settings(settings: Settings) -> None:
-    """Serves it where ``settings.http`` says, unless this process does already.
+    """Serves HTTP at ``settings.http``, unless this process already serves HTTP.
 
     Raises:
         ValueError, OSError: As `serve_http`.
