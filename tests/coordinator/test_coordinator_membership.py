@@ -57,7 +57,7 @@ class MembershipMachine(RuleBasedStateMachine):
             assert address not in known
             assert number in (None, change.task_number)
             self._admit(change)
-            self.membership.came(change.place)
+            self.membership.joined(change.place)
             self.alive.add(change.place)
 
     @rule(address=ADDRESSES)
@@ -134,7 +134,8 @@ def test_a_list_that_shifts_moves_nobody_who_lives():
     ]
     (refusal,) = membership.resolved({0: "a:1", 1: "c:1", 2: "d:1"}, set())
     assert isinstance(refusal, RefuseWorker)
-    assert "names d:1 as worker 2, which lives at c:1" in refusal.words
+    assert refusal.task_number == 2
+    assert "d:1" in refusal.reason
 
 
 def test_what_was_added_and_never_came_leaves_its_number_to_the_next():
@@ -154,11 +155,11 @@ def test_what_never_came_is_not_there_to_be_removed():
 
 def test_a_bound_cluster_takes_back_whom_it_had():
     membership = Membership({0: "a:1", 1: "b:1"})
-    membership.bind("something has a part for each")
+    membership.fix_places("something has a part for each")
     with pytest.raises(InvalidArgumentError):
         membership.add("c:1")
     (refusal,) = membership.resolved({0: "a:1", 1: "b:1", 2: "c:1"}, set())
-    assert "c:1 cannot be a worker: something has a part for each" in refusal.words
+    assert "something has a part for each" in refusal.reason
     membership.remove("b:1")
     assert membership.add("b:1") == AdmitWorker(1, 1, "b:1")
     assert membership.resolved({0: "a:1", 1: "b:9"}, {1}) == [MoveWorker(1, 1, "b:9")]

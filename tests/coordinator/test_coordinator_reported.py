@@ -165,14 +165,14 @@ def test_what_never_comes_takes_no_room_for_ever():
     assert membership.size == 1 + 1024
     assert membership.promise("late:1") == 1
     wanted = membership.reported("late:1", 1)
-    membership.came(wanted.place)
+    membership.joined(wanted.place)
     assert membership.addresses == {0: "host:1", 1: "late:1"}
 
 
 def test_numbers_end_and_are_found_below():
     membership = Membership({0: "host:1", 1: "host:2"})
     far = membership.reported("far:1", 2**31 - 1)
-    membership.came(far.place)
+    membership.joined(far.place)
     assert [membership.promise(f"late:{n}") for n in (1, 2)] == [2, 3]
 
 
@@ -182,6 +182,6 @@ def test_numbers_that_were_promised_are_nobody_elses():
     assert membership.add("host:4") == AdmitWorker(1, 3, "host:4")
     assert membership.add("host:3") == AdmitWorker(2, 2, "host:3")
     assert membership.reported("host:3", 2) == 2
-    membership.bind("a variable has a value per worker")
+    membership.fix_places("a variable has a value per worker")
     with pytest.raises(InvalidArgumentError):
         membership.promise("host:5")

@@ -12,6 +12,7 @@ import optax.contrib
 import pytest
 from ps_stores import create_in, push_to
 from ps_trees import bind, bind_each, binding, of_values
+from tiers import combined
 
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.ps import OptimizerEngine, Store
@@ -104,7 +105,7 @@ def optimize(grads: dict[int, np.ndarray], optimizer: int = 1) -> Push:
     return Push(7, -1, 0, 0, updates, tuple(grads.values()))
 
 
-@pytest.mark.parametrize("name", [*ROWWISE, *WHOLE])
+@pytest.mark.parametrize("name", combined([*ROWWISE, *WHOLE], step=2))
 def test_steps_on_the_server_are_steps_of_optax_on_the_tree(name):
     store, transformation = store_with(name), {**ROWWISE, **WHOLE}[name]()
     want = {k: jnp.asarray(v) for k, v in values_of(store).items()}

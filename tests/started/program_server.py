@@ -31,12 +31,12 @@ IMPORTED = (
 def code(descriptor):
     """Returns in each program with what it runs; ends the server with the tests."""
     # Not what pytest would import: the names of the fork server of zstrat itself.
-    forks = importlib.import_module("zstrat.daemons.fork_server").Forks
+    forks = importlib.import_module("zstrat.daemons.fork_server").ForkLoop
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    order = forks(socket.socket(fileno=descriptor)).forked()
+    order = forks(socket.socket(fileno=descriptor)).run()
     if order is None:
         sys.exit()
     _take_place(order)
@@ -50,7 +50,7 @@ def _take_place(order):
     os.fchdir(order.folder)
     for number, each in enumerate((order.stdin, order.output, order.report)):
         os.dup2(each, number)
-    for each in {order.stdin, order.output, order.report, order.told, order.folder}:
+    for each in {order.stdin, order.output, order.report, order.status, order.folder}:
         os.close(each)
     _tell_jax(os.environ, order.environment)
     paths = order.environment.get("PYTHONPATH", "").split(os.pathsep)

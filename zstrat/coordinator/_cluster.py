@@ -43,9 +43,8 @@ from .connecting import (
 )
 from .membership import Membership
 from .membership._turnover import Turnover, WorkerSessions
-from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
-from .replication import Replication
+from .replication import Replication, StoreMoves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -393,7 +392,7 @@ class Cluster:
             self.run_status.printed(task.name, message.texts)
         if isinstance(message, WorkerReported):
             if not self._closing:
-                self.turnover.reports.report_received(task, message)
+                self.turnover.reported.report_received(task, message)
             return
         if id(task) in self._ps_ids:
             if self.replication is not None:

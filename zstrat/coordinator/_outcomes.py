@@ -30,13 +30,13 @@ from zstrat.errors import (
 )
 from zstrat.wire import Completion, Completions, Outcome
 
-from ._queue import Closure, Ended
+from ._queue import HANDBACK_DELAY, Closure, Ended
 from ._values import Kept, RemoteValue
 
 if TYPE_CHECKING:
     from ._engine import ClosureEngine
     from ._members import Members
-    from ._worker_channel import WorkerChannel
+    from ._shipping import WorkerChannel
 
 WINDOW_SECONDS: Final = 60.0
 """After which a strike is forgotten."""
@@ -85,8 +85,6 @@ MAX_STRUCK: Final = 65536
 in another way are dropped."""
 ERROR_CHARACTERS: Final = 1000
 """Characters of an error that are kept for `metrics`."""
-SETBACK_SECONDS: Final = 0.05
-"""Seconds before a closure is tried again that its worker dropped by itself."""
 
 
 @final
@@ -175,7 +173,7 @@ class Outcomes:
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
-            settle(queue.retry(closure, now, SETBACK_SECONDS, begun=False))
+            settle(queue.retry(closure, now, HANDBACK_DELAY, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.place, error.reason, now)
             return

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ._calls import Code, PickledArguments
     from ._engine import ClosureEngine
-    from ._worker_channel import WorkerChannel
+    from ._shipping import WorkerChannel
 
 _LOG: Final = logging.getLogger("zstrat.coordinator")
 

@@ -1,46 +1,274 @@
-"""Sends closures that were granted to a worker, with the code and arguments they need.
+"""Sends closures to workers, with the code and the arguments that they need.
 
-Theory of operation. What a closure needs goes first, once per connection
-(`WorkerChannel.ship`), then the closures themselves, in as few messages as can be.
-A closure that cannot have what it needs ends with the reason; the others of the same
-grant go all the same. The law of this file: each granted closure is on its way when
-`ClosureShipping.ship` returns, or has ended, or is back in the queue.
+A `WorkerChannel` knows what one worker has received. Code and arguments are sent once
+per connection, before the first closure that needs them; a link keeps the order of
+messages. `ClosureShipping` sends the closures that a worker was granted, in as few
+messages as possible. A closure whose code or arguments cannot be sent fails with the
+reason, and the others of the grant are sent without it.
+
+Laws of this file: what is in the sets of a channel was sent on the present connection;
+when `ClosureShipping.ship` returns, each closure was sent, has failed, or is back in
+the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import BusyError, ClosedError, PeerLostError
+import numpy as np
 
-from ._outcomes import SETBACK_SECONDS
-from ._queue import Ended
+from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
+from zstrat.program import BESIDE
+from zstrat.wire import (
+    AskClock,
+    AskIteratorFit,
+    AskIteratorState,
+    Batch,
+    Dispatch,
+    DropArguments,
+    DropResources,
+    DropResults,
+    Fetch,
+    Fetched,
+    IteratorState,
+    Message,
+    PutArguments,
+    PutCode,
+)
+
+from ._queue import HANDBACK_DELAY, Ended
 from ._run_status import short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from ._calls import Code, PickledArguments, ScheduledCall
     from ._engine import ClosureEngine
-    from ._members import Grant, Members
+    from ._members import Grant, Member, Members
     from ._queue import Closure, QueueLeft
-    from ._worker_channel import WorkerChannel
+    from ._values import Kept
     from .connecting import TaskSession
 
+log = logging.getLogger("zstrat.coordinator")
+
+ROUND_TRIPS: Final = 4
+"""Round trips that are timed; the shortest counts, as the others waited somewhere."""
 CLOSURES_PER_MESSAGE: Final = 2048
-"""About 60 bytes each if all are of different functions."""
+"""Closures of different functions take about 60 bytes each."""
 INPUTS_PER_MESSAGE: Final = 2**20
-"""Bytes. A worker begins with the closures of a message when all of it is there."""
+"""Bytes. A worker starts the closures of a message when it has received all of it."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerChannel:
+    """The connection to one worker, and what was sent on it."""
+
+    session: int
+    task: TaskSession
+    member: Member
+    codes: set[bytes] = field(default_factory=set)
+    arguments: set[int] = field(default_factory=set)
+    resources: set[int] = field(default_factory=set)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    """Resource number to the error with which building it failed."""
+    pending_drops: deque[Message] = field(default_factory=deque)
+    """Messages that drop things, which the worker was too busy to receive."""
+
+    def clear(self) -> None:
+        """Forgets what was sent, for a new connection."""
+        for held in (self.codes, self.arguments, self.resources):
+            held.clear()
+        self.failed.clear()
+        self.pending_drops.clear()
+
+    def time_round_trip(
+        self,
+        report: Callable[[float], None],
+        left: int = ROUND_TRIPS,
+        shortest: float = math.inf,
+    ) -> None:
+        """Measures the round trip to the worker, and calls ``report`` with its seconds.
+        Does not call it if the worker is lost first."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def answered(answer: asyncio.Future[Message]) -> None:
+            if answer.cancelled() or answer.exception() is not None:
+                return  # lost; the next connection is measured again
+            shortest_so_far = min(shortest, loop.time() - began)
+            if left > 1:
+                self.time_round_trip(report, left - 1, shortest_so_far)
+            else:
+                report(shortest_so_far)
+
+        with contextlib.suppress(PeerLostError, ClosedError, BusyError):
+            asked = self.task.link.submit(AskClock(self.session))
+            asked.add_done_callback(answered)
+
+    def put_code(self, code: Code) -> None:
+        """Sends the code, unless the worker has it."""
+        if code.digest in self.codes:
+            return
+        message = PutCode(self.session, code.digest, code.code)
+        self.task.link.submit(message).add_done_callback(self._log_refusal)
+        self.codes.add(code.digest)
+
+    def put_arguments(self, arguments: PickledArguments | None) -> int:
+        """Sends the arguments, unless the worker has them; returns their number, 0 if
+        there are none."""
+        if arguments is None:
+            return 0
+        number = arguments.number
+        if number not in self.arguments:
+            self.task.link.notify(
+                PutArguments(self.session, number, arguments.code, arguments.arrays)
+            )
+            self.arguments.add(number)
+        return number
+
+    def send_call(self, call: ScheduledCall) -> Exception | None:
+        """Sends the code and the arguments of a call. Returns the error with which its
+        closures fail on this worker, or None.
+
+        Raises:
+            PeerLostError, ClosedError, BusyError: The worker receives nothing now.
+        """
+        for resource in call.resources:
+            if resource in self.failed:
+                return self.failed[resource]
+        try:
+            self.put_code(call.function)
+            self.put_arguments(call.arguments)
+        except (PeerLostError, ClosedError, BusyError):
+            raise
+        except Exception as error:  # to the closures: the message cannot be sent
+            return error
+        return None
+
+    def dispatch(
+        self, closures: Iterable[Closure], low_water: int, left: QueueLeft
+    ) -> None:
+        """Sends closures in one message, after `send_call` of their calls."""
+        batches: list[Batch] = []
+        inputs: list[bytes] = []
+        beside: list[np.ndarray] = []
+        call: ScheduledCall | None = None
+        attempt = 0
+        steps: list[int] = []
+        for closure in closures:
+            if closure.call is not call or closure.attempt != attempt:
+                call, attempt, steps = closure.call, closure.attempt, []
+                number = call.arguments.number if call.arguments else 0
+                size = len(closure.inputs)
+                batches.append(
+                    Batch(call.function.digest, number, attempt, steps, size)
+                )
+            steps.append(closure.step)
+            if len(closure.inputs) >= BESIDE:
+                beside.append(np.frombuffer(closure.inputs, np.uint8))
+            elif closure.inputs:
+                inputs.append(closure.inputs)
+        arrays = b"".join(inputs), tuple(beside)
+        self.task.link.notify(
+            Dispatch(self.session, low_water, batches, *arrays, *left)
+        )
+
+    def send_drops(
+        self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]
+    ) -> None:
+        """Has the worker free what no closure and no value needs, with the drops that
+        it could not receive before.
+
+        Raises:
+            PeerLostError, ClosedError: The worker is not connected.
+            BusyError: The worker does not read; a later call sends what is pending.
+        """
+        pending, session = self.pending_drops, self.session
+        if gone := sorted(self.arguments.intersection(arguments)):
+            self.arguments.difference_update(gone)
+            pending.append(DropArguments(session, gone))
+        if gone := sorted(self.resources.intersection(resources)):
+            self.resources.difference_update(gone)
+            pending.append(DropResources(session, gone))
+        if gone := sorted(results):
+            pending.append(DropResults(session, gone))
+        while pending:
+            # Removed after it was sent: if the worker is busy, it stays the first.
+            self.task.link.notify(pending[0])
+            pending.popleft()
+
+    def keeps(self, kept: Kept) -> bool:
+        """Whether the worker still has a result: it has not reconnected since."""
+        return self.task.is_ready and self.member.epoch == kept.epoch
+
+    async def fetch(self, step: int) -> list[np.ndarray]:
+        """Fetches a result that the worker keeps.
+
+        Raises:
+            PeerLostError: The worker is lost, and the result with it.
+            DeadlineExceededError: No bytes came for ``timeouts.request`` seconds.
+        """
+        answer = await self.task.link.submit(Fetch(self.session, step))
+        assert isinstance(answer, Fetched), answer
+        return list(answer.arrays)
+
+    async def iterator_state(self, number: int, deadline: float) -> str | None:
+        """The position of an iterator in its data, as JSON: "" at the start, None if
+        the worker is lost.
+
+        Raises:
+            InvalidArgumentError: The dataset has no position that can be saved.
+            DeadlineExceededError: No answer until ``deadline`` (loop time).
+        """
+        request = AskIteratorState(self.session, number)
+        answer = await self._request(request, deadline)
+        if answer is None:
+            return None
+        assert isinstance(answer, IteratorState), answer
+        return answer.state
+
+    async def require_fit(self, number: int, state: str, deadline: float) -> None:
+        """Checks that an iterator can continue at a position. A worker that is lost, or
+        could not build the iterator, is not checked.
+
+        Raises:
+            InvalidArgumentError: It cannot; the message says why.
+            DeadlineExceededError: See `iterator_state`.
+        """
+        await self._request(AskIteratorFit(self.session, number, state), deadline)
+
+    async def _request(
+        self, message: AskIteratorState | AskIteratorFit, deadline: float
+    ) -> Message | None:
+        try:
+            return await self.task.link.submit(message, deadline=deadline)
+        except PeerLostError:
+            return None
+
+    def _log_refusal(self, answer: asyncio.Future[Message]) -> None:
+        """Logs that the worker could not load code. The closures that need it fail
+        there with the reason."""
+        if answer.cancelled() or (error := answer.exception()) is None:
+            return
+        log.warning("%s did not load code: %s", self.member.name, error)
+        if isinstance(error, StaleSessionError):
+            self.task.reopen("it is no longer in our session")
 
 
 @final
 class ClosureShipping:
-    """Closures on their way to workers. On the loop.
+    """Sends granted closures to their workers. On the loop thread.
 
     Args:
-        turn_soon: Called when closures are back in the queue, or workers have room.
-        worker_lost: Called when a worker is found to be lost.
+        turn_soon: Called when closures are back in the queue, or a worker has room.
+        worker_lost: Called when sending shows that a worker is lost.
     """
 
     def __init__(
@@ -51,7 +279,7 @@ class ClosureShipping:
         worker_lost: Callable[[TaskSession, str], None],
     ) -> None:
         self.messages = 0
-        """How many were sent to workers."""
+        """Number of `Dispatch` messages sent so far."""
         self._engine, self._queue, self._members = engine, engine.queue, members
         self._turn_soon, self._worker_lost = turn_soon, worker_lost
 
@@ -64,42 +292,42 @@ class ClosureShipping:
         left: QueueLeft,
         now: float,
     ) -> None:
-        """Sends closures of one grant to its worker.
+        """Sends the closures of one grant to its worker.
 
         Args:
-            low_water: All steps below it are over.
-            left: What waits behind them.
+            low_water: All steps below it have ended.
+            left: What still waits in the queue.
             now: Loop time.
         """
         self._members.dispatched(channel.member, closures, now, alone=grant.alone)
         unsent = closures
         try:
-            unsent = self._prepared(channel, closures)
+            unsent = self._send_calls(channel, closures)
             while unsent:
-                count = _that_fit(unsent)
+                count = _count_that_fit(unsent)
                 self._send(channel, unsent[:count], low_water, left)
                 unsent = unsent[count:]
-        except BusyError:  # it does not read: somebody else may
+        except BusyError:  # it does not read; another worker may
             self._take_back(channel, unsent, now)
         except (PeerLostError, ClosedError) as error:
-            # Its session tells the same, now or in this very iteration.
+            # Its session reports the same, now or in this iteration of the loop.
             self._worker_lost(channel.task, str(error))
-        except Exception as error:  # goes to the closures, which would wait for ever
+        except Exception as error:  # to the closures, which would never end
             self._end(channel, [Ended(closure, error) for closure in unsent])
 
-    def _prepared(
+    def _send_calls(
         self, channel: WorkerChannel, closures: list[Closure]
     ) -> list[Closure]:
-        """Ships what the closures need, and ends those that cannot have it; returns the
-        others."""
-        # Closures of one call need the same: it is looked at once, by identity.
+        """Sends what the closures need. Fails those for which that is impossible, and
+        returns the others."""
+        # Closures of one call need the same, so each call is checked once.
         checked: dict[int, Exception | None] = {}
         good: list[Closure] = []
         bad: list[Ended] = []
         for closure in closures:
             call = closure.call
             if id(call) not in checked:
-                checked[id(call)] = channel.ship(call)
+                checked[id(call)] = channel.send_call(call)
             error = checked[id(call)]
             if error is None:
                 good.append(closure)
@@ -131,15 +359,13 @@ class ClosureShipping:
         with self._engine.lock:
             for closure in unsent:
                 if channel.member.in_flight.pop(closure.step, None) is not None:
-                    again = self._queue.retry(
-                        closure, now, SETBACK_SECONDS, begun=False
-                    )
+                    again = self._queue.retry(closure, now, HANDBACK_DELAY, begun=False)
                     self._engine.settle(again)
         self._members.ended(channel.member, 0, now)
         self._turn_soon()
 
     def _end(self, channel: WorkerChannel, bad: list[Ended]) -> None:
-        """Ends closures that did not get as far as their worker."""
+        """Fails closures that could not be sent to their worker."""
         now = asyncio.get_running_loop().time()
         with self._engine.lock:
             for item in bad:
@@ -151,8 +377,8 @@ class ClosureShipping:
         self._turn_soon()
 
 
-def _that_fit(closures: list[Closure]) -> int:
-    """How many of them, the first ones, one message takes: one at least."""
+def _count_that_fit(closures: list[Closure]) -> int:
+    """Counts the first closures that fit one message: at least one."""
     size = 0
     for count, closure in enumerate(closures[:CLOSURES_PER_MESSAGE]):
         size += len(closure.inputs)

@@ -1,5 +1,5 @@
-"""Workers that come and go while a program trains, and the data that each of them
-reads."""
+"""The workers of a cluster, which may change while a program trains, and the share of
+the data that each of them reads."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Which workers the cluster has, at which addresses, and which share of a dataset each
-of them reads. Decides only.
+"""Decides which workers the cluster has, and which share of a dataset each one reads.
 
-A worker has a *place* among the workers of the session, which grows with each newcomer;
-and a *task number*, by which the cluster and its daemon name it (``--index``, the 7 of
-worker:7). Both stay together for ever.
+A worker has a *place*, its index among the workers of the session in the order in which
+they joined; and a *task number*, by which the cluster and its daemon name it
+(``--index``, the 7 of worker:7). A place and its task number stay together.
 
     PRESENT ──the program removes it──▶ REMOVED ──it adds the address──▶ PRESENT
        │ ▲
        │ └──the resolver names the number again, or the program does──┐
-       └──lost, and the resolver names it no more──▶ AWAY ────────────┘
+       └──lost, and no longer named by the resolver──▶ AWAY ──────────┘
 
-Laws of the file: a number that the program has removed is never given to another
-address; a worker that lives is let go only if the program says so, or if the resolver
-names another address for its number and not its own any more; what the program has
-removed no resolver brings back, and it does not come back by itself.
+Laws of this file: a number that the program removed is never given to another address;
+a worker that lives leaves only if the program removes it, or if the resolver names
+another address for its number and no longer its own; what the program removed, neither
+the resolver nor a report of the worker adds again.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 
 
 PROMISES: Final = 1024
-"""Numbers that are kept for workers which may never come; and as many places."""
+"""The most task numbers, and places, kept for workers that may never join."""
 
 LARGEST_TASK_NUMBER: Final = 2**31 - 1
-"""The largest number that a worker may ask for."""
+"""The largest task number that a worker may ask for."""
 
 
 class Presence(enum.Enum):
-    """How a worker stands to the cluster, whether it answers or not."""
+    """Whether a worker belongs to the cluster, whether it answers or not."""
 
     PRESENT = "present"
     AWAY = "away"
@@ -52,7 +51,7 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmitWorker:
-    """A worker is to be greeted at this address."""
+    """Start a session on the worker at this address."""
 
     place: int
     task_number: int
@@ -61,7 +60,7 @@ class AdmitWorker:
 
 @dataclass(frozen=True, slots=True)
 class MoveWorker:
-    """The worker has another address now: a new life in its place."""
+    """Replace the session by one with the process at this address."""
 
     place: int
     task_number: int
@@ -70,17 +69,17 @@ class MoveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseWorker:
-    """The worker is gone: it is not waited for any more."""
+    """End the session on the worker, and stop waiting for it."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseWorker:
-    """What the resolver says of this number cannot be followed."""
+    """Log why the resolver's address for this number is not used."""
 
     task_number: int
-    words: str
+    reason: str
 
 
 Change = AdmitWorker | MoveWorker | ReleaseWorker | RefuseWorker
@@ -93,19 +92,19 @@ class _Worker:
     address: str
     presence: Presence = Presence.PRESENT
     is_listed: bool = True
-    """The resolver has named it, at least once."""
+    """The resolver named it at least once."""
     is_dismissed: bool = False
-    """The program has removed it, at least once."""
-    has_come: bool = False
-    """It was in the session: what was added and never came leaves its number to the
+    """The program removed it at least once."""
+    has_joined: bool = False
+    """It was in the session. The number of a worker that never joined is given to the
     next one."""
-    is_own_word: bool = False
-    """It has reported itself with this number: if it never comes, that is nobody's."""
+    is_self_reported: bool = False
+    """It reported itself with this number, which nobody gets if it never joins."""
 
     @property
     def is_unknown(self) -> bool:
-        """The program has added it, it never came, and nobody waits for it."""
-        never = not (self.has_come or self.is_listed)
+        """Whether the program added it, it never joined, and nobody waits for it."""
+        never = not (self.has_joined or self.is_listed)
         return never and self.presence is Presence.AWAY
 
     @property
@@ -115,10 +114,10 @@ class _Worker:
 
 @final
 class Membership:
-    """All workers that the cluster has, or ever had.
+    """All workers that the cluster has or ever had.
 
     Args:
-        workers: Number to address, as the resolver said at first.
+        workers: Task number to address, of the resolver's first answer.
     """
 
     def __init__(self, workers: Mapping[int, str]) -> None:
@@ -126,42 +125,42 @@ class Membership:
         """By place."""
         self._numbers: dict[int, _Worker] = {}
         self._promised: OrderedDict[str, int] = OrderedDict()
-        """Numbers of workers that have asked for one and are not here yet."""
-        self._bound: str | None = None
+        """By address: numbers of workers that asked for one and have not joined yet."""
+        self._why_fixed: str | None = None
         for task_number, address in sorted(workers.items()):
-            self._enter(task_number, address).has_come = True
+            self._enter(task_number, address).has_joined = True
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Number to address, of those that are present."""
+        """Task number to address, of the workers that are present."""
         present = [worker for worker in self._workers if worker.is_present]
-        return {each.task_number: each.address for each in present}
+        return {worker.task_number: worker.address for worker in present}
 
     @property
     def size(self) -> int:
-        """How many places were given."""
+        """Number of places so far."""
         return len(self._workers)
 
-    def bind(self, why: str) -> None:
-        """No place is given any more: something is made of which each worker that there
-        was has a part."""
-        self._bound = self._bound or why
+    def fix_places(self, why: str) -> None:
+        """Refuses new places from now on: something exists of which each worker so far
+        has a part."""
+        self._why_fixed = self._why_fixed or why
 
     def add(self, address: str, task_number: int | None = None) -> AdmitWorker:
-        """A worker that the program wants.
+        """Adds a worker for the program.
 
         Args:
-            task_number: None: that which it had, or else the next one.
+            task_number: None: the number that it had, or else the next free one.
 
         Raises:
-            AlreadyExistsError: The address, or the number, is that of a worker.
-            InvalidArgumentError: The number is that of another address that was
-                removed; or no place is given any more.
+            AlreadyExistsError: A worker has the address, or the number.
+            InvalidArgumentError: The number is that of a removed worker at another
+                address; or the places are fixed.
         """
         known = self._at(address)
         if known is not None and known.is_present:
             raise AlreadyExistsError(
-                f"{address} is worker {known.task_number} of the cluster already"
+                f"{address} is already worker {known.task_number} of the cluster"
             )
         if known is not None and task_number in (None, known.task_number):
             return self._revive(known, address, is_listed=False)
@@ -172,94 +171,97 @@ class Membership:
             return self._admitted(self._enter(wanted, address, is_listed=False))
         if worker.is_present:
             raise AlreadyExistsError(
-                f"worker {wanted} of the cluster is at {worker.address}: remove that, "
-                f"or start the one at {address} with another --index, and say index="
+                f"worker {wanted} of the cluster is at {worker.address}: remove it, or "
+                f"start the one at {address} with another --index and pass that as "
+                "index="
             )
         if worker.presence is Presence.REMOVED:
             raise InvalidArgumentError(_taken(wanted, worker.address, address))
         return self._revive(worker, address, is_listed=False)
 
     def remove(self, address: str) -> ReleaseWorker:
-        """A worker that the program does not want any more.
+        """Removes a worker for the program.
 
         Raises:
-            NotFoundError: There is none of that address.
+            NotFoundError: No worker has that address.
         """
         worker = self._at(address)
         if worker is None or worker.presence is Presence.REMOVED or worker.is_unknown:
-            each = (f"{at} (worker:{n})" for n, at in self.addresses.items())
-            there = ", ".join(each) or "no worker"
-            raise NotFoundError(f"no worker is at {address}: the cluster has {there}")
+            names = (f"{at} (worker:{n})" for n, at in self.addresses.items())
+            known_names = ", ".join(names) or "no worker"
+            raise NotFoundError(
+                f"no worker is at {address}: the cluster has {known_names}"
+            )
         worker.presence, worker.is_dismissed = Presence.REMOVED, True
         return ReleaseWorker(worker.place)
 
     def withdraw(self, place: int) -> None:
-        """What was added did not come, and is not there. A number that it was promised
-        stays its own."""
+        """Undoes `add` of a worker that did not join. A promised number stays its
+        own."""
         worker = self._workers[place]
         worker.presence = Presence.REMOVED if worker.is_dismissed else Presence.AWAY
 
-    def came(self, place: int) -> None:
-        """The worker was in the session: its number is its own."""
+    def joined(self, place: int) -> None:
+        """Notes that the worker was in the session, so that its number is its own."""
         worker = self._workers[place]
-        worker.has_come, worker.is_dismissed = True, False
+        worker.has_joined, worker.is_dismissed = True, False
         self._promised.pop(worker.address, None)
 
     def promise(self, address: str) -> int:
-        """The number that a worker at the address is to have: that which it had, or one
-        that nobody else gets.
+        """Chooses the number for a worker that asks for one: the one that it had, or
+        one that nobody else gets.
 
         Raises:
-            PermissionDeniedError, InvalidArgumentError: As `reported`.
+            PermissionDeniedError, InvalidArgumentError: See `reported`.
         """
         known = self._find(address)
-        if known is not None and (known.has_come or known.is_present):
+        if known is not None and (known.has_joined or known.is_present):
             return known.task_number
         self._require_places(address)
         if address not in self._promised:
             self._promised[address] = self._fresh()
         if len(self._promised) > PROMISES:
-            # The one that was promised first, which would have come by now.
+            # The oldest promise; that worker would have joined by now.
             self._promised.popitem(last=False)
         return self._promised[address]
 
     def reported(self, address: str, task_number: int) -> AdmitWorker | int:
-        """A worker that is there, with this number; its place, if it is one of those
-        that are present.
+        """Adds a worker that reported itself. Returns its place if it is present
+        already.
 
         Raises:
-            PermissionDeniedError: The program has removed it.
-            AlreadyExistsError, InvalidArgumentError: As `add`.
+            PermissionDeniedError: The program removed it.
+            AlreadyExistsError, InvalidArgumentError: See `add`.
         """
         known = self._find(address)
         if known is not None and known.is_present and known.task_number == task_number:
             return known.place
         if task_number > LARGEST_TASK_NUMBER:
             raise InvalidArgumentError(
-                f"worker {task_number} at {address}: expected an --index up to "
+                f"worker {task_number} at {address}: expected an --index of at most "
                 f"{LARGEST_TASK_NUMBER}"
             )
         wanted = self.add(address, task_number)
-        self._workers[wanted.place].is_own_word = True
+        self._workers[wanted.place].is_self_reported = True
         return wanted
 
     def _find(self, address: str) -> _Worker | None:
         known = self._at(address)
         if known is not None and known.presence is Presence.REMOVED:
             raise PermissionDeniedError(
-                f"the program has removed worker {known.task_number} at {address}, and "
-                f"takes it back by strategy.workers.add({address!r})"
+                f"the program removed worker {known.task_number} at {address}; it can "
+                f"add it again with strategy.workers.add({address!r})"
             )
         return known
 
     def resolved(
         self, workers: Mapping[int, str], lost: Collection[int]
     ) -> list[Change]:
-        """What follows from an answer of the resolver.
+        """Applies an answer of the resolver; returns the changes that it makes.
 
         Args:
-            workers: Number to address, all that it names.
-            lost: Places of those that do not answer.
+            workers: Task number to address, of all workers that it names.
+            lost: Places of the workers that do not answer.
         """
         named = set(workers.values())
         settled: set[int] = set()
@@ -268,7 +270,7 @@ class Membership:
         for task_number, address in _once(workers, changes).items():
             worker = self._at(address)
             if worker is not None and worker.presence is Presence.REMOVED:
-                continue  # by the program, whatever the resolver says
+                continue  # by the program, which overrules the resolver
             if worker is None or not self._keeps(worker, task_number, lost):
                 open_[task_number] = address
                 continue
@@ -284,9 +286,8 @@ class Membership:
 
     @staticmethod
     def _keeps(worker: _Worker, task_number: int, lost: Collection[int]) -> bool:
-        """Whether the worker stays what it is, at an address that the resolver names
-        under this number: lists shift when a worker leaves, and workers that live do
-        not."""
+        """Whether the worker keeps its number when the resolver names its address under
+        this one. A live worker does: lists shift when another worker leaves."""
         if not worker.is_present:
             return False
         return worker.task_number == task_number or worker.place not in lost
@@ -300,7 +301,7 @@ class Membership:
     ) -> AdmitWorker | MoveWorker | RefuseWorker:
         worker = self._numbers.get(task_number)
         if worker is None:
-            if self._bound is not None:
+            if self._why_fixed is not None:
                 return RefuseWorker(task_number, self._no_place(address))
             return self._admitted(self._enter(task_number, address))
         if worker.presence is Presence.REMOVED:
@@ -313,9 +314,10 @@ class Membership:
         if lives and (worker.address in named or not worker.is_listed):
             return RefuseWorker(
                 task_number,
-                f"the resolver names {address} as worker {task_number}, which lives at "
-                f"{worker.address}: give workers numbers that stay when others leave, "
-                "as those of a StatefulSet or of a table {0 = ..., 2 = ...}",
+                f"the resolver names {address} as worker {task_number}, but that "
+                f"worker is alive at {worker.address}. Give workers numbers that do "
+                "not change when others leave, as a StatefulSet or a table {0 = ..., "
+                "2 = ...} does",
             )
         worker.address, worker.is_listed = address, True
         return MoveWorker(worker.place, task_number, address)
@@ -323,12 +325,12 @@ class Membership:
     def _vanished(
         self, settled: Collection[int], lost: Collection[int], taken: Collection[str]
     ) -> list[ReleaseWorker]:
-        """Those that are lost and that the resolver names no more. A resolver that has
-        the hiccups dismisses no worker that lives."""
+        """Releases workers that are lost and no longer named. A live worker stays even
+        if a resolver forgets it for a moment."""
         released = []
         for worker in self._workers:
-            gone = worker.is_present and worker.place in lost
-            if not gone or worker.place in settled:
+            is_lost = worker.is_present and worker.place in lost
+            if not is_lost or worker.place in settled:
                 continue
             if worker.is_listed or worker.address in taken:
                 worker.presence = Presence.AWAY
@@ -337,8 +339,8 @@ class Membership:
 
     def _at(self, address: str) -> _Worker | None:
         """The worker at the address, or the last one that was there."""
-        found = [worker for worker in self._workers if worker.address == address]
-        return next((w for w in found if w.is_present), found[-1] if found else None)
+        known = [worker for worker in self._workers if worker.address == address]
+        return next((w for w in known if w.is_present), known[-1] if known else None)
 
     def _next(self, address: str) -> int:
         if address in self._promised:
@@ -347,23 +349,25 @@ class Membership:
             worker.task_number
             for worker in self._workers
             if worker.presence is Presence.AWAY
-            and not (worker.has_come or worker.is_own_word)
+            and not (worker.has_joined or worker.is_self_reported)
         ]
         return min(spare) if spare else self._fresh()
 
     def _fresh(self) -> int:
-        """A number that nobody has had: one more than the highest, if there is one."""
-        had = {
-            w.task_number for w in self._workers if not (w.is_unknown and w.is_own_word)
+        """A number that no worker has had: one more than the highest, if possible."""
+        used = {
+            w.task_number
+            for w in self._workers
+            if not (w.is_unknown and w.is_self_reported)
         }
-        had.update(self._promised.values())
-        highest = max(had, default=-1)
+        used.update(self._promised.values())
+        highest = max(used, default=-1)
         if highest < LARGEST_TASK_NUMBER:
             return highest + 1
-        return next(number for number in itertools.count() if number not in had)
+        return next(number for number in itertools.count() if number not in used)
 
     def _require_places(self, address: str) -> None:
-        if self._bound is not None:
+        if self._why_fixed is not None:
             raise InvalidArgumentError(self._no_place(address))
 
     def _enter(
@@ -376,7 +380,8 @@ class Membership:
         return worker
 
     def _free_place(self) -> int:
-        """The next one; or that of the first that never came, where these are many."""
+        """The next place, or that of the first worker that never joined, if these are
+        many."""
         unknown = [worker for worker in self._workers if worker.is_unknown]
         if len(unknown) < PROMISES:
             return len(self._workers)
@@ -394,40 +399,44 @@ class Membership:
 
     def _no_place(self, address: str) -> str:
         return (
-            f"{address} cannot be a worker: {self._bound}. Bring one that the cluster "
-            "had back at its own index, or make a new strategy"
+            f"{address} cannot become a worker: {self._why_fixed}. Start a worker that "
+            "the cluster had before with its own index, or make a new strategy"
         )
 
 
 def _once(workers: Mapping[int, str], changes: list[Change]) -> dict[int, str]:
-    """The answer without addresses that it names twice: the first number has them."""
+    """Drops repeated addresses of an answer: the first number keeps the address."""
     first: dict[str, int] = {}
     for task_number, address in sorted(workers.items()):
         if first.setdefault(address, task_number) != task_number:
-            words = f"the resolver names {address} as workers {first[address]} and"
             changes.append(
-                RefuseWorker(task_number, f"{words} {task_number}: it is the first")
+                RefuseWorker(
+                    task_number,
+                    f"the resolver names {address} twice, as workers {first[address]} "
+                    f"and {task_number}; the first number is used",
+                )
             )
     return {task_number: address for address, task_number in first.items()}
 
 
 def _taken(task_number: int, address: str, newcomer: str) -> str:
     return (
-        f"worker {task_number} was at {address} and was removed: its "
-        f"index is not given to another address; start the worker at {newcomer} with "
-        "an --index that was never used"
+        f"worker {task_number} at {address} was removed, and its index is not given to "
+        f"another address; start the worker at {newcomer} with an --index that was "
+        "never used"
     )
 
 
 @final
 class InputPipelines:
-    """The shares of one dataset, cut into as many as there were workers when its pass
-    was begun. That number stays, and each worker reads one of them. A newcomer takes
-    the share that the fewest read, the first of these: that of a worker that was
-    removed, if there is one; else it reads again what another one reads, too.
+    """The shares of a dataset, one per worker at the start of a pass.
+
+    The number of shares stays, and each worker reads one of them. A worker that joins
+    gets the first of the shares with the fewest readers: the share of a removed worker
+    if there is one, else one that another worker reads, too.
 
     Args:
-        workers: The places of those that there are when it is made.
+        workers: Places of the workers at the start.
     """
 
     __slots__ = ("_of", "count")
@@ -440,11 +449,11 @@ class InputPipelines:
         return self._of[worker]
 
     def join(self, worker: int) -> None:
-        """A worker comes; one that has a share keeps it."""
+        """Gives a share to a worker that has none."""
         if worker not in self._of:
             readers = list(self._of.values())
             self._of[worker] = min(range(self.count), key=readers.count)
 
     def leave(self, worker: int) -> None:
-        """A worker was removed."""
+        """Takes the share of a worker that was removed."""
         self._of.pop(worker, None)

@@ -1,5 +1,5 @@
-"""The workers and the parameter servers of a session, as a program sees them, and
-changes them while it trains."""
+"""``strategy.workers`` and ``strategy.parameter_servers``: the tasks of a session,
+which a program may add and remove while it trains."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from zstrat.coordinator._session import ClusterSession
 
 SLACK_SECONDS: Final = 10.0
-"""Beyond the time of a change, for the loop to say itself that it is over."""
+"""Added to the timeout of a change, so that the loop's own error is the one raised."""
 
 
 def finite_seconds(timeout: float) -> float:
-    """How long the user is ready to wait.
+    """Checks a timeout of the user.
 
     Raises:
-        InvalidArgumentError: It is negative, infinite or no number.
+        InvalidArgumentError: It is negative, infinite, or not a number.
     """
     with contextlib.suppress(TypeError):
         if 0 <= timeout < float("inf"):
@@ -40,10 +40,10 @@ def require_reachable(address: str, what: str) -> None:
     """Checks the address of a task that the user names.
 
     Args:
-        what: What it is to be, "worker" or "ps".
+        what: The job of the task, "worker" or "ps".
 
     Raises:
-        ValueError: No such task can be reached there; says what was expected.
+        ValueError: No task can listen there.
     """
     try:
         if isinstance(address, str):
@@ -57,10 +57,10 @@ def require_reachable(address: str, what: str) -> None:
 
 
 def task_number(index: int | None) -> int | None:
-    """The number of a task that the user names, None if he does not.
+    """Checks a task index of the user; None stays None.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is not an integer of 0 or more.
     """
     if index is None:
         return None
@@ -68,13 +68,12 @@ def task_number(index: int | None) -> int | None:
         number = operator.index(index)
         if number >= 0 and not isinstance(index, bool):
             return number
-    raise InvalidArgumentError(f"index={index!r:.80}: expected a number, 0 or more")
+    raise InvalidArgumentError(f"index={index!r:.80}: expected an integer, 0 or more")
 
 
 def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
-    """The address of a task that the user names: by that, or as messages do, "ps:0" or
-    "/job:ps/task:0". What names none of them is left to whoever looks for it, and an
-    address that looks like a name is the address."""
+    """Resolves the name of a task ("ps:0" or "/job:ps/task:0") to its address. Returns
+    anything else as it is, and so an address that looks like a name."""
     if task not in addresses.values():
         for number, address in addresses.items():
             if task in (f"{job}:{number}", f"/job:{job}/task:{number}"):
@@ -84,10 +83,10 @@ def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
 
 @final
 class Workers:
-    """``strategy.workers``: the workers that compute steps, and changes of them.
+    """``strategy.workers``: the workers that run steps.
 
-    A worker has a number, with which its daemon was started (``--index``). A number
-    that was removed is never given to another address.
+    A worker has the number with which its daemon was started (``--index``). The number
+    of a removed worker is never given to another address.
     """
 
     def __init__(self, session: ClusterSession) -> None:
@@ -95,42 +94,42 @@ class Workers:
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Number to address, of all that the cluster has now; some may not answer."""
+        """Number to address, of all that the cluster has now. Some may not answer."""
         return self._session.cluster.turnover.membership.addresses
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def __repr__(self) -> str:
-        each = ", ".join(f"{n} at {address}" for n, address in self.addresses.items())
-        return f"<zstrat workers: {each or 'none'}>"
+        names = ", ".join(f"{n} at {address}" for n, address in self.addresses.items())
+        return f"<zstrat workers: {names or 'none'}>"
 
     def add(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """Takes a worker in while training goes on; blocks until it is in the session.
+        """Adds a worker while training continues; blocks until it has joined.
         Per-worker datasets and resources are built there before its first closure.
 
         Args:
-            address: Where its daemon listens. It may be started later, in time.
-            index: The number that the daemon was started with. Left out: that which the
-                address had before, or else one more than the highest so far.
-            timeout: Seconds that it has to come; ``timeouts.connect`` if left out.
+            address: Where its daemon listens. The daemon may still be starting.
+            index: The number that the daemon was started with. Default: the number that
+                the address had before, or one more than the highest so far.
+            timeout: Seconds for it to join. Default: ``timeouts.connect``.
 
         Returns:
             Its number.
 
         Raises:
-            ValueError: The address is none.
-            AlreadyExistsError: The cluster has this address, or number, already, or the
-                same process by another address.
-            InvalidArgumentError: The number is none, or that of another address, which
-                was removed; the worker has another number of devices than the others;
-                or the strategy has variables with a value per worker.
+            ValueError: The address is malformed.
+            AlreadyExistsError: The cluster already has this address, or this number, or
+                the same process at another address.
+            InvalidArgumentError: The index is not an integer, or belongs to a removed
+                worker at another address; the worker has another number of devices than
+                the others; or the strategy has variables with a value per worker.
             DeadlineExceededError: It did not answer in time.
-            BusyError: Another program has it.
-            VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
-                could join.
+            BusyError: Another program uses it.
+            VersionMismatchError, ProtocolError, PermissionDeniedError: It is not a
+                worker, or refuses this program.
         """
         seconds, number = self._timeout(address, timeout), task_number(index)
         warn_of_blocking("strategy.workers.add_async(address)")
@@ -140,19 +139,19 @@ class Workers:
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """As `add`, awaited. Cancellation: it is not taken in."""
+        """Awaitable `add`. Cancellation: the worker is not added."""
         seconds, number = self._timeout(address, timeout), task_number(index)
         turnover, added = self._session.cluster.turnover, False
 
         async def add() -> int:
             nonlocal added
-            given = await turnover.add(address, number, seconds)
+            joined = await turnover.add(address, number, seconds)
             added = True
-            return given
+            return joined
 
-        def undo() -> None:  # on the loop, where it may have ended meanwhile
+        def undo() -> None:  # on the loop, where `add` may have ended meanwhile
             if added:
-                turnover.expel(address)
+                turnover.remove_soon(address)
 
         try:
             return await self._session.run_async(add(), f"adding {address}")
@@ -161,20 +160,20 @@ class Workers:
             raise
 
     def remove(self, address: str, timeout: float | None = None) -> None:
-        """Lets a worker go while training goes on; blocks until it has gone.
+        """Removes a worker while training continues; blocks until it has left.
 
-        It gets nothing new. What it has begun runs to its end there, or on another
-        worker if it is lost or has not ended in time; its session is closed, and its
-        daemon serves the next program. The last one may be removed, too: closures
-        wait then, for ``worker_wait_timeout``.
+        It gets no more closures. Those that it runs end there, or on another worker if
+        it is lost or they take longer than ``timeout``. Its session is closed, and its
+        daemon serves the next program. The last worker may be removed, too: closures
+        then wait for ``worker_wait_timeout`` seconds.
 
         Args:
             address: Its address, or its name, "worker:1" or "/job:worker/task:1".
-            timeout: Seconds for what it has begun; ``timeouts.drain`` if left out.
+            timeout: Seconds for the closures that it runs. Default:
+                ``timeouts.drain``.
 
         Raises:
-            NotFoundError: No worker of the cluster is at that address, or has that
-                name; says which there are.
+            NotFoundError: No worker has that address or name; lists the workers.
         """
         warn_of_blocking("strategy.workers.remove_async(address)")
         address = named_address(address, "worker", self.addresses)
@@ -182,55 +181,55 @@ class Workers:
         self._session.run(work, f"removing {address}", seconds)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
-        """As `remove`, awaited. Cancellation: it is gone all the same, and what it has
-        runs on another worker."""
+        """Awaitable `remove`. Cancellation: the worker is removed all the same, and
+        others run its closures."""
         address = named_address(address, "worker", self.addresses)
         work, _ = self._removing(address, timeout)
         try:
             await self._session.run_async(work, f"removing {address}")
         except asyncio.CancelledError:
-            expel = self._session.cluster.turnover.expel
-            self._session.portal.call_soon(expel, address)  # it may not have begun
+            remove_soon = self._session.cluster.turnover.remove_soon
+            # The removal may not have started.
+            self._session.portal.call_soon(remove_soon, address)
             raise
 
     def accept_joining(self, accept: bool = True) -> None:
-        """From now on workers are taken in, as by `add`, that report themselves:
-        daemons started with ``zstrat-worker --join``, which have a worker's key. Up to
-        then they are refused when they have waited ten seconds, and behind
-        ``accept_joining(False)`` at once."""
-        reports = self._session.cluster.turnover.reports
-        self._session.portal.call_soon(reports.accept, accept)
+        """Adds workers that report themselves: daemons started with ``zstrat-worker
+        --join`` that have a worker's key. Before this call they are refused after ten
+        seconds, and after ``accept_joining(False)`` at once."""
+        reported = self._session.cluster.turnover.reported
+        self._session.portal.call_soon(reported.accept, accept)
 
     def follow(self, ask: Callable[[], ClusterSpec]) -> None:
-        """From now on the workers are those of which ``ask`` tells. It is called on a
-        thread, when a worker was lost and every ``timeouts.resolve`` seconds; what it
-        raises is logged, and changes nothing."""
+        """Keeps the workers as ``ask`` says. It is called on a thread every
+        ``timeouts.resolve`` seconds, and when a worker is lost; its errors are logged,
+        and change nothing."""
 
         def workers() -> dict[int, str]:
             spec = ask()
             indices = spec.task_indices("worker") if "worker" in spec.jobs else []
-            found = {index: spec.task_address("worker", index) for index in indices}
-            for address in found.values():
+            addresses = {n: spec.task_address("worker", n) for n in indices}
+            for address in addresses.values():
                 check_address(address)
-            return found
+            return addresses
 
         every = self._session.settings.timeouts.resolve
         turnover = self._session.cluster.turnover
         self._session.portal.call_soon(turnover.watch, workers, every)
 
     def bind(self, why: str) -> int:
-        """No worker that is new to the cluster is taken any more, for that reason;
-        returns how many places were given."""
+        """Refuses workers that are new to the cluster from now on, with the reason
+        ``why``. Returns how many places there are."""
         membership = self._session.cluster.turnover.membership
 
-        async def bound() -> int:
-            membership.bind(why)
+        async def fix_places() -> int:
+            membership.fix_places(why)
             return membership.size
 
-        return self._session.run(bound(), "counting workers")
+        return self._session.run(fix_places(), "counting workers")
 
     def _timeout(self, address: str, timeout: float | None) -> float:
-        """For how long to wait for a worker that is added there."""
+        """Seconds for a worker to join at the address, which is checked."""
         require_reachable(address, "worker")
         seconds = self._session.settings.timeouts.connect
         return seconds if timeout is None else finite_seconds(timeout)
@@ -238,7 +237,7 @@ class Workers:
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
-        """The work, and for how long to wait for it."""
+        """The coroutine that removes a worker, and the seconds to wait for it."""
         seconds = self._session.settings.timeouts.drain
         seconds = seconds if timeout is None else finite_seconds(timeout)
         work = self._session.cluster.turnover.remove(address, seconds)
@@ -247,13 +246,12 @@ class Workers:
 
 @final
 class StoreServers:
-    """``strategy.parameter_servers``: which processes hold the variables, and how that
-    changes while steps run.
+    """``strategy.parameter_servers``: the processes that hold the variables.
 
-    Variables are in *stores*, as many as there are ps at first, times
-    ``stores_per_ps``. A store moves as a whole, with what optimizers keep beside its
-    variables; handles stay as they are. Meanwhile training goes on: no step fails, and
-    each store is away for a moment, when it is served elsewhere.
+    Variables are in *stores*: ``stores_per_ps`` for each ps of the cluster at first. A
+    store moves as a whole, with the optimizer slots of its variables, and variables on
+    the program's side stay valid. Training continues while stores move: no step fails,
+    and each store is unavailable only for the moment in which its server changes.
     """
 
     def __init__(self, session: ClusterSession) -> None:
@@ -261,46 +259,44 @@ class StoreServers:
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Number to address, of all that the cluster has now; some may not answer."""
+        """Number to address, of all that the cluster has now. Some may not answer."""
         return self._session.cluster.moves.addresses
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def __repr__(self) -> str:
-        each = ", ".join(f"{n} at {address}" for n, address in self.addresses.items())
-        return f"<zstrat parameter servers: {each}>"
+        names = ", ".join(f"{n} at {address}" for n, address in self.addresses.items())
+        return f"<zstrat parameter servers: {names}>"
 
     def add(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """Takes a ps in while training goes on, and moves stores to it, until no ps
-        serves two more than another one; blocks until they are there. So with one store
-        per ps it serves none, until another one is drained or lost.
+        """Adds a ps while training continues, and moves stores to it until no ps serves
+        two more than another; blocks until they have moved. With one store per ps the
+        new one serves none, until another is drained or lost.
 
         Args:
-            address: Where its daemon listens. It may be started later, in time.
-            index: The number that the daemon was started with. Left out: that which the
-                address had before, or else one more than the highest so far.
-            timeout: Seconds that it has to come; ``timeouts.connect`` if left out. They
-                count from its turn: changes go one at a time. What moves has as long as
-                it takes.
+            address: Where its daemon listens. The daemon may still be starting.
+            index: The number that the daemon was started with. Default: the number that
+                the address had before, or one more than the highest so far.
+            timeout: Seconds for it to join, after earlier changes have ended. Default:
+                ``timeouts.connect``. Moving stores has no time limit.
 
         Returns:
             Its number.
 
         Raises:
-            ValueError: The address is none.
-            AlreadyExistsError: The cluster has this address, or number, already, or the
-                same process by another address.
+            ValueError: The address is malformed.
+            AlreadyExistsError: The cluster already has this address, or this number, or
+                the same process at another address.
             InvalidArgumentError: It is a worker of the cluster, or the session has a
-                name (``resume=``) and began without it.
+                name (``resume=``) and was opened without it.
             DeadlineExceededError: It did not answer in time.
-            BusyError: Another program has it.
-            VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
-                could join.
-            UnavailableError: It was lost before it served what it was to; that is where
-                it was.
+            BusyError: Another program uses it.
+            VersionMismatchError, ProtocolError, PermissionDeniedError: It is not a ps,
+                or refuses this program.
+            UnavailableError: It was lost before a store had moved, which stays.
             PSUnavailableError: A ps is lost.
         """
         warn_of_blocking("strategy.parameter_servers.add_async(address)")
@@ -310,29 +306,27 @@ class StoreServers:
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """As `add`, awaited. Cancellation: it stays, with the stores that it serves by
-        then; if it was not in the session yet it is not taken in."""
+        """Awaitable `add`. Cancellation: if the ps has joined it stays, with the stores
+        that it serves by then; else it is not added."""
         work = self._adding(address, index, timeout)
         return await self._session.run_async(work, f"adding {address}")
 
     def drain(self, address: str, timeout: float | None = None) -> None:
-        """Moves all stores of a ps to others while training goes on, and lets it go;
-        blocks until it has gone. Its session is closed, and its daemon serves whoever
-        comes next, or may be stopped.
+        """Moves all stores of a ps to others while training continues, then removes it;
+        blocks until it has left. Its session is closed, and its daemon serves the next
+        program, or may be stopped.
 
         Args:
             address: Its address, or its name, "ps:0" or "/job:ps/task:0".
-            timeout: Seconds until nothing is left there, also those in which another
-                change is under way; left out: as long as it takes.
+            timeout: Seconds to move the stores, including the wait for earlier changes.
+                Default: no limit.
 
         Raises:
-            NotFoundError: No ps of the cluster is at that address, or has that name;
-                says which there are.
-            InvalidArgumentError: No other one is there, or with ``replicas=1`` only one
-                is.
-            BusyError: It is being drained already.
-            DeadlineExceededError: Some stores are there after ``timeout``, and stay; or
-                another change was under way all that time, and nothing was changed.
+            NotFoundError: No ps has that address or name; lists the parameter servers.
+            InvalidArgumentError: There is no other ps, or with ``replicas=1`` only one.
+            BusyError: It is already being drained.
+            DeadlineExceededError: Stores are left after ``timeout``, and stay; or an
+                earlier change took all of it, and nothing was changed.
             UnavailableError: No other ps takes a store, which stays; says why.
             PSUnavailableError: A ps is lost.
         """
@@ -341,26 +335,26 @@ class StoreServers:
         self._session.run(work, f"draining {address}", math.inf)
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
-        """As `drain`, awaited. Cancellation: it stays, with the stores that it serves
-        then; it goes if its session is being closed, behind the last of them."""
+        """Awaitable `drain`. Cancellation: the ps stays, with the stores that it still
+        serves; if all have moved it leaves."""
         work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
     def rebalance(self) -> None:
-        """Moves stores while training goes on, until no ps serves two more than another
-        one, and blocks until they are there. Behind a failover one may serve several,
-        as nothing moves back by itself.
+        """Moves stores while training continues until no ps serves two more than
+        another; blocks until they have moved. After a failover a ps may serve several,
+        as stores do not move back by themselves.
 
         Raises:
-            DeadlineExceededError: A ps is away, for ``timeouts.connect``.
-            UnavailableError: A store stays where it was; says why.
+            DeadlineExceededError: A ps did not answer for ``timeouts.connect`` seconds.
+            UnavailableError: A store could not move; says why.
             PSUnavailableError: A ps is lost.
         """
         warn_of_blocking("strategy.parameter_servers.rebalance_async()")
         self._session.run(self._rebalancing(), "rebalancing", math.inf)
 
     async def rebalance_async(self) -> None:
-        """As `rebalance`, awaited. Cancellation: stores that have moved stay there."""
+        """Awaitable `rebalance`. Cancellation: stores that have moved stay there."""
         await self._session.run_async(self._rebalancing(), "rebalancing")
 
     def _rebalancing(self) -> Coroutine[Any, Any, None]:

@@ -1,10 +1,12 @@
-"""Workers of a session that come and go while it trains. On the loop.
+"""Adds and removes the workers of a session while it trains. On the loop.
 
-`Membership` decides; here it is carried out. `WorkerSessions` opens and closes the
-sessions on workers: one that was let go keeps its place in the list, closed, and a
-newcomer that takes its place replaces it there. `Turnover` waits for workers that are
-to finish first, counts and logs. Laws of the file: one change of a worker at a time,
-the next one waits; only this file changes the list of workers.
+`Membership` decides, and this file carries that out. `WorkerSessions` opens and closes
+the sessions on workers: the closed session of a removed worker stays in the list, until
+a new worker gets its index. `Turnover` runs the changes: it waits for workers that have
+to finish first, counts, and logs.
+
+Laws of this file: workers change one at a time, and the next change waits; only this
+file changes the list of workers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import check_address, check_reachable
 
+from ._discovery import ReportedWorkers, ResolverWatch
 from ._membership import (
     AdmitWorker,
     Membership,
@@ -25,8 +28,6 @@ from ._membership import (
     RefuseWorker,
     ReleaseWorker,
 )
-from ._reports import AnsweredReports
-from ._resolver_watch import ResolverWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,41 +41,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 
-REMOVED: Final = "it was removed from the cluster by the program"
-GONE: Final = "it is lost, and the resolver names it no more"
+REMOVED: Final = "the program removed it from the cluster"
+GONE: Final = "it is lost, and the resolver no longer names it"
 
 
 GOODBYE_SECONDS: Final = 2.0
-"""For a worker that is let go to hear that its session is over."""
+"""For a removed worker to answer that it closed its session."""
 
 
 @final
 class WorkerSessions:
-    """Our sessions on the workers of one cluster. On the loop.
+    """The sessions on the workers of one cluster. On the loop.
 
     Args:
-        make: Makes one by task number, place and address; it is not started yet.
+        make: Makes a session from task number, index and address, without starting it.
     """
 
     def __init__(
         self, tasks: list[TaskSession], make: Callable[[int, int, str], TaskSession]
     ) -> None:
         self.tasks: Final = tasks
-        """By place; the sessions on workers that were let go are closed, and stay."""
+        """By index; those of removed workers are closed, and stay."""
         self.dispatcher: Dispatcher | None = None
-        """Told of newcomers, and of workers that go."""
+        """Gets the workers that join, and loses those that leave."""
         self._make = make
         self._is_closing = False
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """From now on this dispatcher gives closures to the workers."""
+        """Gives all workers to a dispatcher, and from now on those that join."""
         self.dispatcher = dispatcher
         for task in self.tasks:
             if not task.is_closed:
                 dispatcher.admit(task)
 
     def admit(self, place: int, task_number: int, address: str) -> TaskSession:
-        """Begins to greet a worker, whose per-worker resources are built before its
+        """Starts a session on a worker. Its per-worker resources are built before its
         first closure."""
         task = self._make(task_number, place, address)
         self.tasks[place : place + 1] = [task]
@@ -87,38 +88,41 @@ class WorkerSessions:
     async def release(
         self, task: TaskSession, reason: str, timeout: float | None
     ) -> None:
-        """Lets a worker go: what it has runs to its end there, or on another worker
-        after ``timeout`` seconds. None: what it has runs on another worker at once,
-        and its place is kept.
+        """Ends the session on a worker.
 
-        Cancellation: nothing is given to it any more.
+        Args:
+            timeout: Seconds for the closures that it runs; other workers run what is
+                left then. None: other workers run them at once, and the index of the
+                worker stays, for a process at another address.
+
+        Cancellation: the worker gets no more closures.
         """
         if task.is_closed:
             return
         if self.dispatcher is not None:
             if timeout is not None:
                 await self.dispatcher.retire_worker(task, reason, timeout)
-            # It is not lost: nothing that it ran is suspected of having killed it.
-            task.lives_on = task.is_moved = True
+            # It is not lost, so none of its closures is suspected of having killed it.
+            task.release()
             self.dispatcher.remove_worker(task, reason, for_good=timeout is not None)
         if task.is_ready and timeout is not None:
             answer = task.say_goodbye(GOODBYE_SECONDS)
-            task.leave()  # before it ends: that is no loss
+            task.leave()  # before it closes, which would count as a loss
             await asyncio.wait([answer])
         await task.close()
 
     def stop_starting(self) -> None:
-        """The session is being closed: a newcomer is not greeted any more."""
+        """Starts no more sessions, as this one is being closed."""
         self._is_closing = True
 
 
 @final
 class Turnover:
-    """The workers of one session, as they come and go.
+    """Adds and removes the workers of one session.
 
     Args:
-        drain: Seconds that a worker which the resolver takes back has to finish.
-        arrival: Seconds that one which reports itself has to come, at most.
+        drain: Seconds for the closures of a worker that the resolver no longer names.
+        arrival: The most seconds for a worker that reported itself to join.
     """
 
     def __init__(
@@ -130,29 +134,29 @@ class Turnover:
     ) -> None:
         self.membership: Final = membership
         self.counts: Final = Counter[str]()
-        self.reports: Final = AnsweredReports(self.report)
+        self.reported: Final = ReportedWorkers(self.join_reported)
         self._sessions, self._drain, self._arrival = sessions, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
         self._applying: asyncio.Task[None] | None = None
-        self._expelling: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
         self._answer: Mapping[int, str] | None = None
         self._refused: dict[int, str] = {}
         self._leaving: dict[int, asyncio.Event] = {}
-        """By place; set when whoever leaves it has gone."""
+        """By index of a worker that is leaving: set when it has left."""
 
     async def add(self, address: str, task_number: int | None, timeout: float) -> int:
-        """Takes a worker in, and waits until it is in the session; returns its number.
+        """Adds a worker, and waits until it has joined; returns its number.
 
         Raises:
-            ValueError: The address is none.
-            AlreadyExistsError, InvalidArgumentError: As `Membership.add`.
+            ValueError: The address is malformed.
+            AlreadyExistsError, InvalidArgumentError: See `Membership.add`.
             DeadlineExceededError: It did not answer within ``timeout`` seconds.
-            BusyError: It belongs to another coordinator, or its place is that of one
-                that has not left within ``timeout`` seconds.
-            VersionMismatchError, PermissionDeniedError: It will never take us.
+            BusyError: It belongs to another coordinator, or the worker that had its
+                index has not left within ``timeout`` seconds.
+            VersionMismatchError, PermissionDeniedError: It refuses this program.
 
-        Cancellation: it is not taken in.
+        Cancellation: the worker is not added.
         """
         check_address(address)
         loop = asyncio.get_running_loop()
@@ -160,27 +164,29 @@ class Turnover:
         while True:
             async with self._lock:
                 wanted = self.membership.add(address, task_number)
-                gone = self._leaving.get(wanted.place)
-                if gone is None or loop.time() >= deadline:
+                left = self._leaving.get(wanted.place)
+                if left is None or loop.time() >= deadline:
                     task = self._admit(wanted)
                     break
                 self.membership.withdraw(wanted.place)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
-                    await gone.wait()
-        await self._take_in(wanted, task, deadline, "the program has added it")
+                    await left.wait()
+        await self._wait_joined(wanted, task, deadline, "the program added it")
         return wanted.task_number
 
-    async def report(self, address: str, task_number: int, timeout: float) -> int:
-        """A worker has reported itself: takes it in, and waits until it is in the
-        session; returns its number. One that asks for a number, by -1, is told it.
+    async def join_reported(
+        self, address: str, task_number: int, timeout: float
+    ) -> int:
+        """Adds a worker that reported itself, and waits until it has joined; returns
+        its number. For the number -1 it only chooses a number, for the next report.
 
         Raises:
-            PermissionDeniedError: The program has removed it.
-            BusyError: It is let go just now.
-            Others: As `add`.
+            PermissionDeniedError: The program removed it.
+            BusyError: It is being removed.
+            Others: See `add`.
 
-        Cancellation: it is not taken in, unless it was there before.
+        Cancellation: the worker is not added, unless it had joined before.
         """
         check_reachable(address)
         deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
@@ -196,62 +202,62 @@ class Turnover:
             if isinstance(wanted, int):
                 await task.wait_ready(deadline)
             else:
-                await self._take_in(wanted, task, deadline, "it has reported itself")
+                await self._wait_joined(wanted, task, deadline, "it reported itself")
         except ClosedError:
             raise BusyError(
-                f"worker {task_number} at {address} is let go just now: report again"
+                f"worker {task_number} at {address} is being removed; report again"
             ) from None
         return task_number
 
     async def remove(self, address: str, timeout: float) -> None:
-        """Lets a worker go, and waits until it has.
+        """Removes a worker, and waits until it has left.
 
         Raises:
-            NotFoundError: There is none of that address.
+            NotFoundError: No worker has that address.
 
-        Cancellation: it goes all the same; what it has runs elsewhere.
+        Cancellation: it leaves all the same; others run its closures.
         """
         async with self._lock:
-            gone = self.membership.remove(address)
-            task = self._sessions.tasks[gone.place]
+            released = self.membership.remove(address)
+            task = self._sessions.tasks[released.place]
         self.counts["removed"] += 1
         log.info("%s at %s leaves: %s", task.name, address, REMOVED)
         try:
             await self._release(task, REMOVED, timeout)
         except asyncio.CancelledError:
-            # The membership has it no more: others run what it has.
+            # It is no longer a member, so others run its closures.
             await self._release(task, REMOVED, 0.0)
             raise
 
-    def expel(self, address: str) -> None:
-        """Lets a worker go, if there is one of that address; waits for nothing."""
+    def remove_soon(self, address: str) -> None:
+        """Starts to remove the worker at the address, if there is one."""
         if address in self.membership.addresses.values():
             work = self.remove(address, 0.0)
-            expelling = asyncio.get_running_loop().create_task(work, name="expelling")
-            self._expelling.add(expelling)
-            expelling.add_done_callback(self._expelled)
+            removal = asyncio.get_running_loop().create_task(work, name="removal")
+            self._removals.add(removal)
+            removal.add_done_callback(self._removed)
 
-    def _expelled(self, expelling: asyncio.Task[None]) -> None:
-        self._expelling.discard(expelling)
-        if not expelling.cancelled() and (error := expelling.exception()) is not None:
-            log.info("%s", error)  # somebody else has removed it meanwhile
+    def _removed(self, removal: asyncio.Task[None]) -> None:
+        self._removals.discard(removal)
+        if not removal.cancelled() and (error := removal.exception()) is not None:
+            log.info("%s", error)  # it was removed meanwhile
 
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
-        """From now on the resolver is asked again."""
+        """Starts to ask the resolver every so many seconds."""
         self._watch = ResolverWatch(ask, every, self._answered)
         self._watch.start()
 
     def worker_lost(self) -> None:
-        """A worker was lost: the resolver may know where it is now."""
+        """Asks the resolver where a lost worker is now."""
         if self._watch is not None:
             self._watch.soon()
 
     async def stop(self) -> None:
-        """Takes no worker in any more, and lets none go."""
-        await self.reports.stop()
+        """Stops adding and removing workers."""
+        await self.reported.stop()
         if self._watch is not None:
             self._watch.stop()
-        under_way = [*self._expelling]
+        under_way = [*self._removals]
         if self._applying is not None:
             under_way.append(self._applying)
         for task in under_way:
@@ -261,15 +267,16 @@ class Turnover:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """How many came and went, and how often the resolver was asked."""
-        told = {
+        """Counts of workers added, moved and removed, and of questions to the
+        resolver."""
+        metrics = {
             f"workers_{word}": self.counts[word]
             for word in ("added", "moved", "removed")
         }
         watch = self._watch
-        told["resolver_questions"] = 0 if watch is None else watch.questions
-        told["resolver_errors"] = 0 if watch is None else watch.errors
-        return told
+        metrics["resolver_questions"] = 0 if watch is None else watch.questions
+        metrics["resolver_errors"] = 0 if watch is None else watch.errors
+        return metrics
 
     def _answered(self, workers: Mapping[int, str]) -> None:
         self._answer = workers
@@ -283,78 +290,76 @@ class Turnover:
     def _applied(self, applying: asyncio.Task[None]) -> None:
         self._applying = None
         if not applying.cancelled() and (error := applying.exception()) is not None:
-            log.error("following the resolver's answer: %s", error, exc_info=error)
+            log.error("applying the resolver's answer: %s", error, exc_info=error)
 
     async def _apply_answers(self) -> None:
-        # Only the newest: it has replaced those that came while others were followed.
+        # Only the newest: older ones are outdated.
         while (answer := self._answer) is not None:
             self._answer = None
             async with self._lock:
                 lost = {task.place for task in self._sessions.tasks if task.is_lost}
                 changes = self.membership.resolved(answer, lost)
                 self._refused = {
-                    task_number: words
-                    for task_number, words in self._refused.items()
+                    task_number: reason
+                    for task_number, reason in self._refused.items()
                     if task_number in answer
                 }
                 for change in changes:
-                    await self._carry_out(change)
+                    await self._apply(change)
 
-    async def _carry_out(self, change: Change) -> None:
+    async def _apply(self, change: Change) -> None:
         match change:
             case AdmitWorker(place, task_number, address):
                 self._sessions.admit(place, task_number, address)
-                self._came(change, "the resolver names it")
+                self._joined(change, "the resolver names it")
             case MoveWorker(place, task_number, address):
-                before = self._sessions.tasks[place]
-                words = f"the resolver names it at {address} now"
-                await self._sessions.release(before, words, None)
+                old = self._sessions.tasks[place]
+                reason = f"the resolver names it at {address} now"
+                await self._sessions.release(old, reason, None)
                 self._sessions.admit(place, task_number, address)
                 self.counts["moved"] += 1
-                log.warning(
-                    "%s moves from %s to %s", before.name, before.address, address
-                )
+                log.warning("%s moves from %s to %s", old.name, old.address, address)
             case ReleaseWorker(place):
                 task = self._sessions.tasks[place]
                 self.counts["removed"] += 1
-                log.warning("%s at %s is let go: %s", task.name, task.address, GONE)
+                log.warning("%s at %s is removed: %s", task.name, task.address, GONE)
                 await self._release(task, GONE, self._drain)
-            case RefuseWorker(task_number, words):
-                # A resolver says the same again and again: it is logged once.
-                if self._refused.get(task_number) != words:
-                    log.warning("%s", words)
-                self._refused[task_number] = words
+            case RefuseWorker(task_number, reason):
+                # A resolver repeats itself; log what it says once.
+                if self._refused.get(task_number) != reason:
+                    log.warning("%s", reason)
+                self._refused[task_number] = reason
 
     def _admit(self, wanted: AdmitWorker) -> TaskSession:
         if wanted.place in self._leaving:
             self.membership.withdraw(wanted.place)
             raise BusyError(
-                f"worker {wanted.task_number} is leaving just now: add one in its "
-                "place when remove() has returned"
+                f"worker {wanted.task_number} is being removed; add another in its "
+                "place after remove() has returned"
             )
         return self._sessions.admit(wanted.place, wanted.task_number, wanted.address)
 
-    async def _take_in(
+    async def _wait_joined(
         self, wanted: AdmitWorker, task: TaskSession, deadline: float, why: str
     ) -> None:
-        """Waits until a worker that was admitted is in the session, or lets it go."""
+        """Waits until a new worker has joined; removes it if it does not."""
         try:
             await task.wait_ready(deadline)
-        except BaseException:  # to the caller, who has no such worker
+        except BaseException:  # to the caller
             self.membership.withdraw(wanted.place)
-            await self._release(task, "it did not come", 0.0)
+            await self._release(task, "it did not join", 0.0)
             raise
-        self._came(wanted, why)
+        self._joined(wanted, why)
 
     async def _release(self, task: TaskSession, reason: str, timeout: float) -> None:
-        gone = self._leaving[task.place] = asyncio.Event()
+        left = self._leaving[task.place] = asyncio.Event()
         try:
             await self._sessions.release(task, reason, timeout)
         finally:
             self._leaving.pop(task.place, None)
-            gone.set()
+            left.set()
 
-    def _came(self, admitted: AdmitWorker, why: str) -> None:
-        self.membership.came(admitted.place)
+    def _joined(self, admitted: AdmitWorker, why: str) -> None:
+        self.membership.joined(admitted.place)
         self.counts["added"] += 1
         log.info("worker %d at %s: %s", admitted.task_number, admitted.address, why)
