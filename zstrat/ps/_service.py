@@ -64,7 +64,7 @@ from .replication._copying import hand_over
 from .replication._replica_role import ReplicaRole, ReplicationRequest
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._fold import Folded
-from .store._lookups import row_bytes
+from .store._lookups import promise_large_reply
 from .store._store import Store
 
 if TYPE_CHECKING:
@@ -79,11 +79,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.ps")
 
 _LOOKUPS: Final = (PullRows, Exchange)
-
-_LARGE_REPLY: Final = 2**20
-"""Bytes of rows above which a caller learns the size of its answer before it: see
-`Caller.promise`."""
-
 _REPORTS: Final = (ReportWorker, AnswerReport)
 """Requests that every process of a program answers, whichever stores it serves."""
 
@@ -140,12 +135,11 @@ class PsService:
         self._ownership = Ownership(task)
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
-        check = self._ownership.check
         tell = partial(tell_coordinator, self._ownership)
         self._serving = Serving(
             self._store,
             self._thread,
-            check=check,
+            check=self._ownership.check,
             admit=self._require_open,
             # Asked late: the role is made below, of what serving has.
             objection=lambda: self.role.objection,
@@ -161,7 +155,7 @@ class PsService:
             task,
             self._store,
             self._ownership,
-            self._serving.turn,
+            turn,
             timeouts,
             incarnation=incarnation,
             notify=tell,
@@ -239,7 +233,7 @@ class PsService:
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
                 if isinstance(message, _LOOKUPS) and message.rows:
-                    self._promise_large_reply(remote, message)
+                    promise_large_reply(self._store.variables, message, remote.promise)
                 return self._served(message)
             match message:
                 case OpenSession():
@@ -279,18 +273,6 @@ class PsService:
         except ZstratError:  # counted, and on to the caller
             self._telemetry.failed += 1
             raise
-
-    def _promise_large_reply(
-        self, remote: Caller, message: PullRows | Exchange
-    ) -> None:
-        """Counts a large answer as waiting before it is computed: a short message may
-        ask for many bytes, and its sender must not ask for more before it has read
-        them."""
-        operands = len(message.arrays) - len(message.rows)
-        indices = message.arrays[operands:]
-        nbytes = row_bytes(self._store.variables, message.rows, indices)
-        if nbytes > _LARGE_REPLY:
-            remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         self._telemetry.touch()
@@ -387,8 +369,7 @@ class PsService:
         return saved and ended and self._serving.idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns plain numbers, cheap enough to ask for at any time: see
-        `ServiceTelemetry.statistics`."""
+        """Returns plain numbers: see `ServiceTelemetry.statistics`."""
         return self._telemetry.statistics()
 
     def telemetry(self) -> dict[str, PlainTree]:
@@ -446,15 +427,15 @@ class PsService:
             return self._telemetry.handle(message)
         if backup is not None:
             return backup.handle(remote, message)
-        if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
-            self._require_open()
-            return self._session.open(message, remote)
-        if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
-            return self._session.close(message)
-        if remote.role is Job.CHIEF and isinstance(
-            message, DetachBackup | PromoteBackup
-        ):
-            return self._replicate(remote, message)
+        if remote.role is Job.CHIEF:
+            match message:
+                case OpenSession():
+                    self._require_open()
+                    return self._session.open(message, remote)
+                case CloseSession():
+                    return self._session.close(message)
+                case DetachBackup() | PromoteBackup():
+                    return self._replicate(remote, message)
         raise self.role.shutdown_error if self._draining else self.role.refusal
 
     def _require_place(self, session: int) -> None:
