@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
-RESTART: Final = "its next process goes on with all it holds"
+RESTART: Final = "its next process takes over all it holds"
 """The reason for which peers of a process lose it that hands over to the next one."""
 
 HostingRequest = AskCopies | HostStore | DropStore
@@ -405,9 +405,7 @@ class PsProcess:
         await self._serve(me, service, where, owner, left.view, later)
         if not is_backup:
             service.take_over(owner)
-        _LOG.info(
-            "%s goes on with its copy of store %d at %s", self._task, number, where
-        )
+        _LOG.info("%s keeps its copy of store %d at %s", self._task, number, where)
 
     def _service(
         self,

@@ -68,7 +68,7 @@ class ServerSession:
         clock: Seconds.
         on_exit: Called once, when the coordinator ends the process.
         on_cleared: Called when a session is over, and all that it had.
-        on_new_owner: Called when another program goes on with what is here.
+        on_new_owner: Called when another program takes over what is here.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ServerSession:
 
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
-        assert owner is not None, "nobody was awaited since it was opened"
+        assert owner is not None, "nothing was awaited since it was opened"
         self._parts.waiting_workers.look()
         if self._tells:
             self._parts.telemetry.start_notices(self._tell)

@@ -5,7 +5,7 @@ Runs on the loop. `PsService` passes each message to the part that answers it:
 - `_roles`: who may ask for what;
 - `_serving`: requests for variables; `_step_requests`: for steps; `snapshots`: for
   snapshots;
-- `_server_session`: sessions; `_joining`, `_waiting_workers`: who wants into one;
+- `_server_session`: sessions; `_joining`, `_waiting_workers`: workers that wait;
 - `replication._replica_role`: whether this process serves its store at all;
 - `_service_telemetry`: its numbers.
 """
@@ -98,7 +98,7 @@ class PsService:
         backup_of: Makes this a backup, until it is promoted: the owner of the session,
             the view in it, and the incarnation of the primary.
         on_cleared: Called when a session is over, and all that it had is dropped.
-        on_new_owner: Called when another program goes on with what is here.
+        on_new_owner: Called when another program takes over what is here.
         clock: Seconds, for times that are not the loop's.
         make_thread: Makes the threads for work that would hold up the loop.
         keeps_state: The next process takes over what is here when this one ends

@@ -60,7 +60,7 @@ class WaitingWorkers:
         """Returns a future of the answer of the program, or of DeadlineExceededError
         when the timeout of the worker is over.
 
-        A peer that reports the same worker again did not hear an answer, as its
+        A peer that reports the same worker again did not get an answer, as its
         connection broke. The new report replaces the old one.
 
         Raises:

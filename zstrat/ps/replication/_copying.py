@@ -56,7 +56,7 @@ class StoreCopy:
         try:
             for held in store.variables.values():
                 self.tensors += _pinned(held)
-        except BaseException:  # to whoever asked
+        except BaseException:  # to the caller
             self.release()
             raise
         self.messages: Sequence[Message] = [
@@ -159,7 +159,7 @@ def optimizer_code(store: Store) -> list[Message]:
 def _optimizers(store: Store) -> Iterator[Message]:
     yield from optimizer_code(store)
     for known in store.engine:
-        for data, keys in known.bindings.told:
+        for data, keys in known.bindings.encoded:
             tree = np.frombuffer(data, np.uint8)
             yield CopyTree(known.optimizer, (tree, np.array(keys, np.int64)))
 

@@ -1,9 +1,9 @@
-"""The changes of one store on their way to its backup, by number. Decides without I/O.
+"""The changes of one store on their way to its backup, by number. No I/O.
 
 Changes are numbered from 1 on in the order in which they became true. They are sent in
 that order, and kept until the backup has them: a connection that breaks and comes back
-goes on where the backup says. Bytes that are under way are bounded; what waits besides
-is bounded by those who wait for it (`_log_shipping`).
+continues where the backup says. Bytes under way are bounded; what waits besides is
+bounded by the requests that wait for it (`_log_shipping`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplicationLog:
         return self.taken == self.head
 
     def append(self, message: Message) -> int:
-        """Numbers a change."""
+        """Adds a change; returns its number."""
         nbytes = nbytes_of(message)
         self._kept.append(_Change(message, nbytes))
         self.nbytes += nbytes
@@ -63,7 +63,7 @@ class ReplicationLog:
         return self.head
 
     def take(self) -> Message | None:
-        """The next change to send; None if there is none, or too much is under way."""
+        """Returns the next change to send, unless too much is under way."""
         place = self._sent - self.taken
         if place == len(self._kept) or place >= MAX_CHANGES_UNDER_WAY:
             return None

@@ -131,7 +131,7 @@ class LogLink:
         Raises:
             ZstratError: As of `Link.wait_open`.
 
-        Cancellation: the link goes on connecting.
+        Cancellation: the link still connects.
         """
         self._link.start()
         await self._link.wait_open(deadline)
@@ -160,7 +160,7 @@ class LogLink:
         """Closes the link; returns the task that does so, for the caller to keep."""
         self.state = LogLinkState.CLOSED
         return asyncio.get_running_loop().create_task(
-            self._link.close("it has no backup any more"), name="closing a backup"
+            self._link.close("the store has no backup"), name="closing a backup"
         )
 
     def _opened(self, hello: Hello) -> None:

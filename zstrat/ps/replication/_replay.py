@@ -65,7 +65,7 @@ def replay(store: Store, change: Message) -> Running[None]:
     """
     make = CHANGES.get(type(change))
     if make is None:
-        raise ProtocolError(f"{type(change).__name__} is no change of a store")
+        raise ProtocolError(f"{type(change).__name__} is not a change of a store")
     begun = make(store, change)
     if isinstance(begun, Loading):
         yield begun

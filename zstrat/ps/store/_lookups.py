@@ -52,7 +52,7 @@ class RowsPlan:
                 self.rows.append(gather(held.cell.look(), indices))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{held.cell.who}: there is no memory for {len(indices)} rows of it"
+                    f"{held.cell.who}: not enough memory for {len(indices)} rows of it"
                 ) from None
 
 
