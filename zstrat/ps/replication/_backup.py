@@ -37,7 +37,7 @@ from zstrat.wire import (
     PromoteBackup,
 )
 
-from ._log import WINDOW, nbytes_of
+from ._log_link import WINDOW, nbytes_of
 from ._replay import CHANGES, replay
 
 if TYPE_CHECKING:

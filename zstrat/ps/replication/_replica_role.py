@@ -487,14 +487,6 @@ class ReplicaRole:
             self._view or not waits_for_backup
         )
 
-    @property
-    def _partner(self) -> int:
-        """The incarnation of the other one of two copies, if both are known to go on
-        together; else 0."""
-        if self.backup is not None:
-            return self.backup.partner
-        return 0 if self.is_replaced else self.backups.partner
-
     def state_for_successor(self, number: int) -> HandedOverStore:
         """What a silent process leaves of the store ``number``."""
         backup, role = self.backup, StoreRole.NOTHING
@@ -519,6 +511,10 @@ class ReplicaRole:
         if owner is None or not self._has_any:
             return None
         is_third = backup is not None and backup.is_beside
+        # The other one of two copies, if both are known to go on together.
+        partner = 0 if self.is_replaced else self.backups.partner
+        if backup is not None:
+            partner = backup.partner
         return OrphanedCopy(
             number,
             0 if is_third else self.view,
@@ -529,5 +525,5 @@ class ReplicaRole:
             is_whole=backup is None or (backup.is_whole and not is_third),
             is_sure=self._is_sure(lost_at),
             variables=len(self._store),
-            partner=self._partner,
+            partner=partner,
         )
