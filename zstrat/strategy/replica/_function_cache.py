@@ -174,9 +174,9 @@ class FunctionCache:
         # Without the lock: this is every call of `run`. Lists of steps are replaced,
         # never changed.
         if place is not None:
-            found = place.find(fingerprint)
-            if found is not None:
-                return found
+            result = place.find(fingerprint)
+            if result is not None:
+                return result
         functions = dependencies(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
@@ -196,9 +196,9 @@ class FunctionCache:
     def _add(self, name: int, made: CachedStep, words: Words) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
-            found = place.find(made.fingerprint)
-            if found is not None:
-                return found  # another thread made it meanwhile
+            result = place.find(made.fingerprint)
+            if result is not None:
+                return result  # another thread made it meanwhile
             is_instead = place.add(made)
             before, place.words = place.words, words
             self._places.move_to_end(name)
