@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
     from ._results import StepResult
-    from .trace._body import TracedBody
     from .trace._context import WorkerContext
-    from .trace._plan import Plan
+    from .trace._plan import Plan, TracedBody
 
 
 class CompiledProgram:

@@ -40,9 +40,8 @@ from .trace._signature import describe, plain_numbers, require_traceable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from .trace._body import TracedBody
     from .trace._iterator import StepIterator
-    from .trace._plan import Plan
+    from .trace._plan import Plan, TracedBody
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128

@@ -317,7 +317,7 @@ class UnboundStorage(ProcessStorage):
     """
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_unbound_message(variable, "read"))
+        raise self.refusal(variable, "read")
 
     def update(
         self,
@@ -326,16 +326,15 @@ class UnboundStorage(ProcessStorage):
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        raise RuntimeError(_unbound_message(variable, f"{op.name.lower()} of"))
+        raise self.refusal(variable, f"{op.name.lower()} of")
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        raise RuntimeError(_unbound_message(parts[0][0], "read rows of"))
+        raise self.refusal(parts[0][0], "read rows of")
 
-
-def _unbound_message(variable: VariableHandle, what: str) -> str:
-    where = variable.spec.device
-    return (
-        f"{what} {variable.spec} outside a step function: this handle came from "
-        f"another task, and its value is stored at {where}; read and update it inside "
-        "the body of a zs.function, or on the coordinator"
-    )
+    def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
+        """Makes the error of a read or update."""
+        return RuntimeError(
+            f"{what} {variable.spec} outside a step function: this handle came from "
+            f"another task, and its value is stored at {variable.spec.device}; read "
+            "and update it inside the body of a zs.function, or on the coordinator"
+        )

@@ -83,7 +83,9 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
             inner = inside(eqn)
             if inner is None or eqn.primitive.name == "shard_map":
                 raise _refusals.collective_inside(_where(eqn))
-            results = _evaluated(inner, _consts_of(eqn), operands)
+            called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            consts = called.consts if isinstance(called, ClosedJaxpr) else ()
+            results = _evaluated(inner, consts, operands)
         else:
             results = _one(jaxpr, eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
@@ -108,11 +110,6 @@ def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         effects=eqn.effects,
     )
     return list(jaxpr_as_fun(ClosedJaxpr(part, []))(*read.values()))
-
-
-def _consts_of(eqn: Any) -> Sequence[Any]:
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return found.consts if isinstance(found, ClosedJaxpr) else ()
 
 
 def _where(eqn: Any) -> str:

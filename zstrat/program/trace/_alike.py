@@ -67,7 +67,12 @@ def given_variables(call: CutCall) -> GivenVariables | None:
             found.update((part.spec.key, part) for part in leaf.components)
         elif isinstance(leaf, AbstractVariable):
             return None
-    if not found or not all(map(_may_be_shared, found.values())):
+    for variable in found.values():
+        storage = variable.storage
+        is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
+        if isinstance(storage, CopyStorage) or is_carried:
+            return None  # a row of another variable; or a value sent with the step
+    if not found:
         return None
     numbers = {key: number for number, key in enumerate(found)}
     key: Any = call.key  # as `cut` makes it
@@ -79,14 +84,6 @@ def given_variables(call: CutCall) -> GivenVariables | None:
         for leaf, fingerprint in zip(call.leaves, fingerprints, strict=True)
     ]
     return GivenVariables(tuple(found.values()), (treedef, tuple(alike), *rest))
-
-
-def _may_be_shared(variable: Variable) -> bool:
-    """Whether it is neither a copy (a row of another variable) nor a variable whose
-    value was sent with the step."""
-    storage = variable.storage
-    is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
-    return not (isinstance(storage, CopyStorage) or is_carried)
 
 
 def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:

@@ -20,12 +20,11 @@ from zstrat.program.stages._stages import channels_of
 from zstrat.variables import DeviceStorage
 
 from . import _refusals
-from ._body import TracedBody, outputs_of
 from ._capture import Capture
 from ._feeds import Discovery, body_program
 from ._flow import Flow
 from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
-from ._plan import Plan, PlannedUpdate, Template
+from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 
 if TYPE_CHECKING:
