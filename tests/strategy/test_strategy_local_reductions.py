@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import combined
 
 import zstrat as zs
 
@@ -133,8 +134,7 @@ def destination_of(given):
     return zs.PerReplica([jax.device_put(0.0, D[n]) for n in given])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "kind"), combined([*OPS], KINDS, step=3))
 def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
     ops = OPS[name]()
     cases = [(dtype, shape) for dtype in DTYPES for shape in [(), (2, 3)]]
@@ -152,8 +152,9 @@ def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
                 require_equal(part, expected_of(op, numbers(dtype, shape)))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *VARIABLES])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "kind"), combined([*OPS], [*KINDS, *VARIABLES], step=4)
+)
 def test_what_the_strategy_reduces(name, kind):
     strategy = zs.MirroredStrategy(NAMES, cross_device_ops=OPS[name]())
     with strategy.scope():
@@ -182,8 +183,9 @@ def test_what_the_strategy_reduces(name, kind):
 AXES = [None, 0, 1, -1, (0, 1), [1]]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("kind", [*KINDS, *VARIABLES])
+@pytest.mark.parametrize(
+    ("kind", "inside"), combined([*KINDS, *VARIABLES], [True, False])
+)
 def test_axes(kind, inside):
     strategy = zs.MirroredStrategy(NAMES)
     values = numbers("f4", (2, 3))
@@ -286,3 +288,16 @@ def test_integers_of_64_bits_are_not_cut():
     assert [x.tolist() for x in found.values] == [[6_000_000_000]] * 2
     found = strategy.extended.broadcast_to(np.array([6]), v)
     assert places_of(found) == D[:2]
+
+
+@pytest.mark.parametrize("do", [lambda fn: fn(), lambda fn: zs.function(fn)()])
+def test_what_replicas_share_is_gathered_from_each_of_them(do):
+    strategy = zs.MirroredStrategy(NAMES[:2])
+    with strategy.scope():
+        v = zs.Variable([3.0, 5.0], aggregation=zs.VariableAggregation.MEAN)
+    assert do(lambda: strategy.gather(v, 0)).tolist() == [3, 5, 3, 5]
+    assert do(lambda: strategy.reduce("sum", {"v": [v]}, None))["v"][0].tolist() == [
+        6,
+        10,
+    ]
+    assert do(lambda: strategy.reduce("mean", v, 0)) == 4.0
