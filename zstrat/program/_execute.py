@@ -309,10 +309,10 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
 
 def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepUpdate]:
     """Makes the updates of a step for variables of other storages."""
-    found: list[StepUpdate] = []
+    updates: list[StepUpdate] = []
     for update, arrays in zip(plan.updates, operands, strict=True):
-        found += outgoing(update, arrays)
-    return found
+        updates += outgoing(update, arrays)
+    return updates
 
 
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:

@@ -82,13 +82,13 @@ class ProgramsOfCall:
 
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """Finds the program for these elements in the current worker context."""
-        found = self.programs.get(self._name(elements))
-        return found if found is not None and found.is_current else None
+        program = self.programs.get(self._name(elements))
+        return program if program is not None and program.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
         """Whether there is one whose variables are stored differently now."""
-        found = self.programs.get(self._name(elements))
-        return found is not None and not found.is_current
+        program = self.programs.get(self._name(elements))
+        return program is not None and not program.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Adds a program that was just traced."""
@@ -179,10 +179,10 @@ class CompiledPrograms:
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
         """Makes the program from a shared trace of other variables, if there is one."""
-        found = None if given is None else self._shared.get(given.likeness)
-        if given is None or found is None or has_captured(self._fn, call, given):
+        traces = None if given is None else self._shared.get(given.likeness)
+        if given is None or traces is None or has_captured(self._fn, call, given):
             return None
-        for shared in found:
+        for shared in traces:
             program = _for_others(shared, call, given, draws)
             if program is not None:
                 known = self._calls.setdefault(call.key, ProgramsOfCall())
@@ -328,11 +328,11 @@ def _for_others(
     if given.keys == shared.given.keys:
         return None
     draws.iterators = [*call.iterators, *origin.captured]
-    found = origin.find(draws.match(origin.draws))
-    if not isinstance(found, CompiledProgram | StagedProgram):
+    program = origin.find(draws.match(origin.draws))
+    if not isinstance(program, CompiledProgram | StagedProgram):
         return None
-    plan = with_others(found.plan, shared.given, given)
-    return None if plan is None else found.with_others(plan, given.variables)
+    plan = with_others(program.plan, shared.given, given)
+    return None if plan is None else program.with_others(plan, given.variables)
 
 
 def _advice(numbers: Sequence[type]) -> str:

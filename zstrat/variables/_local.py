@@ -163,8 +163,8 @@ class StorageWithSlots(ProcessStorage):
             self._settle()
             rule = optimizer.slot_rule(variable)
             leaves = self.slots_before(rule, variable.name)
-            made = rule.beside(leaves).replaced(name, np.array(value))
-            self._slots[optimizer.id] = self._kept(made)
+            changed = rule.beside(leaves).replaced(name, np.array(value))
+            self._slots[optimizer.id] = self._kept(changed)
 
     def put(
         self,
@@ -180,13 +180,13 @@ class StorageWithSlots(ProcessStorage):
             # Values of other processes that are still to come would replace these.
             self._settle()
             # Convert all of them first: if one does not fit, nothing has changed.
-            made = {
+            kept = {
                 optimizer.id: None if beside is None else self._kept(beside)
                 for optimizer, beside in slots.items()
             }
             if value is not None:
                 self.take_over_shown(np.asarray(value))
-            for number, beside in made.items():
+            for number, beside in kept.items():
                 self._slots.pop(number, None)
                 if beside is not None:
                     self._slots[number] = beside

@@ -221,15 +221,15 @@ class Level:
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
         parts: list[list[Part]] = []
         for segment in segments:
-            mine: list[Part] = []
+            own: list[Part] = []
             last = segment.first + len(segment.table.components)
             for c in range(segment.first, last):
                 start, stop = asked.cuts[c] - first, asked.cuts[c + 1] - first
                 if start < stop:
                     spec, indices = rows[place]
-                    mine.append((spec, slice(start, stop), indices))
+                    own.append((spec, slice(start, stop), indices))
                     place += 1
-            parts.append(mine)
+            parts.append(own)
         return parts
 
     def _require_inside(self, ids: np.ndarray) -> bool:

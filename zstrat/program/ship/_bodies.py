@@ -101,8 +101,8 @@ def runs_code(cls: type) -> bool:
     """Whether a metaclass or a base runs code when the class is made."""
     metaclass: type = type(cls)
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
-    found = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
-    return not found <= set(_HOOKLESS)
+    modules = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
+    return not modules <= set(_HOOKLESS)
 
 
 def is_generated(name: str, value: object) -> bool:
@@ -146,9 +146,9 @@ def _is_pythons(cls: type, name: str, value: object) -> bool:
 
 def _fields(cls: type) -> dict[str, Any]:
     """Returns the fields that have more than a default value."""
-    found = vars(cls).get("__dataclass_fields__", {})
+    all_fields = vars(cls).get("__dataclass_fields__", {})
     own = vars(cls).get("__annotations__", ())
-    fields = {name: found[name] for name in own if name in found}
+    fields = {name: all_fields[name] for name in own if name in all_fields}
     return {n: _written(f) for n, f in fields.items() if _says_more(f)}
 
 
@@ -180,29 +180,29 @@ def _keywords(cls: type) -> dict[str, Any]:
     if module is None or filename is None:
         return {}
     written = _statements(filename, len(linecache.getlines(filename)))
-    found = {}
+    keywords = {}
     for keyword in written.get(cls.__qualname__, ()):
         match keyword.arg, keyword.value:
             case (None | "metaclass", _):
                 continue
             case str(name), ast.Constant(value):
-                found[name] = value
+                keywords[name] = value
             case str(name), ast.Name(value) if value in vars(module):
-                found[name] = vars(module)[value]
-    return found
+                keywords[name] = vars(module)[value]
+    return keywords
 
 
 @functools.lru_cache(maxsize=64)
 def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
     """Reads the keywords of all classes of a file, by name of the class."""
     del lines  # another length is another file
-    found: dict[str, list[ast.keyword]] = {}
+    keywords: dict[str, list[ast.keyword]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.ClassDef(name=name):
-                    found[prefix + name] = child.keywords
+                    keywords[prefix + name] = child.keywords
                     visit(child, f"{prefix}{name}.")
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     visit(child, f"{prefix}{name}.<locals>.")
@@ -213,7 +213,7 @@ def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
         visit(ast.parse("".join(linecache.getlines(filename))), "")
     except SyntaxError:  # not Python: a notebook, say
         return {}
-    return found
+    return keywords
 
 
 def is_bare(cls: type) -> bool:

@@ -69,11 +69,11 @@ class KnownClasses:
     def made(self, number: str, make: functools.partial[type]) -> type:
         """Returns the class of a number; makes it if it is not here."""
         with self._lock:
-            if (found := self._classes.get(number)) is None:
-                found = make()
-                self._remember(number, found)
-                self._arrived.add(found)
-            return found
+            if (cls := self._classes.get(number)) is None:
+                cls = make()
+                self._remember(number, cls)
+                self._arrived.add(cls)
+            return cls
 
     def is_arrived(self, cls: type) -> bool:
         """Whether the class arrived here, and is not one of the program's own."""
@@ -93,20 +93,20 @@ class KnownClasses:
             TypeError: The class is not here.
         """
         with self._lock:
-            found: Any = self._classes.get(number)
-        if found is None:
+            cls: Any = self._classes.get(number)
+        if cls is None:
             # Imports nothing: another task must not choose which code runs here.
-            found = sys.modules.get(module)
+            cls = sys.modules.get(module)
             for part in name.split("."):
-                found = getattr(found, part, None)
-        if not isinstance(found, type):
+                cls = getattr(cls, part, None)
+        if not isinstance(cls, type):
             raise TypeError(
                 f"an element or result contains a {name} of the worker's module "
                 f"{module}, and this program does not have that class: define the "
                 "class outside of the dataset or step function, or import its module "
                 "in the program, too"
             )
-        return found
+        return cls
 
     def trusting(self, classes: Sequence[type]) -> KnownClasses:
         """Makes a registry that has only these classes, as its own."""
@@ -157,8 +157,8 @@ def _known() -> KnownClasses:
 
 def functions_of(cls: type) -> list[types.FunctionType]:
     """Returns the functions in the body of a class."""
-    found = own_names(cls).values()
-    return [fn for value in found for fn in inner_functions(value)]
+    values = own_names(cls).values()
+    return [fn for value in values for fn in inner_functions(value)]
 
 
 # The following functions reduce classes for pickle.
@@ -243,9 +243,9 @@ _asked: Final[weakref.WeakKeyDictionary[type, PickledHow]] = weakref.WeakKeyDict
 
 
 def _facts(cls: type) -> PickledHow:
-    if (found := _asked.get(cls)) is None:
-        found = _asked[cls] = _ask(cls)
-    return found
+    if (facts := _asked.get(cls)) is None:
+        facts = _asked[cls] = _ask(cls)
+    return facts
 
 
 def _ask(cls: Any) -> PickledHow:

@@ -196,8 +196,8 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
         return
     modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
     for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
-        if id(part) not in ways.by_name and (found := attribute(part, modules)):
-            ways.by_name[id(part)] = (part, found)
+        if id(part) not in ways.by_name and (reference := attribute(part, modules)):
+            ways.by_name[id(part)] = (part, reference)
             return
     cause = error.__cause__
     verb = "arrive" if isinstance(error, NotLoaded) else "be pickled"

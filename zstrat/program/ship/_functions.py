@@ -52,7 +52,7 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
     def keep(value: object) -> bool:
         return _is_plain(value) or at_hand(value)
 
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "__name__": fn.__name__,
         "__qualname__": fn.__qualname__,
         "__module__": fn.__module__,
@@ -60,21 +60,21 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
         "__dict__": {key: value for key, value in vars(fn).items() if _is_plain(value)},
     }
     if _is_plain(fn.__defaults__):
-        found["__defaults__"] = fn.__defaults__
+        attributes["__defaults__"] = fn.__defaults__
     names = fn.__code__.co_names
     given = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     kept = {name: value for name, value in given.items() if keep(value)}
-    return {"__globals__": kept, **found}
+    return {"__globals__": kept, **attributes}
 
 
-def empty(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
+def empty(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
     """Makes the first step from cloudpickle's reduction of a function."""
-    return _made, (reduced[0], reduced[1], found)
+    return _made, (reduced[0], reduced[1], attributes)
 
 
-def whole(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
+def whole(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
     """Makes both steps at once."""
-    return (*empty(reduced, found), (reduced[5], reduced[2]), None, None, fill)
+    return (*empty(reduced, attributes), (reduced[5], reduced[2]), None, None, fill)
 
 
 def remaining(reduced: Reduced) -> Reduced:
@@ -194,10 +194,10 @@ def reduced_vjp(fn: jax.custom_vjp[Any]) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def _is_importable(fn: types.FunctionType) -> bool:
-    found: Any = sys.modules.get(fn.__module__ or "")
+    attribute: Any = sys.modules.get(fn.__module__ or "")
     for name in fn.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is fn
+        attribute = getattr(attribute, name, None)
+    return attribute is fn
 
 
 def _blank(module: str, code: types.CodeType) -> types.FunctionType:

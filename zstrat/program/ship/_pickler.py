@@ -151,8 +151,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise NotShippable from error
 
     def persistent_id(self, obj: Any) -> Any:
-        if self._is_special and (found := self._special_id(obj)):
-            return found
+        if self._is_special and (special := self._special_id(obj)):
+            return special
         if isinstance(obj, Resource):
             self.resources.append(obj)
             return "resource", obj.resource
@@ -192,8 +192,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self._by_value(sys.modules.get(fn.__module__ or ""))
         if is_dispatching(fn) and not goes_by_name(fn):
             return reduced_dispatch(fn)
-        if made := reduced(fn):
-            return made
+        if installed := reduced(fn):
+            return installed
         whole_fn = super().reducer_override(fn)
         if whole_fn is NotImplemented:
             return whole_fn
@@ -207,17 +207,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return NotImplemented
         if cls.__module__ == "builtins" or goes_by_name(cls):
             return super().reducer_override(cls)
-        if found := _by_other_name(cls):
-            return found
+        if named := _by_other_name(cls):
+            return named
         self.made.add(cls)
         registrations = Registration.of(cls)
         if cls in plain:
-            made = super().reducer_override(cls)
-            return reduced_plain(made, registrations) if registrations else made
+            reduction = super().reducer_override(cls)
+            return (
+                reduced_plain(reduction, registrations) if registrations else reduction
+            )
         self._entered[cls] = self._entered.get(cls, 0) + 1
         if self._entered[cls] > _CIRCLES:
             raise CircularBody(cls)
-        filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
+        filled = [(fn, remaining(reduction)) for fn, reduction in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
             return reduced_enum(cls, filled, registrations)
         virtual = super().reducer_override(cls)[2][0].get("_abc_impl", ())
@@ -226,15 +228,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
         """The functions of a class that are made empty, with what they are made of."""
-        found = []
+        functions = []
         for fn in functions_of(cls):
             if not is_dispatching(fn) and not goes_by_name(fn) and not reduced(fn):
                 self._by_value(sys.modules.get(fn.__module__ or ""))
-                made = super().reducer_override(fn)
-                if made is not NotImplemented:
+                reduction = super().reducer_override(fn)
+                if reduction is not NotImplemented:
                     self._empty[id(fn)] = fn
-                    found.append((fn, made))
-        return found
+                    functions.append((fn, reduction))
+        return functions
 
     def _instance(self, obj: Any) -> Any:
         cls = type(obj)
@@ -311,13 +313,13 @@ class TrialUnpickler(Unpickler):
         return super().persistent_load(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        cls = super().find_class(module, name)
         if module == "__main__" or is_users(sys.modules[module]):
             raise pickle.UnpicklingError(
                 f"workers would import it as {name!r} from {module!r}, which they do "
                 "not have"
             )
-        return found
+        return cls
 
 
 def _stays(obj: object) -> bool:
@@ -338,10 +340,10 @@ def goes_by_name(obj: Any) -> bool:
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or is_users(module):
         return False
-    found: Any = module
+    attribute: Any = module
     for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
+        attribute = getattr(attribute, name, None)
+    return attribute is obj
 
 
 def _by_other_name(obj: Any) -> Any:

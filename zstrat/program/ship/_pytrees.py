@@ -139,15 +139,15 @@ def _data_fields(cls: type) -> tuple[str, ...] | None:
         return None
     leaves = tuple(leaf for _, leaf in children)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
-    found = [name for name in names if name in leaves]
-    return leaves if len(found) == len(leaves) else None
+    data = [name for name in names if name in leaves]
+    return leaves if len(data) == len(leaves) else None
 
 
 def _may_register_itself(cls: type) -> bool:
     """Whether a base runs code when the class is made, so also at the receiver."""
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
-    found = {type(cls).__module__, *(maker.__module__ for maker in makers)}
-    return not found <= {"builtins", "abc", "typing"}
+    modules = {type(cls).__module__, *(maker.__module__ for maker in makers)}
+    return not modules <= {"builtins", "abc", "typing"}
 
 
 def _unknown(cls: type) -> str:

@@ -47,11 +47,11 @@ class ModuleAttribute(NamedTuple):
         Raises:
             ImportError: The module is not here, or its source differs.
         """
-        found = _file(self.module)
-        if found is None:
+        file = _file(self.module)
+        if file is None:
             raise ImportError(_words(self, f"has no module {self.module!r}"))
-        if _digest(found) != self.digest:
-            raise ImportError(_words(self, f"has another source, {found}"))
+        if _digest(file) != self.digest:
+            raise ImportError(_words(self, f"has another source, {file}"))
         value: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             value = getattr(value, part)
@@ -116,10 +116,10 @@ def attribute(
 def _name_in(module: types.ModuleType, value: object) -> str | None:
     qualname = getattr(value, "__qualname__", None)
     if isinstance(qualname, str) and "<" not in qualname:
-        found: Any = module
+        attribute: Any = module
         for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if found is value:
+            attribute = getattr(attribute, part, None)
+        if attribute is value:
             return qualname
     return next((name for name, v in vars(module).items() if v is value), None)
 

@@ -48,8 +48,8 @@ def try_out(obj: object, ways: Ways) -> None:
             _, arrived = TrialUnpickler(stream, kept, ways).load()
     except Exception as error:  # user code runs in it: `find_way` says where
         raise NotLoaded from error
-    if found := difference(pickler.instances, arrived):
-        raise NotShippable(*found)
+    if change := difference(pickler.instances, arrived):
+        raise NotShippable(*change)
     tried.update(pickler.made)
 
 
@@ -95,8 +95,8 @@ def _differs(before: Any, after: Any, seen: set[int]) -> str:
 
 
 def _leaves(tree: Any, note: Any = None) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=note)[0]
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=note)[0]
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
 
 
 def _paths(leaves: list[tuple[str, Any]]) -> str:
@@ -211,17 +211,17 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for cls in type(obj).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             member = cls.__dict__.get(name)
             if isinstance(member, types.MemberDescriptorType):
                 try:
-                    found[name] = member.__get__(obj)
+                    attributes[name] = member.__get__(obj)
                 except AttributeError:  # never assigned
                     continue
     with contextlib.suppress(TypeError):  # no __dict__
-        found |= vars(obj)
-    for name, value in found.items():
+        attributes |= vars(obj)
+    for name, value in attributes.items():
         yield f"attribute {name!r}", value

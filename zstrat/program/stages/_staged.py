@@ -58,7 +58,7 @@ def compiled(
     inputs: int,
     out_shardings: list[Any] | None,
 ) -> list[Compiled]:
-    found = []
+    compiled_stages = []
     for number, stage in enumerate(cut):
         is_last = number == len(cut) - 1
         given_up = [n for n in moved if is_last and n in stage.takes]
@@ -67,7 +67,7 @@ def compiled(
         later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
         here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
         dead = ({*stage.takes, *stage.gives, *here} - later) if not is_last else set()
-        found.append(
+        compiled_stages.append(
             Compiled(
                 stage,
                 _jitted(
@@ -83,7 +83,7 @@ def compiled(
                 _calls(stage.crossings),
             )
         )
-    return found
+    return compiled_stages
 
 
 def _jitted(
@@ -111,9 +111,9 @@ def _calls(
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
     """Groups collectives that can be one call, in the order of the program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
-    for each in crossings:
-        groups.setdefault((each.channel, each.kind), []).append(each)
-    return tuple([(*key, tuple(found)) for key, found in groups.items()])
+    for crossing in crossings:
+        groups.setdefault((crossing.channel, crossing.kind), []).append(crossing)
+    return tuple([(*key, tuple(group)) for key, group in groups.items()])
 
 
 def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
@@ -159,7 +159,7 @@ class StagedProgram:
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
         self._results = len(results)
-        self._operands = [len(each) for each in operands]
+        self._operands = [len(arrays) for arrays in operands]
         self._operands_from = len(jax.tree.leaves((results, values, beside)))
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
@@ -176,9 +176,9 @@ class StagedProgram:
         held = self._held.with_others(plan, variables)
         if held is None or self._channels or held.fingerprint != self._fingerprint:
             return None
-        made = copy.copy(self)
-        made.plan, made._held = plan, held
-        return made
+        copied = copy.copy(self)
+        copied.plan, copied._held = plan, held
+        return copied
 
     @property
     def is_current(self) -> bool:
@@ -227,18 +227,18 @@ class StagedProgram:
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
-        made: list[list[Any]] = []
+        last_outputs: list[list[Any]] = []
         if held.travels:
-            self._compute(last, given_up, kept, made)
-            settled(made[0], made[0])  # until then the old values stay
-            held.alone(lambda: self._put(made[0], draws))
+            self._compute(last, given_up, kept, last_outputs)
+            settled(last_outputs[0], last_outputs[0])  # until then the old values stay
+            held.alone(lambda: self._put(last_outputs[0], draws))
         else:
             try:
-                held.alone(lambda: self._last(given_up, kept, made, draws))
+                held.alone(lambda: self._last(given_up, kept, last_outputs, draws))
             finally:  # also after Ctrl-C: no other program may start meanwhile
-                if self._ends_here and made and made[0]:
-                    self._ended_or_lost(made[0], draws)
-        outputs = made[0]
+                if self._ends_here and last_outputs and last_outputs[0]:
+                    self._ended_or_lost(last_outputs[0], draws)
+        outputs = last_outputs[0]
         if not self._operands:
             return outputs[: self._results], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
@@ -248,20 +248,20 @@ class StagedProgram:
         self,
         given_up: list[Any],
         kept: list[Any],
-        made: list[list[Any]],
+        outputs: list[list[Any]],
         draws: Draws,
     ) -> None:
         """Runs the last stage, and stores its outputs in place of its inputs."""
         try:
-            self._compute(self._stages[-1], given_up, kept, made)
+            self._compute(self._stages[-1], given_up, kept, outputs)
             # Drop the inputs while the devices compute.
             given_up.clear()
             kept.clear()
-            self._put(made[0], draws)
+            self._put(outputs[0], draws)
         except BaseException:  # to the caller
-            if made and not draws.is_spent:
-                self._put(made[0], draws)
-            elif not made:
+            if outputs and not draws.is_spent:
+                self._put(outputs[0], draws)
+            elif not outputs:
                 _lose_what_is_gone(given_up)
             raise
 
@@ -323,26 +323,26 @@ class StagedProgram:
             return None
         results, _, slots, operands = self._shape
         values, beside = self._held.put_shardings()
-        found: list[Any] = [None] * len(results)
-        found += values
+        shardings: list[Any] = [None] * len(results)
+        shardings += values
         for sharding, tree in zip(beside, slots, strict=True):
-            found += [sharding] * len(jax.tree.leaves(tree))
-        return found + [None] * len(jax.tree.leaves(operands))
+            shardings += [sharding] * len(jax.tree.leaves(tree))
+        return shardings + [None] * len(jax.tree.leaves(operands))
 
     def _compute(
         self,
         part: Compiled,
         given_up: list[Any],
         kept: list[Any],
-        made: list[list[Any]],
+        outputs: list[list[Any]],
     ) -> None:
         """Runs a stage, and appends its outputs to ``made``: in C, so that they are
         there if a Ctrl-C comes during the call."""
         if self._traced:
-            made.extend(map(part.run, (given_up,), (kept,)))
+            outputs.extend(map(part.run, (given_up,), (kept,)))
             return
         with _refusals.in_our_words(self.plan.function):
-            made.extend(map(part.run, (given_up,), (kept,)))
+            outputs.extend(map(part.run, (given_up,), (kept,)))
         self._traced = part is self._stages[-1]
 
     def _cross(self, part: Compiled, store: dict[int, Any]) -> None:

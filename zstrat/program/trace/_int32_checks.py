@@ -50,8 +50,8 @@ def wide_leaves(
     leaves that are inputs.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    found = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
-    if not found:
+    wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
+    if not wide:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
     paths = [
@@ -66,7 +66,7 @@ def wide_leaves(
             f"element {number}{keystr(path)} of the step"
             for path, _ in joined.flatten_with_path(whole)[0]
         ]
-    return {number: places[number] for number in found}
+    return {number: places[number] for number in wide}
 
 
 def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
@@ -223,7 +223,7 @@ def watch(
 
     ``elements`` are those that the plan draws.
     """
-    leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
+    leaves = [*call.inputs, *(leaf for element in elements for leaf in element.leaves)]
     cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
     cut -= plan.downcast_leaves.keys() | plan.taken
     if not cut:
@@ -283,12 +283,12 @@ def _in_words(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[st
     args, kwargs = call.treedef.unflatten(call.leaves)
     named = iter(places_of(args, kwargs))
     # Inputs are some of the leaves, in the same order.
-    found = [next(p for p, leaf in named if leaf is each) for each in call.inputs]
+    places = [next(p for p, leaf in named if leaf is taken) for taken in call.inputs]
     for number, (element, ordinal) in enumerate(zip(elements, plan.draws, strict=True)):
         whole = element.treedef.unflatten(element.leaves)
-        found += [
+        places += [
             f"element {number}{keystr(path)} of {call.iterators[ordinal].name}, drawn "
             "by a step"
             for path, _ in tree_flatten_with_path(whole)[0]
         ]
-    return found
+    return places

@@ -205,12 +205,12 @@ class Plan:
         Raises:
             RuntimeError: The body depends on more than its arguments.
         """
-        made = [
+        traced = [
             (tuple([v.spec for v in update.variables]), update.op)
             for update in capture.updates
         ]
         planned = [(update.specs, update.op) for update in self.updates]
-        if made != planned or capture.moves.notes != list(self.moves):
+        if traced != planned or capture.moves.notes != list(self.moves):
             raise _refusals.changed(self.function, "it made other updates")
         looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
         if looked != [(lookup.table, lookup.shape) for lookup in self.lookups]:
@@ -328,8 +328,8 @@ class TracedBody:
         for drawn, treedef in enumerate(self.template.elements):
             for n in range(treedef.num_leaves):
                 known["element", drawn, n] = next(given)
-        made: BodyOutputs = self.program(inputs, known)
-        return made
+        outputs: BodyOutputs = self.program(inputs, known)
+        return outputs
 
     def _again(
         self,

@@ -220,7 +220,7 @@ def lookup_not_ready(table: object) -> RuntimeError:
 def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
     """Makes the error of a read after an optimizer in the same step."""
     if isinstance(variable.storage, DeviceStorage):
-        made = (
+        computed = (
             "by the optimizer, of the gradients of all replicas. Read it before "
             "apply_gradients, after strategy.run, or in the next step"
         )
@@ -230,13 +230,13 @@ def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
             if isinstance(variable.storage, LocalStorage)
             else "parameter server"
         )
-        made = (
+        computed = (
             f"by the {by}, after the step. Read it before apply_gradients, or in the "
             "next step"
         )
     return RuntimeError(
         f"{here()}: {variable.spec} is read after an optimizer updated it in the same "
-        f"step (at {where}): its new value is computed {made}"
+        f"step (at {where}): its new value is computed {computed}"
     )
 
 

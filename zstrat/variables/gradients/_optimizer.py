@@ -458,13 +458,13 @@ def _handle(
     random: RandomNumbers,
     params: Any,
 ) -> Optimizer:
-    made = object.__new__(Optimizer)
-    made.id, made.name, made.is_local = optimizer, name, is_local
-    made.iterations, made._transformation = iterations, transformation
-    made._random = random
-    made._params = params
-    made._forget_traces()
-    return made
+    handle = object.__new__(Optimizer)
+    handle.id, handle.name, handle.is_local = optimizer, name, is_local
+    handle.iterations, handle._transformation = iterations, transformation
+    handle._random = random
+    handle._params = params
+    handle._forget_traces()
+    return handle
 
 
 def _keys_of(targets: tuple[GradientTarget, ...]) -> tuple[int, ...]:
