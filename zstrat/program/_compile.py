@@ -71,7 +71,7 @@ class CompiledProgram:
         if self._traced:
             outputs = self._jitted(inputs, elements, values)
         else:
-            with _refusals.in_our_words(self.plan.function):
+            with _refusals.translated_errors(self.plan.function):
                 outputs = self._jitted(inputs, elements, values)
             self._traced = True
         results, operands = outputs

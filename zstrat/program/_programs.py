@@ -32,7 +32,7 @@ from .trace._alike import (
 )
 from .trace._context import current_fingerprint, worker_context
 from .trace._discover import Staged, Traced, discover
-from .trace._int32_checks import watch
+from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
@@ -124,7 +124,7 @@ class CompiledPrograms:
         self.trace_count = 0
         self.kept = 0
         """Number of programs; may be read on any thread."""
-        self.said: set[str] = set()
+        self.warned: set[str] = set()
         """Places and dtypes whose downcasts have been warned about."""
         self._has_created = False
         self._step = step
@@ -222,10 +222,10 @@ class CompiledPrograms:
             plan, body = self._discovered(call, draws, stand_ins)
             draws.keep_used()
             call = call._replace(iterators=list(draws.iterators))
-            looking = watch(plan, call, draws.elements, self.said)
-            look = None if looking is None else looking.look
+            check = downcast_check(plan, call, draws.elements, self.warned)
+            watch = None if check is None else check.check
             captured = tuple(draws.iterators[arguments:])
-            program = self._made(replace(plan, watch=look, captured=captured), body)
+            program = self._made(replace(plan, watch=watch, captured=captured), body)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise

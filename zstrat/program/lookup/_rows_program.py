@@ -189,14 +189,14 @@ class RowsProgram:
         """Computes the ids of a level, one vector in the level's order."""
         ids = self._ids[number]
         assert ids is not None
-        with _refusals.in_our_words(self.plan.function):
+        with _refusals.translated_errors(self.plan.function):
             return ids(given, blocks)
 
     def __call__(self, given: list[Any], blocks: list[Any]) -> Outputs:
         """Runs the main program; may return before the results are ready."""
         if self._traced:
             return Outputs(*self._main(given, blocks))
-        with _refusals.in_our_words(self.plan.function):
+        with _refusals.translated_errors(self.plan.function):
             outputs = Outputs(*self._main(given, blocks))
         self._traced = True
         return outputs

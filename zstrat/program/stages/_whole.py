@@ -112,7 +112,7 @@ class WholeProgram:
         if self._traced:
             outputs = self._jitted(moved, slots, read, given)
         else:
-            with _refusals.in_our_words(self.plan.function):
+            with _refusals.translated_errors(self.plan.function):
                 outputs = self._jitted(moved, slots, read, given)
             self._traced = True
         results, values, beside, operands = outputs

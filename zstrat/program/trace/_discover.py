@@ -105,7 +105,7 @@ def retraced(
         _shaped((*lookup.shape, *lookup.table.shape[1:]), lookup.table.dtype)
         for lookup in plan.lookups
     ]
-    with _refusals.in_our_words(plan.function):
+    with _refusals.translated_errors(plan.function):
         return jax.make_jaxpr(replayed)(call.inputs, leaves, values, rows)
 
 
@@ -246,7 +246,7 @@ def discover(
         traces.append((capture, structure, feed.placeholders))
         return outputs_of(capture, arrays), [each.value for each in feed.placeholders]
 
-    with _refusals.in_our_words(step):
+    with _refusals.translated_errors(step):
         closed, (outputs, _) = jax.make_jaxpr(traced, return_shape=True)(
             np.zeros((), np.float32), call.inputs
         )
