@@ -207,13 +207,9 @@ def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
             assert [float(each) for each in found] == [4 * x] * TWO
 
     ranks(2, program, TWO)
-    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told == [
-        "MultiWorkerMirroredStrategy.run of replica outside of a step: its replicas "
-        "compute one operation at a time, which is compiled anew in each call. Call "
-        "run in a zs.function"
-    ] * len(told)
-    assert len(told) == 2  # one of each rank
+    warned = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert all("zs.function" in each.getMessage() for each in warned)
+    assert len(warned) == 2  # one of each rank
 
 
 @pytest.mark.parametrize(

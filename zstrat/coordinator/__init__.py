@@ -1,6 +1,6 @@
-"""The coordinator: schedules step functions on workers that come and go.
+"""Schedules step functions on workers, which may come and go while a program trains.
 
-Also ``tf.distribute.coordinator``, which is `zs.coordinator`.
+``zs.coordinator`` has the names of ``tf.distribute.coordinator``.
 """
 
 from zstrat.program import get_current_worker_index as get_current_worker_index

@@ -1,7 +1,8 @@
-"""The two faces of a coordinator: with blocking calls, as TensorFlow's, and awaited.
+"""The public coordinators: `ClusterCoordinator` blocks, `AsyncClusterCoordinator`
+awaits.
 
-Both hold the same `CoordinatorCore`, which decides everything; a face waits for it in
-its own way, and hides zstrat's frames from the errors that go to the user.
+Both of a strategy share one `CoordinatorCore`, which does the work. They wait for it,
+each in its own way, and remove zstrat's frames from tracebacks that the user sees.
 """
 
 from __future__ import annotations
@@ -35,39 +36,38 @@ if TYPE_CHECKING:
 
 
 class CoordinatorFace:
-    """What both coordinators of a strategy have, and what needs no waiting."""
+    """The members of both coordinators that do not wait."""
 
     _core: CoordinatorCore
 
     @property
     def strategy(self) -> CoordinatedStrategy:
-        """The strategy that it schedules for."""
+        """The strategy of this coordinator."""
         return self._core.strategy
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, the first first."""
+        """All errors of the failure that was raised last, oldest first."""
         return self._core.errors
 
     def metrics(self) -> dict[str, PlainTree]:
-        """What the run does, as plain data: counters, gauges, and of the last ten
-        seconds rates, phases of steps, staleness, the tasks and what holds them up. All
-        of it is described in `docs/observing.md`. It is what the tasks have said last,
-        which they do about once a second; only ``stores_without_backup`` is asked of
+        """Returns counters and gauges of the run as plain data, as `docs/observing.md`
+        lists them. Rates, phases of steps and staleness are of the last ten seconds.
+        The tasks report about once a second; only ``stores_without_backup`` is asked of
         the parameter servers now, which have a second to answer.
 
-        ``steps_per_s`` is how many closures ended per second, on all workers together,
-        in the last ten seconds, or since the first one ended if that is less, but at
-        least in one second; 0 when none has ended for so long. ``fetches`` is how often
-        a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
-        With ``on_ps_loss="restore"`` ``ps_restores`` is how often the parameter servers
-        were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
-        or with an error, and are not in the values any more. With ``replicas=1``
-        ``failovers`` is how often a second copy took a parameter server's place, and
-        ``stores_without_backup`` how many stores are not known to have two whole copies
-        now: one of a server that does not answer counts, too. ``stores`` has a dict for
-        each store: ``process`` (the task that serves it), ``address``, ``backup`` and
-        ``state``; ``stores_moved`` says how often one was moved.
+        - ``steps_per_s``: closures that ended per second on all workers, over the last
+          ten seconds, or since the first one if that is shorter (but at least one
+          second). 0 if none ended.
+        - ``fetches``: remote values fetched so far, each leaf of a tree counted.
+        - ``ps_restores``, ``steps_lost`` (with ``on_ps_loss="restore"``): how often the
+          parameter servers were restored from a checkpoint, and how many steps that had
+          ended were lost by it.
+        - ``failovers``, ``stores_without_backup`` (with ``replicas=1``): how often a
+          backup took over from a parameter server, and how many stores are not known to
+          have a complete backup now. Those of a server that does not answer count.
+        - ``stores``: for each store the ``process`` that serves it, its ``address``,
+          ``backup`` and ``state``; ``stores_moved``: how often a store was moved.
         """
         return self._core.metrics()
 
@@ -80,9 +80,8 @@ class CoordinatorFace:
         max_bytes: SupportsIndex = MAX_BYTES,
         jax_profile: bool = False,
     ) -> Profile:
-        """The time line of all tasks while a block runs; see `zstrat.profile`, which
-        finds the coordinator by itself. For ``with``, and on an event loop for ``async
-        with``."""
+        """Records a time line of all tasks while a ``with`` or ``async with`` block
+        runs. See `zstrat.profile`, which finds the coordinator by itself."""
         return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
 
     def __reduce__(self) -> Any:
@@ -97,29 +96,29 @@ class CoordinatorFace:
 
 @final
 class ClusterCoordinator(CoordinatorFace):
-    """Schedules functions on the workers of a strategy, and survives their loss.
+    """Schedules functions on the workers of a strategy, and survives lost workers.
 
-    There is one per strategy: making it again returns the same. As a context manager it
-    joins at a normal exit, and shuts down in any case.
+    A strategy has one: the constructor returns the existing one. As a context manager
+    it joins at a normal exit, and shuts down in any case.
 
     Args:
         strategy: A `ParameterServerStrategy`.
-        max_queued: Closures that may wait for a worker; `schedule` blocks beyond, and
-            while their arguments take 1 GiB. 262,144 if left out.
-        closures_in_flight: Closures that a worker holds at a time; left out, it follows
-            the worker's speed: those it works on and about 20 ms of work, or two round
-            trips to it if that is more. 1 to 16384.
-        max_attempts: So many workers may be lost while they run one closure, before
-            that closure is reported as the cause. 5 if left out.
-        worker_wait_timeout: Seconds that work waits while there is no worker at all.
-            600 if left out.
-        errors_once: An error that `fetch` has raised is not raised by another call, and
-            what waits is not cancelled for it: for notebooks. Left out: the next
-            `schedule`, `join` or `done` raises it, too, as in TensorFlow.
+        max_queued: The most closures that wait for a worker. `schedule` blocks when
+            there are more, or when their arguments take 1 GiB. Default: 262,144.
+        closures_in_flight: Closures that a worker holds at a time, 1 to 16384. Default:
+            it follows the worker's speed: the closures that it runs, and as many as it
+            runs in 20 ms, or in two round trips to it if that is longer.
+        max_attempts: How many workers may be lost while they run a closure, before the
+            closure fails as the likely cause. Default: 5.
+        worker_wait_timeout: Seconds that closures wait while there is no worker at all.
+            Default: 600.
+        errors_once: For notebooks: an error that `fetch` raised is not raised again,
+            and does not cancel what waits. Default: the next `schedule`, `join` or
+            `done` raises it, too, as in TensorFlow.
 
     Raises:
-        ValueError: ``strategy`` is of another kind, or has a coordinator with other
-            options.
+        ValueError: ``strategy`` is of another kind, or already has a coordinator with
+            other options.
         ClosedError: The strategy is closed.
     """
 
@@ -142,12 +141,12 @@ class ClusterCoordinator(CoordinatorFace):
         }
         core = core_of(strategy, options)
         with core.session.lock:
-            made = core.session.coordinators.get("blocking")
-            if not isinstance(made, ClusterCoordinator):
-                made = super().__new__(cls)
-                made._core = core
-                core.session.coordinators["blocking"] = made
-            return made
+            coordinator = core.session.coordinators.get("blocking")
+            if not isinstance(coordinator, ClusterCoordinator):
+                coordinator = super().__new__(cls)
+                coordinator._core = core
+                core.session.coordinators["blocking"] = coordinator
+            return coordinator
 
     def __repr__(self) -> str:
         queue = self._core.engine.queue
@@ -160,28 +159,28 @@ class ClusterCoordinator(CoordinatorFace):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Queues a call for the next free worker and returns at once.
+        """Queues a call for the next free worker, and returns at once.
 
-        Per-worker values and iterators among the arguments are replaced by those of the
-        worker that runs it. The function is traced now, if it was not before, so that
+        Each per-worker value or iterator among the arguments is replaced by that of the
+        worker that runs the call. A function is traced by its first call, so that
         mistakes in it are raised here. Blocks while the queue is full.
 
         Raises:
-            TypeError: ``fn`` is no `zstrat.function`.
+            TypeError: ``fn`` is not a `zstrat.function`.
             ValueError: A `RemoteValue` is among the arguments.
-            KeyboardInterrupt: Ctrl-C, which cancels what waits, as in `join`.
-            Exception: An error of an earlier closure, with a note that says which; this
-                one is not scheduled then.
+            KeyboardInterrupt: Ctrl-C, which cancels waiting closures, as in `join`.
+            Exception: The error of an earlier closure, with a note that names it. This
+                call is not scheduled then.
         """
         caller = sys._getframe(1)
         site = caller.f_code, caller.f_lasti
-        del caller  # which an error's traceback would keep alive
+        del caller  # an error's traceback would keep it alive
         core = self._core
         try:
-            found = core.calls.find(fn, args, kwargs)
-            if found is None:
-                found = core.calls.make(fn, args, kwargs)
-            return core.engine.put(*found, site)
+            call = core.calls.find(fn, args, kwargs)
+            if call is None:
+                call = core.calls.make(fn, args, kwargs)
+            return core.engine.put(*call, site)
         except KeyboardInterrupt as interrupt:
             core.engine.interrupted(interrupt)
             raise
@@ -190,16 +189,15 @@ class ClusterCoordinator(CoordinatorFace):
             raise
 
     def join(self, timeout: float | None = None) -> None:
-        """Blocks until all that was scheduled before has ended.
+        """Blocks until all closures scheduled so far have ended.
 
         Raises:
-            Exception: The first error of a closure, once, when nothing runs any more.
-            PSUnavailableError: A parameter server is gone; names it.
-            UnavailableError: No worker was there for ``worker_wait_timeout`` seconds.
-            DeadlineExceededError: ``timeout`` seconds have passed; all goes on.
-            KeyboardInterrupt: Ctrl-C, which cancels what waits and what the workers
-                have not begun, as `cancel` does. It does not wait for what they have
-                begun: the next call does.
+            Exception: The first error of a closure, once, after all others have ended.
+            PSUnavailableError: A parameter server is lost; names it.
+            UnavailableError: There was no worker for ``worker_wait_timeout`` seconds.
+            DeadlineExceededError: ``timeout`` seconds have passed; the closures go on.
+            KeyboardInterrupt: Ctrl-C, which cancels the closures that no worker has
+                started, as `cancel` does. The next call waits for the others.
         """
         engine = self._core.engine
         try:
@@ -212,23 +210,23 @@ class ClusterCoordinator(CoordinatorFace):
             raise
 
     def cancel(self, timeout: float | None = None) -> int:
-        """Cancels what waits, and what the workers have not begun; then blocks until
-        nothing runs any more. Afterwards the coordinator can be used as before.
+        """Cancels the closures that no worker has started, and blocks until the others
+        have ended. Then the coordinator can be used as before.
 
-        The values of what was cancelled raise `CancelledError`; it has had no effect,
-        and never will. An error that is still to be raised stays to be raised.
+        The values of cancelled closures raise `CancelledError`. Cancelled closures have
+        no effect. A pending error stays pending.
 
         Returns:
             How many closures were cancelled.
 
         Raises:
-            DeadlineExceededError: ``timeout`` seconds have passed; what waited is
-                cancelled, and the next call waits for what runs.
+            DeadlineExceededError: ``timeout`` seconds have passed. The waiting closures
+                are cancelled, and the next call waits for those that run.
         """
         return self._core.engine.cancel(timeout)
 
     def done(self) -> bool:
-        """Whether nothing waits and nothing runs. Raises as `join` does."""
+        """Whether all closures have ended. Raises what `join` raises."""
         try:
             return self._core.engine.done()
         except Exception as error:  # to the caller
@@ -236,10 +234,10 @@ class ClusterCoordinator(CoordinatorFace):
             raise
 
     def fetch(self, val: Any) -> Any:
-        """The same nested structure with every `RemoteValue` in it fetched.
+        """Fetches every `RemoteValue` in a nested structure, and returns the structure.
 
         Raises:
-            Exception: As `RemoteValue.fetch`.
+            Exception: See `RemoteValue.fetch`.
         """
         try:
             return jax.tree.map(_fetched, val, is_leaf=_is_value)
@@ -250,23 +248,25 @@ class ClusterCoordinator(CoordinatorFace):
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
     ) -> PerWorkerDataset:
-        """A dataset of which each worker makes its own.
+        """Creates a dataset on every worker.
 
         Args:
             dataset_fn: Called on each worker, without arguments or with an
                 `InputContext` that has the worker's index and the number of workers;
-                returns an iterable of pytrees of arrays. It may be a `zstrat.function`,
-                which is called as the plain function. Or such an iterable itself.
+                returns an iterable of pytrees of arrays. A `zstrat.function` is called
+                as the plain function. May also be such an iterable itself.
         """
         return make_dataset(self._core, dataset_fn)
 
     def shutdown(self, cluster: bool = False) -> None:
-        """Cancels what waits and runs, and lets the workers go. Idempotent.
+        """Cancels all closures, and stops using the workers. Idempotent.
 
-        The connection of the strategy stays open, unless ``cluster``: variables can be
-        read on, another coordinator of the strategy can be made, and no other program
-        can use the cluster before ``strategy.close()``. With ``cluster`` the session is
-        closed, and workers and parameter servers end as processes.
+        The strategy stays connected: variables can still be read, a new coordinator can
+        be made, and no other program can use the cluster before ``strategy.close()``.
+
+        Args:
+            cluster: Also close the session, and end the processes of workers and
+                parameter servers.
         """
         self._core.shutdown(cluster)
 
@@ -296,13 +296,13 @@ class ClusterCoordinator(CoordinatorFace):
 
 @final
 class AsyncClusterCoordinator(CoordinatorFace):
-    """As `ClusterCoordinator`, with coroutines where that blocks.
+    """The `ClusterCoordinator` for coroutines, on any event loop.
 
-    It may be used on any event loop. Both coordinators of a strategy are two faces of
-    the same queue. As an asynchronous context manager it joins at a normal exit.
+    Both coordinators of a strategy use the same queue. As an asynchronous context
+    manager it joins at a normal exit, and shuts down in any case.
 
     Args, Raises:
-        As `ClusterCoordinator`.
+        See `ClusterCoordinator`.
     """
 
     def __init__(
@@ -334,29 +334,30 @@ class AsyncClusterCoordinator(CoordinatorFace):
     ) -> AsyncRemoteValue:
         """Queues a call for the next free worker; see `ClusterCoordinator.schedule`.
 
-        A function that was not traced before is traced on a thread.
+        A new function is traced on another thread.
 
-        Cancellation: nothing is scheduled.
+        Cancellation: the call is not scheduled.
         """
         awaiter = sys._getframe(1)
         site: CallSite | None = None
-        if awaiter.f_code.co_flags & inspect.CO_COROUTINE:  # no task of its own runs it
+        if awaiter.f_code.co_flags & inspect.CO_COROUTINE:  # else a task awaits it
             site = awaiter.f_code, awaiter.f_lasti
-        del awaiter  # which an error's traceback would keep alive
+        del awaiter  # an error's traceback would keep it alive
         core = self._core
         try:
-            found = core.calls.find(fn, args, kwargs)
-            if found is None:
-                found = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
-            return await core.engine.put_async(*found, site)
+            call = core.calls.find(fn, args, kwargs)
+            if call is None:
+                call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
+            return await core.engine.put_async(*call, site)
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
 
     async def join(self) -> None:
-        """Waits until all that was scheduled before has ended.
+        """Waits until all closures scheduled so far have ended; see
+        `ClusterCoordinator.join`.
 
-        Cancellation: all goes on; join again.
+        Cancellation: the closures go on; join again.
         """
         try:
             await self._core.engine.join_async()
@@ -367,15 +368,15 @@ class AsyncClusterCoordinator(CoordinatorFace):
     async def cancel(self) -> int:
         """See `ClusterCoordinator.cancel`.
 
-        Cancellation: what waited is cancelled all the same; the next call waits for
-        what runs.
+        Cancellation: the waiting closures are cancelled all the same; the next call
+        waits for those that run.
         """
         return await self._core.engine.cancel_async()
 
     async def done(self) -> bool:
-        """Whether nothing waits and nothing runs. Raises as `join` does.
+        """Whether all closures have ended. Raises what `join` raises.
 
-        Cancellation: as `join`.
+        Cancellation: see `join`.
         """
         try:
             return await self._core.engine.done_async()
@@ -384,7 +385,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
             raise
 
     async def fetch(self, val: Any) -> Any:
-        """The same nested structure with every `RemoteValue` in it fetched.
+        """Fetches every `RemoteValue` in a nested structure, and returns the structure.
 
         Cancellation: loses nothing; fetch again.
         """
@@ -399,8 +400,9 @@ class AsyncClusterCoordinator(CoordinatorFace):
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
     ) -> PerWorkerDataset:
-        """See `ClusterCoordinator.create_per_worker_dataset`; pickles on a thread. The
-        ``values`` of its iterators, and of what `build` gives, are awaited."""
+        """See `ClusterCoordinator.create_per_worker_dataset`. Pickles on another
+        thread. The ``values`` of its iterators, and of what `build` returns, are
+        awaited."""
         return await asyncio.to_thread(
             make_dataset, self._core, dataset_fn, AsyncRemoteValue
         )
@@ -408,7 +410,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.
 
-        Cancellation: it is shut down all the same.
+        Cancellation: it shuts down all the same.
         """
         await on_own_thread(partial(self._core.shutdown, cluster))
 
@@ -433,5 +435,5 @@ def _is_value(leaf: object) -> bool:
 
 
 def _fetched(leaf: Any) -> Any:
-    # Of the class: the value of an asynchronous program would be awaited.
+    # Not leaf.fetch(): that of an AsyncRemoteValue has to be awaited.
     return RemoteValue.fetch(leaf) if isinstance(leaf, RemoteValue) else leaf

@@ -1,8 +1,8 @@
-"""What both coordinators of a strategy are: the blocking one and the awaited one.
+"""`CoordinatorCore`: the queue, the dispatcher and the known functions of a strategy.
 
-`ClusterCoordinator` and `AsyncClusterCoordinator` hold the same `CoordinatorCore`. It
-lives on the user's side and keeps the functions that were scheduled. The engine and the
-dispatcher do not know it, so when both coordinators are dropped, it is, and ends them.
+`ClusterCoordinator` and `AsyncClusterCoordinator` share one. The engine and the
+dispatcher have no reference to it: when the program drops both coordinators it is
+collected, and its finalizer stops the dispatcher.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import abc
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
@@ -25,6 +24,7 @@ from ._resources import Record
 from ._values import RemoteValue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -39,30 +39,30 @@ if TYPE_CHECKING:
 
 
 WORKER_WAIT_SECONDS: Final = 600.0
-"""Seconds without any worker until `join` gives up: long enough to boot a machine."""
+"""Seconds without any worker until `join` fails: long enough to boot a machine."""
 STOP_SECONDS: Final = 10.0
-"""Seconds for the loop to begin with a dispatcher, or to stop it: it waits for nothing
-there."""
+"""Seconds for the loop to start or stop a dispatcher, which waits for nothing."""
 
 
 class CoordinatedStrategy(abc.ABC):
     """A strategy whose steps a `ClusterCoordinator` schedules on workers.
 
-    It is shipped with each of them: pickled, it arrives as what stands for it there.
+    It is pickled with each step, and unpickled as its counterpart on the worker.
     """
 
     @property
     @abc.abstractmethod
     def session(self) -> ClusterSession:
-        """The cluster, connected."""
+        """The connected cluster."""
 
     @abc.abstractmethod
     def scope(self) -> AbstractContextManager[object]:
-        """Entered around each trace of a scheduled function, here and on workers."""
+        """Returns the context of each trace of a scheduled function, here and on
+        workers."""
 
     @abc.abstractmethod
     def require_known(self, plan: Plan) -> None:
-        """Refuses a step that the parameter servers of this session cannot serve.
+        """Checks that the parameter servers of this session can serve a step.
 
         Raises:
             NotFoundError: It uses variables or optimizers of another session.
@@ -71,13 +71,7 @@ class CoordinatedStrategy(abc.ABC):
 
 @final
 class CoordinatorCore:
-    """Schedules calls of a strategy.
-
-    Args:
-        max_queued, max_attempts, errors_once: See `Queue`.
-        closures_in_flight: Per worker; None: see `Members`.
-        worker_wait_timeout: Seconds that work waits when there is no worker at all.
-    """
+    """Schedules the calls of one strategy. See `ClusterCoordinator` for the options."""
 
     def __init__(
         self,
@@ -103,7 +97,7 @@ class CoordinatorCore:
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
-            (),  # they are told when it is attached
+            (),  # `Cluster.attach` adds them
             self.session.cluster.fences,
             self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
@@ -117,7 +111,7 @@ class CoordinatorCore:
         self.calls = CallTable(strategy, self.dispatcher.retired)
         self._on_loop(self.session.cluster.attach, self.dispatcher)
         self._finalizer = weakref.finalize(
-            self, portal.call_soon, self.dispatcher.stop, "the coordinator is gone"
+            self, portal.call_soon, self.dispatcher.stop, "the coordinator was dropped"
         )
         self._finalizer.atexit = False
 
@@ -130,8 +124,8 @@ class CoordinatorCore:
         *,
         kind: type[RemoteValue] = RemoteValue,
     ) -> Record:
-        """Has something built on every worker; returns before it is. ``kind`` are the
-        values that say how that went."""
+        """Starts to build a resource on every worker. ``kind`` is the type of the
+        values that hold the outcome on each worker."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -148,14 +142,14 @@ class CoordinatorCore:
 
     @property
     def drop_resource(self) -> Callable[[int], None]:
-        """For finalizers: forgets a resource by its number."""
+        """Drops a resource by its number; finalizers may call it."""
         return self.dispatcher.builder.drop_soon
 
     def require_kept(self) -> None:
-        """Refuses the resources of a coordinator whose cluster another strategy has.
+        """Checks that the workers still have the resources of this coordinator.
 
         Raises:
-            ClosedError: That is so.
+            ClosedError: A newer strategy took the cluster over.
         """
         if self.engine.taken_over is not None:
             raise self.engine.closed_error()
@@ -167,11 +161,11 @@ class CoordinatorCore:
             return list(self.engine.queue.errors)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Counters and gauges, as plain data; from any thread. With second copies the
-        servers are asked whether they live, unless this is the loop's thread.
+        """Returns counters and gauges as plain data; from any thread. With replicas it
+        asks the servers for their backups, except on the loop's own thread.
 
         Raises:
-            ForkedError: Nothing of what happens is known in a forked process.
+            ForkedError: Called in a forked process.
         """
         require_own(self.portal.loop, "metrics")
         queue, dispatcher = self.engine.queue, self.dispatcher
@@ -188,8 +182,8 @@ class CoordinatorCore:
             }
             for member in dispatcher.members.members
         }
-        recovery = self.session.cluster.recovery
         cluster = self.session.cluster
+        recovery = cluster.recovery
         return {
             **cluster.run_status.metrics(
                 tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
@@ -209,7 +203,7 @@ class CoordinatorCore:
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
             **self._store_metrics(),
             "recoverable_worker_failures": dispatcher.members.losses,
-            **self.session.cluster.turnover.metrics,
+            **cluster.turnover.metrics,
             "workers": workers,
         }
 
@@ -221,21 +215,23 @@ class CoordinatorCore:
         timeout = 2 * self.session.settings.timeouts.beat
         asking = replication.status.ask_without_backup(timeout)
         try:
-            bare = self.portal.run(asking, 2 * timeout, "asking parameter servers")
-        except DeadlineExceededError:  # nothing is known of any
-            bare = len(cluster.ps)
+            without_backup = self.portal.run(
+                asking, 2 * timeout, "asking parameter servers for backups"
+            )
+        except DeadlineExceededError:  # no store is known to have a backup
+            without_backup = len(cluster.ps)
         except ClosedError:
             return metrics
-        return {**metrics, name: bare}
+        return {**metrics, name: without_backup}
 
     def shutdown(self, cluster: bool) -> None:
-        """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
+        """Cancels all closures; with ``cluster`` also ends the daemons. Idempotent."""
         cause = "the coordinator was shut down"
-        # In a forked process nothing is left to end.
+        # In a forked process there is nothing to end.
         with contextlib.suppress(ForkedError), self.session.lock:
             if self.session.coordinators.get("core") is self:
-                # In this order, for an interrupt may come between any two lines: who
-                # makes the next coordinator must not issue a step number again.
+                # In this order, as Ctrl-C may strike between any two lines: the next
+                # coordinator must not issue a step number again.
                 self.engine.close(cause)
                 self.session.next_step = self.engine.queue.steps.next
                 self.session.coordinators.clear()
@@ -255,10 +251,10 @@ class CoordinatorCore:
 
 
 class _LoopCalls:
-    """The loop, as the engine knows it. It keeps no `CoordinatorCore` alive."""
+    """What the engine asks of the loop. Has no reference to the `CoordinatorCore`."""
 
     dispatcher: Dispatcher
-    """Set before the engine calls anything: it is made of the engine."""
+    """Set after construction, as the dispatcher needs the engine."""
 
     def __init__(self, portal: Portal) -> None:
         self._portal = portal
@@ -266,15 +262,15 @@ class _LoopCalls:
     def wake(self) -> None:
         self._portal.call_soon(self.dispatcher.turn)
 
-    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
-        self._portal.call_soon(self.dispatcher.cancel_waiting, wish)
+    def cancel_waiting(self, request: Cancelling | None = None) -> None:
+        self._portal.call_soon(self.dispatcher.cancel_waiting, request)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
         warn_of_blocking("the remote value itself")
-        # Bounded by the deadline of the request, which is put off while bodies move.
+        # The request has a deadline, which moves while bytes of the result arrive.
         fetching = self.dispatcher.bring(kept)
         return self._portal.run(fetching, math.inf, "fetching a result")
 
@@ -283,21 +279,18 @@ class _LoopCalls:
         return await self._portal.run_async(fetching, "fetching a result")
 
 
-_Options = Mapping[str, Any]
-
-
-def core_of(strategy: object, options: _Options) -> CoordinatorCore:
-    """The core of the strategy's coordinators; made by the first who asks.
+def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
+    """Returns the core of the strategy's coordinators; makes it the first time.
 
     Raises:
-        ValueError: It is no strategy for a coordinator, or it has a coordinator with
-            other options already.
+        ValueError: The strategy does not use parameter servers, or it already has a
+            coordinator with other options.
         ClosedError: The strategy is closed.
     """
     if not isinstance(strategy, CoordinatedStrategy):
         raise ValueError(
-            "a coordinator needs a strategy that works with parameter servers "
-            f"(zstrat.ParameterServerStrategy); got {type(strategy).__name__}"
+            "a coordinator needs a zstrat.ParameterServerStrategy; got "
+            f"{type(strategy).__name__}"
         )
     session = strategy.session
     given = {name: value for name, value in options.items() if value is not None}
@@ -306,14 +299,15 @@ def core_of(strategy: object, options: _Options) -> CoordinatorCore:
             raise ClosedError(
                 session.taken_over or "the strategy is closed; make a new one"
             )
-        made = session.coordinators
-        core: CoordinatorCore | None = made.get("core")
+        known = session.coordinators
+        core: CoordinatorCore | None = known.get("core")
         if core is None:
-            core = made["core"] = CoordinatorCore(strategy, **given)
-            made["options"] = given
-        elif given and given != made["options"]:
+            core = known["core"] = CoordinatorCore(strategy, **given)
+            known["options"] = given
+        elif given and given != known["options"]:
             raise ValueError(
-                "this strategy has a coordinator already, made with the options "
-                f"{made['options']}; got {given}: there is one per strategy"
+                f"this strategy already has a coordinator with {known['options']}; got "
+                f"{given}. A strategy has one coordinator: pass the same options, or "
+                "none"
             )
         return core

@@ -1,10 +1,10 @@
-"""The loop's side of the coordinator: hands closures out and takes their outcomes.
+"""`Dispatcher`: hands closures out to workers and takes their outcomes, on the loop.
 
-Decisions are `Queue`'s and `Members`'; this shell carries them out. It runs on the loop
-thread alone and takes the engine's lock once per turn and once per message, never per
-closure. A *turn* fills all workers that have room with one `Dispatch` each; it follows
-a burst of schedules, and every loop iteration that brought outcomes while there was
-something left to do.
+`Queue` and `Members` decide; this shell carries that out. It runs on the loop thread
+only, and takes the engine's lock once per turn and once per message, never per closure.
+A *turn* fills each worker that has room, with one `Dispatch` message. There is a turn
+after a burst of `schedule` calls, and at the end of a loop iteration that brought
+outcomes, if there is something to do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @final
 class Dispatcher:
-    """Moves closures between the queue and the workers."""
+    """Moves closures between the queue and the workers. On the loop thread."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Dispatcher:
         self.members = Members((), closures_in_flight, prefetch)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
-        """By place of their worker."""
+        """By place of the worker."""
         self._retiring: dict[int, asyncio.Event] = {}
-        """By place of a worker that is leaving: set when it has nothing more to run."""
+        """By place of a worker that is being removed: set when it runs nothing."""
         self.retired: deque[int] = deque()
-        """Numbers of arguments that no closure needs any more; any thread appends."""
+        """Numbers of arguments that no closure needs; any thread appends."""
         self.abandoned: deque[Kept] = deque()
-        """Kept results whose values are gone; any thread appends."""
+        """Kept results whose values were dropped; any thread appends."""
         self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.abandoned)
         self.shipping = ClosureShipping(
@@ -92,30 +92,30 @@ class Dispatcher:
         self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._desertion_timer: asyncio.TimerHandle | None = None
         self._stopped = False
         for task in workers:
             self.admit(task)
 
     def start(self) -> None:
-        """Takes the workers that are in the session already."""
+        """Starts with the workers that have joined."""
         self.members.start(self._now())
         for channel in self.channels.values():
             if channel.task.is_ready:
                 self.worker_ready(channel.task)
 
     def stop(self, cause: str) -> None:
-        """Ends everything: what waits and what runs is cancelled."""
+        """Cancels all closures, and stops for good."""
         if self._stopped:
             return
         self._stopped = True
-        for handle in (self._turn_due, self._timer, self._alarm):
+        for handle in (self._turn_due, self._timer, self._desertion_timer):
             if handle is not None:
                 handle.cancel()
         self.cancel_running()
         now = self._now()
         self.engine.close(cause)
-        # A worker may still run what it had: none of it may change a variable now.
+        # Workers may still run closures, which must not change a variable from now on.
         self.fence(self.queue.steps.next, [])
         with self.engine.lock:
             for member in self.members.members:
@@ -125,59 +125,60 @@ class Dispatcher:
             self.builder.stop(cause)
             self.engine.waiters.notify()
         self.builder.drop_all()
-        self._clean()
+        self._send_drops()
         self.engine.waiters.echo.close()
 
-    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
-        """Cancels what waits, if that is wished or an error is there."""
-        if self.engine.cancel_waiting(wish):
+    def cancel_waiting(self, request: Cancelling | None = None) -> None:
+        """Cancels waiting closures, on request or because one has failed."""
+        if self.engine.cancel_waiting(request):
             self.cancel_running()
 
     def cancel_running(self) -> None:
-        """Has the workers hand back closures that they have not begun."""
+        """Has the workers give back the closures that they have not started."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Hands out closures that may have begun alone, so that all comes to rest."""
+        """Hands out only closures that may have started before, so that all come to an
+        end."""
         with self.engine.lock:
             self.queue.held = True
         self.cancel_running()
         self.turn_soon()
 
     def release(self) -> None:
-        """Hands closures out again, behind `hold`."""
+        """Hands out all closures again, after `hold`."""
         with self.engine.lock:
             self.queue.held = False
         self.turn_soon()
 
-    def suspend(self, yes: bool) -> None:
-        """Hands nothing out, not even closures that may have begun; or all again."""
+    def suspend(self, suspended: bool) -> None:
+        """Hands out nothing, not even closures that may have started; or all again."""
         with self.engine.lock:
-            self.queue.suspended = yes
-        if yes:
+            self.queue.suspended = suspended
+        if suspended:
             self.cancel_running()
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """Sends everything for another session from now on, which the workers enter."""
+        """Sends everything for another session from now on, which the workers join."""
         self._session = session
         self._marking.enter(session)
         for channel in self.channels.values():
             channel.session = session
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """Closes all steps below ``end`` on the parameter servers, and tells the engine
-        which of the doubtful ones were applied."""
+        """Closes all steps below ``end`` on the parameter servers, and reports to the
+        engine which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
     async def bring(self, kept: Kept) -> list[np.ndarray]:
-        """Fetches a result that stayed on its worker.
+        """Fetches a result that its worker keeps.
 
         Raises:
-            ClosureAbortedError: The worker is lost, or has connected anew since.
-            DeadlineExceededError: Nothing moved for ``timeouts.request`` seconds.
+            ClosureAbortedError: The worker is lost, or has reconnected since.
+            DeadlineExceededError: No bytes came for ``timeouts.request`` seconds.
         """
         channel, lost = self.channels.get(kept.worker), None
         if channel is not None and channel.keeps(kept):
@@ -187,13 +188,14 @@ class Dispatcher:
                 lost = error
         name = "its worker" if channel is None else channel.member.name
         raise ClosureAbortedError(
-            f"the result of step {kept.step} was too large to travel with its "
-            f"completion and went away with {name}; schedule it again, "
-            "and fetch large results soon, or return less"
+            f"the result of step {kept.step} was too large to be sent when the step "
+            f"ended, and was lost with {name}; schedule it again, and fetch large "
+            "results soon, or return less"
         ) from lost
 
     def admit(self, task: TaskSession) -> None:
-        """A worker may come: a new one, or another process in the place of one."""
+        """Adds a worker, or replaces one by another process. It need not have
+        joined."""
         channel = self.channels.get(task.place)
         if channel is not None:
             channel.task = task
@@ -207,10 +209,10 @@ class Dispatcher:
     async def retire_worker(
         self, task: TaskSession, reason: str, timeout: float
     ) -> None:
-        """Gives a worker nothing any more, and waits until it has ended what it runs,
-        or is lost, or ``timeout`` seconds have passed.
+        """Gives a worker no more closures, and waits until it has ended those that it
+        runs, or is lost, or ``timeout`` seconds have passed.
 
-        Cancellation: it gets nothing all the same.
+        Cancellation: it gets no more closures all the same.
         """
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
@@ -218,7 +220,7 @@ class Dispatcher:
         self.members.retire(task.place, reason, self._now())
         if self._stopped or not channel.member.in_flight:
             return
-        if task.is_ready:  # closures that it has not begun come back, for others
+        if task.is_ready:  # it gives back what it has not started, for others
             self._notify(channel, CancelSteps(self._session))
         idle = self._retiring[task.place] = asyncio.Event()
         self.turn_soon()
@@ -227,7 +229,7 @@ class Dispatcher:
                 await idle.wait()
         except TimeoutError:
             log.warning(
-                "%s still runs %d closures after %s s: others run them",
+                "%s still runs %d closures after %s s; other workers run them",
                 task.name,
                 len(channel.member.in_flight),
                 timeout,
@@ -236,8 +238,8 @@ class Dispatcher:
             del self._retiring[task.place]
 
     def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
-        """A worker goes: the others get what it has. Unless ``for_good`` its place is
-        kept, for a process at another address."""
+        """Removes a worker; others run its closures. Unless ``for_good`` its place
+        stays, for a process at another address."""
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
@@ -250,7 +252,7 @@ class Dispatcher:
                 self.engine.waiters.notify()
 
     def worker_ready(self, task: TaskSession) -> None:
-        """A worker is in the session: build its resources, then use it."""
+        """Builds the resources of a worker that has joined, and then uses it."""
         if self._stopped:
             return
         channel = self.channels[task.place]
@@ -258,44 +260,44 @@ class Dispatcher:
         epoch = self.members.connected(task.place)
         channel.clear()
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
-        # A worker that never noticed that it was lost may still hold old closures.
+        # A worker that did not notice its loss may still have old closures.
         self._notify(channel, CancelSteps(self._session))
         self.builder.rebuild(channel)
 
     def worker_lost(self, task: TaskSession, reason: str) -> None:
-        """A worker is gone: its closures go to the others."""
+        """Has other workers run the closures of a lost worker."""
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
-            return  # it was let go
+            return  # it was removed
         now = self._now()
         orphans = self.members.lost(task.place, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
         with self.engine.lock:
             for closure in orphans:
-                if task.lives_on:  # so it was not the closure that killed it
-                    again = self.queue.retry(closure, now, begun=True)
-                    self.engine.settle(again)
+                if task.lives_on:  # so the closure did not kill it
+                    ended = self.queue.retry(closure, now, begun=True)
                 else:
-                    self.engine.settle(
-                        self.queue.lost(closure, channel.member.name, now)
-                    )
+                    ended = self.queue.lost(closure, channel.member.name, now)
+                self.engine.settle(ended)
             self.builder.abort(channel, reason)
             self.engine.waiters.notify()
         if orphans and not task.is_moved:
             log.warning(
-                "%s had %d closures in flight: others run them", task.name, len(orphans)
+                "%s had %d closures in flight; other workers run them",
+                task.name,
+                len(orphans),
             )
         self.turn_soon()
 
     def message_received(self, task: TaskSession, message: Message) -> None:
-        """A notice of a worker."""
+        """Handles a notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
-                # A worker tells each layout once per session: they are kept with the
-                # task, as the next coordinator of this session needs them, too.
-                told = {layout.layout: layout for layout in message.layouts}
-                task.layouts.update(told)
+                # A worker sends each layout once per session, so they are kept with
+                # the task: the next coordinator of the session needs them, too.
+                layouts = {layout.layout: layout for layout in message.layouts}
+                task.layouts.update(layouts)
                 if not self._stopped:
                     channel = self.channels[task.place]
                     more = self.outcomes.take(channel, message, self._now())
@@ -308,12 +310,12 @@ class Dispatcher:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 
     def turn_soon(self) -> None:
-        """Has a turn at the end of this loop iteration; called on the loop."""
+        """Schedules a turn at the end of this loop iteration. On the loop."""
         if self._turn_due is None and not self._stopped:
             self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
 
     def turn(self) -> None:
-        """Has a turn now, unless there is one at the end of this loop iteration."""
+        """Runs a turn now, unless one is scheduled for this loop iteration."""
         if self._turn_due is None and not self._stopped:
             self._turn()
 
@@ -323,14 +325,14 @@ class Dispatcher:
         now, queue = self._now(), self.queue
         with self.engine.lock:
             records = self.builder.take_new()
-            # No worker gets a closure before all have begun to build new resources: the
-            # closures that follow may need them.
+            # No closure is handed out before all workers build the new resources, which
+            # it may need.
             runs = not records and self.engine.outage_error is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
-            work = [(grant, self._take(grant, now)) for grant in grants]
+            work = [(grant, self._take_closures(grant, now)) for grant in grants]
             left = QueueLeft(queue.queued, full)
-            # With nothing left the next `put` has to wake the loop.
+            # If nothing is left, the next `put` has to wake the loop.
             self.engine.must_wake = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.waiters.notify()
@@ -342,34 +344,34 @@ class Dispatcher:
         for grant, closures in work:
             channel = self.channels[grant.member.place]
             self.shipping.ship(channel, grant, closures, low_water, left, now)
-        self._clean()
-        self._tell_retiring()
+        self._send_drops()
+        self._notify_retired()
         self._set_timer(due, now)
         self._set_alarm(now)
 
-    def _take(self, grant: Grant, now: float) -> list[Closure]:
+    def _take_closures(self, grant: Grant, now: float) -> list[Closure]:
         if grant.alone:
             return [self.queue.take_suspect(now)]
         return self.queue.take(grant.count, now)
 
-    def _clean(self) -> None:
-        """Tells workers which arguments, resources and results they may forget."""
-        arguments = _emptied(self.retired)
+    def _send_drops(self) -> None:
+        """Has the workers drop arguments, resources and results that nobody needs."""
+        arguments = _drain(self.retired)
         resources = self.builder.dropped()
-        results = _emptied(self.abandoned)
-        news = bool(arguments or resources or results)
+        results = _drain(self.abandoned)
+        has_new = bool(arguments or resources or results)
         for channel in list(self.channels.values()):
             member = channel.member
-            if not (news or channel.pending_drops) or not channel.task.is_ready:
+            if not (has_new or channel.pending_drops) or not channel.task.is_ready:
                 continue
-            mine = [
+            own_results = [
                 kept.step
                 for kept in results
                 if (kept.worker, kept.epoch) == (member.place, member.epoch)
             ]
             try:
-                channel.send_drops(arguments, resources, mine)
-            except BusyError as error:  # it is told with the next turns
+                channel.send_drops(arguments, resources, own_results)
+            except BusyError as error:  # they are sent with the next turns
                 log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:
                 self.worker_lost(channel.task, error.reason)
@@ -380,28 +382,28 @@ class Dispatcher:
         try:
             channel.task.link.notify(message)
         except (PeerLostError, BusyError) as error:
-            # Its loss is told anyway; if it does not read, what it has not begun runs.
+            # Its session reports the loss; a busy worker runs its closures.
             log.info("%s: %s", channel.task.name, error)
 
-    def _tell_retiring(self) -> None:
+    def _notify_retired(self) -> None:
         for place, idle in self._retiring.items():
             if not self.channels[place].member.in_flight:
                 idle.set()
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
-        """Whether a turn has something to do though no closure waits. What is found in
-        neither place can wait for the next turn."""
+        """Whether a turn has something to do although no closure waits. Anything else
+        can wait for the next turn."""
         return bool(
             self.retired
             or self.abandoned
             or channel.pending_drops
             or self._retiring
-            or self._alarm is not None
+            or self._desertion_timer is not None
             or self.members.alone_since is not None
         )
 
     def _set_timer(self, due: float | None, now: float) -> None:
-        """Wakes us when a closure that came back may go again."""
+        """Schedules a turn for when a closure that came back may be handed out."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -410,25 +412,29 @@ class Dispatcher:
             self._timer = loop.call_at(due, self.turn_soon)
 
     def _set_alarm(self, now: float) -> None:
-        """Arms the timer that ends the wait for a worker, while none is there and there
-        is work; disarms it otherwise."""
+        """Starts the timeout for a worker to join, if there is none and closures wait;
+        else stops it."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
-        if waits and self._alarm is None:
+        if waits and self._desertion_timer is None:
             loop = asyncio.get_running_loop()
-            self._alarm = loop.call_at(now + self._worker_wait_timeout, self._deserted)
-            log.warning("no worker is left; waiting for one: %s", self.members.absent())
-        elif not waits and self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+            self._desertion_timer = loop.call_at(
+                now + self._worker_wait_timeout, self._deserted
+            )
+            log.warning(
+                "there is no worker; waiting for one: %s", self.members.absent()
+            )
+        elif not waits and self._desertion_timer is not None:
+            self._desertion_timer.cancel()
+            self._desertion_timer = None
 
     def _deserted(self) -> None:
-        self._alarm = None
+        self._desertion_timer = None
         if self.members.usable or not self.engine.needs_worker:
             return
         error = UnavailableError(
-            f"no worker was there for {self._worker_wait_timeout:.0f} s "
-            f"({self.members.absent()}): start one, name one with "
-            "strategy.workers.add, or give worker_wait_timeout= more seconds"
+            f"there was no worker for {self._worker_wait_timeout:.0f} s "
+            f"({self.members.absent()}): start one, add one with "
+            "strategy.workers.add, or raise worker_wait_timeout="
         )
         self.engine.deserted = error
         self.engine.fail(error)
@@ -437,8 +443,8 @@ class Dispatcher:
         return asyncio.get_running_loop().time()
 
 
-def _emptied(things: deque[T]) -> list[T]:
-    taken: list[T] = []
-    while things:
-        taken.append(things.popleft())
-    return taken
+def _drain(queue: deque[T]) -> list[T]:
+    items: list[T] = []
+    while queue:  # other threads append meanwhile
+        items.append(queue.popleft())
+    return items

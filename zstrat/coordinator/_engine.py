@@ -1,10 +1,12 @@
-"""Where the user's threads and the loop thread meet: one lock around the queue.
+"""`ClosureEngine`: the queue and the lock that the user's threads and the loop share.
 
-The law of this file: the queue is changed, and values are settled, with `lock` held, by
-whichever thread has something to say; single numbers may be read without it. Nothing is
-done under it that can block or run foreign code. A user's call is a short *attempt*
-under the lock that either succeeds, raises, or says what to wait for; `Waiters` repeats
-it, so the blocking and the asynchronous coordinator share every decision.
+The law of this file: the queue changes, and values are settled, only with `lock` held,
+on any thread; single numbers may be read without it. Nothing that can block or run
+foreign code happens under the lock.
+
+A call of the user is a short *attempt* under the lock, which succeeds, raises, or
+returns what to wait for. `Waiters` repeats it, blocking or awaiting, so that both
+coordinators share every decision.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ if TYPE_CHECKING:
     from ._pending_errors import CallSite
 
 INTERRUPT_SECONDS: Final = 1.0
-"""Seconds that an interrupt waits for the loop to say how much it has cancelled."""
+"""Seconds that Ctrl-C waits for the loop to report how many closures it cancelled."""
 
 
 class ClosureEngine:
-    """The queue with its lock, and the calls of the user that wait for it."""
+    """The queue with its lock, and the calls of the user that wait for closures."""
 
     def __init__(self, queue: Queue, loop: LoopSide) -> None:
         self.loop = loop
-        # Plain attributes, as values ask their engine: fetching takes no lock.
+        # Plain attributes, as remote values call them: fetching takes no lock.
         self.bring: Callable[[Kept], list[np.ndarray]] = loop.bring
         self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
             loop.bring_async
@@ -54,30 +56,30 @@ class ClosureEngine:
             self.waiters.wait_value_async
         )
         self.notes: ProgramNotes | None = None
-        """Where what happens is noted while a time line is taken."""
+        """Records the events of the program while a time line is taken."""
         self.lock = threading.Lock()
         self.queue = queue
         self.outage_error: ZstratError | None = None
-        """While a ps is lost: what calls that schedule, join or fetch raise."""
+        """The error of calls that schedule, join or fetch while a ps is lost."""
         self.deserted: ZstratError | None = None
-        """Why work waits in vain: no worker was there for long."""
+        """The error of closures that waited too long for a worker."""
         self.must_wake = True
-        """The loop has taken all that waited, so the next `put` wakes it."""
+        """Whether the next `put` has to wake the loop, which has taken all closures."""
         self.taken_over: str | None = None
-        """Who holds the cluster now, if another strategy of this program does."""
-        self.oldest: Callable[[], str] = str  # "", until the dispatcher sets it
-        """Words for what has run the longest, and where."""
-        self._wanted = 0
+        """Names the strategy of this program that took the cluster over."""
+        self.oldest: Callable[[], str] = str  # "" until the dispatcher sets it
+        """Describes the closure that has run longest, and its worker."""
+        self._worker_waits = 0
+        """Calls that wait for what a worker builds."""
         self._low_water_at_close = 0
-        """At the end: all steps below this one ended by themselves."""
+        """The low water when the engine was closed."""
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
-        """Queues the call; blocks while the queue is full, or all is cancelled after
-        an error."""
+        """Queues a closure. Blocks while the queue is full, or is being cancelled."""
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = self._closure(call, value, inputs, site)
-        # Nearly every closure is queued at once: no attempt is made for it.
+        # The queue takes nearly every closure at once: this saves an attempt.
         with self.lock:
             queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
@@ -108,8 +110,8 @@ class ClosureEngine:
         return Closure(call, value, name, call.claims(), site, inputs, nbytes)
 
     def join(self, timeout: float | None) -> None:
-        """Waits for all that is scheduled so far."""
-        # Another thread may go on scheduling: its closures are not waited for.
+        """Blocks until all closures scheduled so far have ended."""
+        # Closures that other threads schedule from now on are not waited for.
         with self.lock:
             mark = self.queue.steps.next
         try:
@@ -126,44 +128,45 @@ class ClosureEngine:
             self.waiters.show()
 
     def cancel(self, timeout: float | None) -> int:
-        """Cancels what waits, waits for what runs; returns how many were cancelled."""
-        wish = self._cancel_soon()
-        self.waiters.block(partial(self._try_cancelled, wish), timeout, "cancel")
-        return self.queue.cancelled - wish.before
+        """Cancels waiting closures and waits for running ones; returns how many were
+        cancelled."""
+        request = self._cancel_soon()
+        self.waiters.block(partial(self._try_cancelled, request), timeout, "cancel")
+        return self.queue.cancelled - request.before
 
     async def cancel_async(self) -> int:
-        wish = self._cancel_soon()
-        await self.waiters.wait(partial(self._try_cancelled, wish))
-        return self.queue.cancelled - wish.before
+        request = self._cancel_soon()
+        await self.waiters.wait(partial(self._try_cancelled, request))
+        return self.queue.cancelled - request.before
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> None:
-        """Cancels what waits, as Ctrl-C has struck in a call of the user, and tells the
-        interrupt how much that was. What runs is not waited for."""
-        bell, wish = ThreadBell(), Cancelling("Ctrl-C")
+        """Cancels waiting closures after Ctrl-C in a call of the user, and adds a note
+        to the interrupt that says how many. Does not wait for running ones."""
+        bell, request = ThreadBell(), Cancelling("Ctrl-C")
         try:
             with self.lock:
                 if self.queue.phase is QueuePhase.CLOSED:
                     return
-                self.waiters.watchers[bell] = lambda: wish.is_carried_out
-                self.loop.cancel_waiting(wish)
+                self.waiters.watchers[bell] = lambda: request.is_done
+                self.loop.cancel_waiting(request)
             bell.wait(INTERRUPT_SECONDS)
         finally:
             with self.lock:
                 self.waiters.watchers.pop(bell, None)
-        if not wish.is_carried_out:
+        if not request.is_done:
             interrupt.add_note(
-                f"the coordinator's loop has not answered for {INTERRUPT_SECONDS:g} s; "
-                "it cancels the closures that wait for a worker as soon as it does"
+                f"the coordinator's loop did not answer for {INTERRUPT_SECONDS:g} s; "
+                "it will cancel the closures that wait for a worker when it does"
             )
-        elif wish.waited or wish.running:
+        elif request.waited or request.running:
             interrupt.add_note(
-                f"{wish.waited} closures that waited for a worker were cancelled; "
-                f"workers have {wish.running} more, and drop those that they have not "
-                "begun. The next call of the coordinator waits for the others."
+                f"{request.waited} closures that waited for a worker were cancelled; "
+                f"workers have {request.running} more, and drop those that they have "
+                "not started. The next call of the coordinator waits for the others."
             )
 
     def done(self) -> bool:
-        """Whether nothing waits or runs; raises the pending error."""
+        """Whether no closure waits or runs. Raises the pending error."""
         self.waiters.block(self._try_done, None, "done")
         return self.queue.is_idle
 
@@ -176,81 +179,84 @@ class ClosureEngine:
             notes.schedule(closure.step, began, time.monotonic())
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
-        """Waits for something that a worker does; pending errors win."""
+        """Blocks until ``ready()``, which a worker makes true. A pending error is
+        raised instead."""
         with self.lock:
-            self._wanted += 1
+            self._worker_waits += 1
         try:
-            self.loop.wake()  # without a worker the loop has to count the seconds
+            self.loop.wake()  # it starts the timeout if there is no worker
             self.waiters.block(partial(self._try_until, ready, what), timeout, what)
         finally:
             with self.lock:
-                self._wanted -= 1
+                self._worker_waits -= 1
 
     def unfinished(self) -> str:
-        """What there is still to do, in words. Lock held."""
+        """Describes the closures that have not ended. Lock held."""
         return f"{self.queue.unfinished}{self.oldest()}"
 
     @property
     def standstill(self) -> ZstratError | None:
-        """Why closures that wait are handed to nobody, while none runs. Lock held."""
+        """Why waiting closures are not handed out, while none runs. Lock held."""
         if self.queue.running or not self.queue.runs:
-            return None  # what was cancelled ends by itself
+            return None  # cancelled closures end by themselves
         if self.outage_error is None and self.queue.phase is QueuePhase.FAILED:
-            return self.deserted  # once it was raised a worker is waited for again
+            return self.deserted  # raised once; then closures wait for a worker again
         return self.outage_error
 
     @property
     def needs_worker(self) -> bool:
-        """Whether a call waits for what only a worker can do."""
-        return self._wanted > 0 or not self.queue.is_idle
+        """Whether a call waits for a worker."""
+        return self._worker_waits > 0 or not self.queue.is_idle
 
     async def rest_async(self) -> None:
         """Waits until nothing runs, and nothing waits that may have run.
 
         Raises:
-            PSUnavailableError, UnavailableError: That will not come to be.
+            PSUnavailableError, UnavailableError: It cannot: a parameter server, or
+                every worker, is lost.
         """
         await self.waiters.wait(self._try_rest)
 
-    def cancel_waiting(self, wish: Cancelling | None) -> bool:
-        """Cancels closures that wait: for a wish, or else because one has failed.
+    def cancel_waiting(self, request: Cancelling | None) -> bool:
+        """Cancels waiting closures, for a request or else because one has failed.
 
         Returns:
-            Whether what the workers have not begun is to be dropped.
+            Whether workers have to drop the closures that they have not started.
         """
         queue = self.queue
         with self.lock:
             before, busy = queue.cancelled, not queue.is_idle
             cancels = queue.phase is QueuePhase.FAILED or (
-                wish is not None and queue.phase is QueuePhase.OPEN and busy
+                request is not None and queue.phase is QueuePhase.OPEN and busy
             )
             if cancels:
-                ended = queue.cancel_waiting(None if wish is None else wish.cause)
+                ended = queue.cancel_waiting(None if request is None else request.cause)
                 self.settle(self._blamed(ended))
                 self.must_wake = True
-            if wish is not None:
-                wish.is_carried_out, wish.before = True, before
-                wish.running, wish.waited = queue.running, queue.cancelled - before
+            if request is not None:
+                request.is_done, request.before = True, before
+                request.running = queue.running
+                request.waited = queue.cancelled - before
             self.waiters.notify()
         return cancels
 
     def fetched(self, error: Exception) -> None:
-        """A fetch raises the error of a value."""
+        """Notes that a fetch raises the error of a value."""
         with self.lock:
             before = self.queue.phase
             self.queue.fetched(error)
             if self.queue.phase is not before:
-                self.loop.wake()  # a worker is waited for again, with a time limit
+                self.loop.wake()  # it starts the timeout for a worker again
             self.waiters.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:
-        """Tells the values of closures that the queue ended. Lock held."""
+        """Settles the values of closures that the queue ended. Lock held."""
         for item in ended:
             item.closure.value._settle_error(item.error)
 
     def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Of cancelled closures those that had begun when a parameter server was lost:
-        what they did on it is not known, so they are not said to have done nothing."""
+        """Replaces the error of cancelled closures that had started when a parameter
+        server was lost: it is not known whether they were applied there."""
         outage = self.outage_error
         return [
             item
@@ -260,7 +266,8 @@ class ClosureEngine:
         ]
 
     def fail(self, error: ZstratError, *, lasting: bool = False) -> None:
-        """An error that belongs to no closure; ``lasting``: until `end_outage`."""
+        """Fails the run with an error that belongs to no closure. A ``lasting`` one is
+        raised by every call until `end_outage`."""
         with self.lock:
             if lasting:
                 self.outage_error = error
@@ -268,56 +275,56 @@ class ClosureEngine:
             self.waiters.notify()
 
     def end_outage(self) -> None:
-        """All parameter servers are there again."""
+        """Ends the outage: all parameter servers have returned."""
         with self.lock:
             self.outage_error = None
             self.waiters.notify()
 
     def fenced(self, end: int, applied: Mapping[int, Effect]) -> None:
-        """All steps below ``end`` are over; see `Queue.fenced`."""
+        """Ends all steps below ``end``; see `Queue.fenced`."""
         with self.lock:
             if end != self.queue.steps.next:
-                return  # an earlier one, raised twice: no step is issued meanwhile
+                return  # an earlier fence that was raised twice
             self.settle(self.queue.fenced(applied))
             self.waiters.notify()
 
     def close(self, cause: str) -> None:
-        """Cancels everything, what runs included: its outcome is not waited for."""
+        """Cancels all closures, without waiting for the running ones."""
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 return
             self._low_water_at_close = self.queue.steps.low_water
             self._close(cause)
 
-    def give_way(self, words: str) -> str | None:
-        """Closes, if nothing is unfinished; else returns what is. Later calls of the
-        coordinator raise the ``words``."""
+    def give_way(self, reason: str) -> str | None:
+        """Closes if no closure is unfinished; else describes those that are. Later
+        calls of the coordinator raise an error with the ``reason``."""
         with self.lock:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
                 return None
-            # With a parameter server gone, what is unfinished cannot end.
+            # While a parameter server is lost, unfinished closures cannot end.
             if self.outage_error is None and not queue.is_idle:
                 return queue.unfinished
-            self.taken_over = words
-            self._close(words)
+            self.taken_over = reason
+            self._close(reason)
         return None
 
     def closed_error(self) -> ClosedError:
-        """What is raised once it is closed."""
-        shut = "the coordinator is shut down; make a new one"
-        return ClosedError(self.taken_over or shut)
+        """The error of calls after `close`."""
+        return ClosedError(
+            self.taken_over or "the coordinator is shut down; make a new one"
+        )
 
     def _close(self, cause: str) -> None:
         self.settle(self.queue.close(cause))
         self.waiters.notify()
 
     def _enqueue(self, closure: Closure) -> bool:
-        """Queues the closure, if the queue accepts it.
+        """Queues the closure if the queue takes it, and wakes the loop if needed.
 
-        Ctrl-C may strike between any two of these lines: `must_wake` is taken back
-        last, so that a closure in the queue of which the loop does not know yet is seen
-        by the next call that looks (`remind`)."""
+        Ctrl-C may strike between any two of these lines. `must_wake` is reset last, so
+        that the next call wakes the loop if this one was interrupted (`remind`)."""
         if not self.queue.put(closure):
             return False
         if self.must_wake:
@@ -326,23 +333,23 @@ class ClosureEngine:
         return True
 
     def remind(self) -> None:
-        """Wakes the loop if a call was interrupted before it could. Lock held."""
+        """Wakes the loop if an interrupted call did not. Lock held."""
         if self.must_wake and self.queue.waiting_fresh:
             self.loop.wake()
 
     def _cancel_soon(self) -> Cancelling:
-        wish = Cancelling("coordinator.cancel")
+        request = Cancelling("coordinator.cancel")
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 raise self.closed_error()
-            self.loop.cancel_waiting(wish)
-        return wish
+            self.loop.cancel_waiting(request)
+        return request
 
-    def _try_cancelled(self, wish: Cancelling) -> Ready | None:
+    def _try_cancelled(self, request: Cancelling) -> Ready | None:
         if self.queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
-        if not wish.is_carried_out:
-            return lambda: wish.is_carried_out or self.queue.phase is QueuePhase.CLOSED
+        if not request.is_done:
+            return lambda: request.is_done or self.queue.phase is QueuePhase.CLOSED
         return self._try_ended()
 
     def _try_done(self) -> Ready | None:
@@ -371,8 +378,8 @@ class ClosureEngine:
         return None
 
     def _try_ended(self) -> Ready | None:
-        """None if all has ended that was cancelled; the queue is open then, unless an
-        error is still to be raised."""
+        """Returns None when all cancelled closures have ended. The queue is open then,
+        unless an error is to be raised."""
         queue = self.queue
         if queue.phase is QueuePhase.CANCELLING and not queue.is_quiet:
             return lambda: queue.phase is not QueuePhase.CANCELLING or queue.is_quiet
@@ -385,8 +392,8 @@ class ClosureEngine:
         return None
 
     def _fence_if_quiet(self) -> None:
-        # In this order, for Ctrl-C may strike in between: a fence that is raised twice
-        # does no harm, and one that was never raised would be waited for in vain.
+        # In this order, as Ctrl-C may strike in between: raising a fence twice does no
+        # harm, while waiting for one that was never raised has no end.
         if self.queue.is_quiet:
             self.loop.fence(self.queue.steps.next, self.queue.doubtful)
             self.queue.fence()

@@ -1,4 +1,5 @@
-"""Errors of closures that wait to be raised, and from which line each of them comes."""
+"""Errors of closures that the next call of the user raises, with the line that
+scheduled each closure."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ if TYPE_CHECKING:
     from types import CodeType
 
 KEPT_ERRORS: Final = 1024
-"""The first ones, and the last."""
+"""The most errors that are kept: the oldest, and the newest."""
 
 
 CallSite = tuple["CodeType", int]
-"""Where `schedule` was called: the code, and the offset of the instruction. A plain
-tuple is made in no time; the line is looked up when somebody asks."""
+"""Where `schedule` was called: the code, and the offset of the instruction. A tuple is
+quick to make; `line_of` finds the line when it is needed."""
 
 
 def line_of(site: CallSite) -> str:
-    """The file and the line."""
+    """Returns "FILE:LINE" of a call."""
     code, instruction = site
     for begin, end, line in code.co_lines():
         if begin <= instruction < end and line is not None:
@@ -32,7 +33,7 @@ _SHARED: Final = "Other steps failed with the same error."
 
 @dataclass(frozen=True, slots=True)
 class ClosureSource:
-    """A closure as a reader knows it."""
+    """Names a closure in messages."""
 
     step: int
     name: str
@@ -43,52 +44,52 @@ class ClosureSource:
         return f"step {self.step} ({self.name}{at})"
 
     def sign(self, error: Exception) -> None:
-        """Notes whose error it is, for whoever raises it. Steps may share one, as of a
-        dataset that could not be made: then it is the first one's, and says so."""
+        """Adds a note to the error that names the closure. Closures may share an error,
+        such as that of a dataset; the note then names the first, and says so."""
         notes: list[str] = getattr(error, "__notes__", [])
-        mine = f"{_SIGNED} {self}."
-        if mine in notes:
+        signature = f"{_SIGNED} {self}."
+        if signature in notes:
             return
         if not any(note.startswith(_SIGNED) for note in notes):
-            error.add_note(mine)
+            error.add_note(signature)
         elif _SHARED not in notes:
             error.add_note(_SHARED)
 
 
 @dataclass(slots=True, eq=False)
 class PendingError:
-    """An error that a call of the user is to raise."""
+    """An error that a call of the user has to raise."""
 
     error: Exception
     source: ClosureSource | None = None
-    """The closure that failed; None if it was something else."""
+    """The closure that failed; None if the error belongs to no closure."""
     was_fetched: bool = False
-    """A fetch has raised it already."""
+    """A fetch has raised it."""
 
     def raised_by(self, call: str) -> Exception:
-        """The error, for ``call`` to raise, with a note that says that it did."""
+        """Returns the error, for ``call`` to raise, with a note that names the call."""
         if self.source is not None:
             self.error.add_note(self._note(call))
         return self.error.with_traceback(None)
 
     def _note(self, call: str) -> str:
-        words = "A fetch has raised it before. " if self.was_fetched else ""
-        words += f"{call} raised it, once"
+        text = "A fetch has raised it before. " if self.was_fetched else ""
+        text += f"{call} raised it, once"
         if call == "coordinator.schedule":
-            words += ", and did not schedule what it was called with: call it again"
+            text += ", and did not schedule its own call: call it again"
         if self.was_fetched:
-            words += (
-                "; with ClusterCoordinator(strategy, errors_once=True) what was "
-                "fetched is not raised again"
+            text += (
+                "; ClusterCoordinator(strategy, errors_once=True) does not raise again "
+                "what a fetch has raised"
             )
-        return f"{words}."
+        return f"{text}."
 
 
 class PendingErrors:
-    """Those that came with the first one.
+    """The first error and those after it, until the first is raised.
 
     Args:
-        once: One that a fetch has raised is not to be raised by another call.
+        once: Errors that a fetch has raised are not raised again.
     """
 
     def __init__(self, once: bool) -> None:
@@ -101,17 +102,19 @@ class PendingErrors:
 
     @property
     def first(self) -> PendingError | None:
-        """The first one that is still to be raised."""
-        waiting = (one for one in self._all if not (self._once and one.was_fetched))
-        return next(waiting, None)
+        """The first error that is still to be raised."""
+        pending = (
+            failure for failure in self._all if not (self._once and failure.was_fetched)
+        )
+        return next(pending, None)
 
     @property
     def unfetched(self) -> PendingError | None:
-        """The first one that no fetch has raised."""
-        return next((one for one in self._all if not one.was_fetched), None)
+        """The first error that no fetch has raised."""
+        return next((failure for failure in self._all if not failure.was_fetched), None)
 
     def begin(self) -> None:
-        """The next one is the first."""
+        """Forgets all errors, as the next one is a new first."""
         self._all.clear()
 
     def add(self, failure: PendingError) -> None:
@@ -120,7 +123,7 @@ class PendingErrors:
         self._all.append(failure)
 
     def fetched(self, error: Exception) -> None:
-        """A fetch raises the error."""
+        """Notes that a fetch raises the error."""
         for failure in self._all:
             if failure.error is error:
                 failure.was_fetched = True

@@ -1,19 +1,18 @@
-"""Closures that wait, and what becomes of them. Decides only: no lock, clock or socket.
+"""The queue of closures: which wait, which run next, and how each one ends. Decides
+only, without lock, clock or socket.
 
 The law of this file: every closure that was `put` ends exactly once, as done, failed or
-cancelled, and nobody else ends one.
+cancelled, and only the queue ends one.
 
-Theory of operation. Fresh closures wait in a bounded first-in-first-out queue. A
-closure that comes back (its worker was lost, a parameter server was unreachable) waits
-in a separate queue that is *outside* the bound and goes first: whoever hands closures
-back never has to wait for a free slot, so a full queue cannot lock up when all workers
-fail.
+New closures wait in a bounded first-in-first-out queue. A closure that comes back (its
+worker was lost, or a parameter server was unreachable) waits in a separate queue
+*outside* the bound, which goes first. So handing closures back never waits for a free
+slot, and a full queue cannot lock up when all workers fail.
 
-A closure that was in flight on a lost worker is retried at once. From the second loss
-on it is a *suspect*: it may be what kills workers. Suspects run alone on a worker, so
-that the next loss convicts the right one and spares the bystanders that were in flight
-beside it; they wait longer after each loss, and after ``max_attempts`` losses the
-closure fails with the names of the workers that it took along.
+A closure that was in flight on a lost worker is retried at once. From its second loss
+on it is a *suspect*, as it may be what kills workers. Suspects run alone on a worker,
+so that the next loss blames the right closure. They wait longer after each loss, and
+after ``max_attempts`` losses the closure fails with the names of the lost workers.
 
     OPEN ──first error──▶ FAILED ─────next call of the user────▶ CANCELLING
       ▲                                                                 │
@@ -21,15 +20,15 @@ closure fails with the names of the workers that it took along.
       │                                                                 ▼
       └─── the error is raised, once ─── FENCED ◀──all ps say so─── FENCING
 
-While FAILED the others run on, as in TensorFlow; CLOSED is the end of everything. Who
-cancels what waits goes the same way from OPEN, and no error is raised at its end. With
-``errors_once`` an error that a fetch has raised counts as raised: when none is left,
-FAILED is OPEN again, and nothing is cancelled.
+While FAILED, other closures go on, as in TensorFlow. CLOSED is final. Cancelling by the
+user goes the same way from OPEN, and raises no error at its end. With ``errors_once``
+an error that a fetch raised counts as raised: when none is left, FAILED becomes OPEN
+again, and nothing is cancelled.
 
-A worker that was lost may have applied the closure that it had, and may still be at it
-(a *zombie*). So before the error is raised all parameter servers are told that every
-step so far is over, and say which of these *doubtful* closures they have applied: the
-others are cancelled, and the error tells the truth that nothing runs any more.
+A lost worker may have applied the closure that it had, or may still run it (a
+*zombie*). So before the error is raised, a fence tells all parameter servers that every
+step so far is over, and they say which of these *doubtful* closures they applied. The
+others are cancelled, and when the error is raised nothing runs.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
 
 
 class QueueLeft(NamedTuple):
-    """What is left when closures were handed out: so many wait, and before that there
-    was no room for more."""
+    """How many closures are left after some were handed out, and whether the queue was
+    full before that."""
 
     waiting: int = 0
     full: bool = False
@@ -64,25 +63,25 @@ class QueueLeft(NamedTuple):
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
 MAX_QUEUED_BYTES: Final = 2**30
-"""Of the arguments of waiting closures, which are copied as they are scheduled: batches
-would fill the memory of the program long before there are too many closures."""
+"""Bytes of the arguments of waiting closures, which are copies: batches would fill the
+memory of the program long before there are too many closures."""
 MAX_AHEAD: Final = 2**19
-"""How far above the lowest step that has not ended one may be handed out: half of the
-steps that a parameter server can remember (`zstrat.ps.store._ledger`). One slow closure
-may be overtaken by so many."""
+"""How many steps may overtake the oldest unfinished one: half of the steps that a
+parameter server can remember (`zstrat.ps.store._ledger`)."""
 MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
-"""One loss is bad luck: machines are preempted. Two of the same closure are a clue."""
+"""One loss is bad luck, as machines are preempted. Two of the same closure are a clue.
+"""
 FIRST_DELAY: Final = 0.1
-"""Seconds that a suspect waits behind its second loss; doubled with each further one,
-up to `LONGEST_DELAY`."""
+"""Seconds that a suspect waits after its second loss; doubled by each further one, up
+to `LONGEST_DELAY`."""
 LONGEST_DELAY: Final = 5.0
 HANDBACK_DELAY: Final = 0.05
 """Seconds before a closure is retried that its worker gave back without running it."""
 
 
 class QueuePhase(enum.Enum):
-    """Where the queue stands with the first error."""
+    """The state of the queue; the drawing is in the docstring of the module."""
 
     OPEN = "open"
     FAILED = "failed"
@@ -94,28 +93,27 @@ class QueuePhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Closure:
-    """One scheduled call. ``call`` says what to run and ``value`` who wants to know;
-    the queue looks into neither."""
+    """One scheduled call. The queue does not look into ``call`` and ``value``."""
 
     call: ScheduledCall
     value: RemoteValue
     name: str = "closure"
     claims: tuple[object, ...] = ()
-    """What must not go away before the closure has ended."""
+    """Keeps resources alive until the closure has ended."""
     site: CallSite | None = None
     inputs: bytes = b""
-    """The bytes of its own arrays among the arguments (`Input`)."""
+    """The bytes of its own arrays among the arguments."""
     nbytes: int = 0
-    """What it holds of arguments, and shares with no other closure."""
+    """Memory of arguments that it shares with no other closure."""
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
     busy_since: float | None = None
-    """When it found a task too busy for it first."""
+    """When a task was first too busy for it."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
     begun: bool = False
-    """A worker that did not end it may have run it: it may have had its effect."""
+    """A worker may have run it without reporting its end: it may have been applied."""
 
     @property
     def is_suspect(self) -> bool:
@@ -128,15 +126,15 @@ class Closure:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closure that the queue ended by itself, for the shell to tell its value."""
+    """A closure that the queue ended by itself; the caller settles its value."""
 
     closure: Closure
     error: Exception
 
 
 class Effect(NamedTuple):
-    """What is known of the updates of a step whose worker was lost: in words, and
-    whether a server has said that it applied some."""
+    """What is known of the updates of a step whose worker was lost, and whether a
+    server confirmed that it applied some."""
 
     words: str
     is_certain: bool
@@ -146,7 +144,7 @@ _Waiting = tuple[float, int, Closure]
 
 
 class Queue:
-    """Closures from `put` to their end."""
+    """The queue of a coordinator. See the docstring of the module."""
 
     def __init__(
         self,
@@ -168,39 +166,39 @@ class Queue:
         self.phase = QueuePhase.OPEN
         self.running = 0
         self._failures = PendingErrors(errors_once)
-        """Since the last one was raised, and before the next one begins."""
+        """The errors since the last one was raised."""
         self._pending = False
         self._cause: str | None = None
-        """Why what waits is cancelled, while it is."""
+        """Why waiting closures are cancelled, while they are."""
         self.cancelled = 0
-        """Closures that were cancelled so far."""
+        """Number of closures cancelled so far."""
         self._fresh: deque[Closure] = deque()
         self._nbytes = 0
-        """Of the fresh closures."""
+        """Bytes of the fresh closures."""
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
         self._returned: list[_Waiting] = []
-        """Those that came back before they had begun."""
+        """Closures that came back before they had started."""
         self._doubtful: list[Closure] = []
         self.held = False
-        """Nothing begins but what may have begun already (`is_at_rest`)."""
+        """Hands out only closures that may have started before (see `is_at_rest`)."""
         self.suspended = False
-        """Nothing is handed out: a lost parameter server is awaited, or filled."""
+        """Hands out nothing, while a lost parameter server is awaited or restored."""
 
     @property
     def errors(self) -> list[Exception]:
-        """Every error since the last one was raised, the first one first."""
+        """The errors since the last one was raised, oldest first."""
         return self._failures.errors
 
     @property
     def queued(self) -> int:
-        """Closures that wait for a worker, those that came back included."""
+        """Closures that wait for a worker, including those that came back."""
         back = len(self._retries) + len(self._suspects) + len(self._returned)
         return len(self._fresh) + back
 
     @property
     def unfinished(self) -> str:
-        """How much there is to do, in words."""
+        """Describes how many closures run and wait."""
         return f"{self.running} closures run and {self.queued} wait"
 
     @property
@@ -210,17 +208,17 @@ class Queue:
 
     @property
     def is_full(self) -> bool:
-        """Too many closures wait for their first worker, or too many bytes."""
+        """Whether too many closures, or bytes, wait for their first worker."""
         return len(self._fresh) >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits and nothing runs."""
+        """Whether no closure waits or runs."""
         return self.steps.low_water == self.steps.next
 
     @property
     def accepts(self) -> bool:
-        """Whether `put` may be called now."""
+        """Whether `put` takes a closure now."""
         return self.phase is QueuePhase.OPEN and not self.is_full
 
     @property
@@ -229,7 +227,8 @@ class Queue:
         return self.phase in (QueuePhase.OPEN, QueuePhase.FAILED)
 
     def put(self, closure: Closure) -> bool:
-        """Takes a new closure at the tail and numbers it, if it accepts one now."""
+        """Numbers a new closure and appends it; returns False if the queue is full or
+        not open."""
         if self.phase is not QueuePhase.OPEN or self.is_full:
             return False
         closure.step = self.steps.issue()
@@ -238,36 +237,36 @@ class Queue:
         return True
 
     def cancel_waiting(self, cause: str | None = None) -> list[Ended]:
-        """Cancels all that waits; what runs is to end by itself. → CANCELLING."""
+        """Cancels the waiting closures, while running ones go on. → CANCELLING."""
         assert self.runs, f"cancelled while {self.phase.value}"
         self.phase, self._cause = QueuePhase.CANCELLING, cause
         return self._cancel_queued(cause)
 
     @property
     def is_quiet(self) -> bool:
-        """Cancelling, and no worker that is there runs anything any more."""
+        """Whether it is cancelling, and no connected worker runs a closure."""
         return self.phase is QueuePhase.CANCELLING and self.running == 0
 
     @property
     def doubtful(self) -> list[int]:
-        """Steps that may have been applied, and that no worker has any more."""
+        """Steps that may have been applied, and that no worker has."""
         return [closure.step for closure in self._doubtful]
 
     def fence(self) -> list[int]:
-        """All steps so far are to be over. CANCELLING → FENCING.
+        """Starts to end all steps so far. CANCELLING → FENCING.
 
         Returns:
-            Those that may have been applied.
+            The steps that may have been applied.
         """
         assert self.is_quiet, "fenced while closures run"
         self.phase = QueuePhase.FENCING
         return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
-        """All steps so far are over. FENCING → FENCED.
+        """Ends all steps so far. FENCING → FENCED.
 
         Args:
-            applied: What is known of those that were applied, or still may have been.
+            applied: What is known of the steps that were, or may have been, applied.
                 The others were not.
         """
         if self.phase is not QueuePhase.FENCING:  # it was closed, or fenced, meanwhile
@@ -286,65 +285,65 @@ class Queue:
 
     @property
     def is_fenced(self) -> bool:
-        """Nothing runs any more, and the first error, if any, is to be raised now."""
+        """Whether nothing runs, and the first error, if any, is to be raised now."""
         return self.phase is QueuePhase.FENCED
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing runs, and nothing waits that may have run: every step has had all of
-        its effect, or none."""
+        """Whether nothing runs, and nothing waits that may have run: every step was
+        applied on all servers or on none."""
         waits = self._retries or self._suspects or self._doubtful
         return self.running == 0 and not waits and self.phase is not QueuePhase.FENCING
 
     @property
     def has_error(self) -> bool:
-        """Whether a call of the user has an error to raise."""
+        """Whether the next call of the user raises an error."""
         return self._pending and self._failures.first is not None
 
     @property
-    def unheard(self) -> PendingError | None:
-        """The first error that no call of the user has raised, nor a fetch."""
+    def unraised(self) -> PendingError | None:
+        """The first error that neither a call nor a fetch has raised."""
         return self._failures.unfetched if self._pending else None
 
     def reopen(self) -> PendingError | None:
-        """The first error, for the one who raises it; None after a cancellation. FENCED
-        → OPEN."""
-        assert self.is_fenced, "the error is raised when nothing runs"
+        """Returns the first error, for the caller to raise, or None after a
+        cancellation. FENCED → OPEN."""
+        assert self.is_fenced, "the error is raised after the fence"
         pending, self._pending, self.phase = self._pending, False, QueuePhase.OPEN
         return self._failures.first if pending else None
 
     def fetched(self, error: Exception) -> None:
-        """A fetch raises the error, now."""
+        """Notes that a fetch raises the error."""
         self._failures.fetched(error)
         if self.phase is QueuePhase.FAILED and self._failures.first is None:
             self._pending, self.phase = False, QueuePhase.OPEN
 
     def close(self, cause: str) -> list[Ended]:
-        """Cancels all that waits, for good."""
+        """Cancels all waiting closures. → CLOSED."""
         self.phase, self._pending = QueuePhase.CLOSED, False
         return self._cancel_queued(cause)
 
     def ready(self, now: float) -> tuple[int, int]:
-        """How many ordinary closures and how many suspects may go to a worker now."""
+        """Returns how many ordinary closures and suspects may go to a worker now."""
         if not self.runs or self.suspended:
             return 0, 0
         fresh = 0 if self.held else _due(self._returned, now) + self._reachable
         return _due(self._retries, now) + fresh, _due(self._suspects, now)
 
     def next_due(self) -> float | None:
-        """When the next closure that came back may go again."""
+        """Returns when the next closure that came back may be handed out."""
         heaps = [self._retries, self._suspects]
-        if not self.held:  # else these wait for its end, however long they are due
+        if not self.held:  # else these wait until it ends
             heaps.append(self._returned)
         heads = [heap[0][0] for heap in heaps if heap]
         return min(heads, default=None)
 
     def take(self, limit: int, now: float) -> list[Closure]:
-        """At most ``limit`` ordinary closures, those that came back first."""
+        """Hands out at most ``limit`` ordinary closures, first those that came back."""
         assert self.runs, f"nothing is handed out while {self.phase.value}"
         taken: list[Closure] = []
         fresh = self._fresh
-        # Held: only what may have had a part of its effect runs, to have all of it.
+        # Held: only closures that may be applied in part run, to be applied in full.
         heaps = (self._retries,) if self.held else (self._retries, self._returned)
         for heap in heaps:
             while heap and len(taken) < limit and heap[0][0] <= now:
@@ -359,7 +358,7 @@ class Queue:
         return taken
 
     def take_suspect(self, now: float) -> Closure:
-        """A closure that is to run alone."""
+        """Hands out a closure that has to run alone."""
         due, _, closure = heapq.heappop(self._suspects)
         assert due <= now, "it has to wait longer"
         assert self.runs, f"nothing is handed out while {self.phase.value}"
@@ -368,7 +367,7 @@ class Queue:
         return closure
 
     def end(self, closure: Closure, error: Exception | None = None) -> None:
-        """The closure ran to its end; the first error of all is kept to be raised."""
+        """Ends a closure that ran to its end. The first error is kept to be raised."""
         self._stopped(closure)
         self.steps.end(closure.step)
         if error is not None:
@@ -376,9 +375,9 @@ class Queue:
             self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:
-        """Something is wrong; the first such error waits for the user's next call."""
+        """Keeps an error for the next call of the user, if it is the first."""
         if not self.runs:
-            return  # provoked by cancelling: it belongs to its own value alone
+            return  # an effect of cancelling, which only its own value raises
         if self.phase is QueuePhase.OPEN:
             self.phase, self._pending = QueuePhase.FAILED, True
             self._failures.begin()
@@ -388,42 +387,42 @@ class Queue:
     def retry(
         self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool
     ) -> list[Ended]:
-        """The closure did not run to its end through no fault of its own.
+        """Takes back a closure that did not end, through no fault of its own.
 
         Args:
-            begun: It may have run, so that its effect may be there.
+            begun: It may have run, so it may have been applied.
         """
         self._stopped(closure)
         closure.begun |= begun
-        closure.attempt -= not begun  # that was none
+        closure.attempt -= not begun  # it does not count
         if self.phase is QueuePhase.CLOSED:
             return self._cancel([closure], None)
         if not self.runs:
             if not closure.begun:
                 return self._cancel([closure], self._cause)
-            # It may have had its effect: the fence will say.
+            # It may have been applied; the fence will say.
             self._doubtful.append(closure)
             return []
         heap = self._returned
         if closure.begun:
             heap = self._suspects if closure.is_suspect else self._retries
-        # Held: it came back because it was asked for, not because something is wrong.
+        # Held: it came back because it was called back, so it need not wait.
         due = 0.0 if self.held and not closure.begun else now + delay
         heapq.heappush(heap, (due, closure.step, closure))
         return []
 
     def lost(self, closure: Closure, worker: str, now: float) -> list[Ended]:
-        """The worker that had the closure in flight is gone."""
+        """Takes back a closure whose worker was lost; retries it, or fails it as the
+        likely cause."""
         closure.losses = (*closure.losses, worker)
         lost = len(closure.losses)
         if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(
                 ", ".join(closure.losses),
-                f"{closure.name} (step {closure.step}) was given up: in {lost} "
-                "attempts each worker that ran it was lost, so it seems to be what "
-                "kills them (out of memory, a crash in native code?); raise "
-                "max_attempts= if workers are often lost for other reasons. Its "
-                "updates may have been applied",
+                f"{closure.name} (step {closure.step}) failed: all {lost} workers that "
+                "ran it were lost, so it probably kills them (out of memory, a crash "
+                "in native code?). Raise max_attempts= if workers are often lost for "
+                "other reasons. Its updates may have been applied",
             )
             self.end(closure, error)
             return [Ended(closure, error)]
@@ -433,7 +432,8 @@ class Queue:
 
     @property
     def _reachable(self) -> int:
-        """Fresh closures that are not too far ahead of the lowest one."""
+        """Number of fresh closures that are not too far ahead of the oldest unfinished
+        step."""
         if not self._fresh:
             return 0
         ahead = self._fresh[0].step - self.steps.low_water
@@ -452,7 +452,7 @@ class Queue:
         self._suspects.clear()
         self._returned.clear()
         self._doubtful.clear()
-        # Closed for good: no fence will say which of them were applied.
+        # If it is closed, no fence will say which of them were applied.
         if self.phase is not QueuePhase.CLOSED:
             self._doubtful = [closure for closure in waiting if closure.begun]
             waiting = [closure for closure in waiting if not closure.begun]
@@ -465,7 +465,9 @@ class Queue:
             self.steps.end(closure.step)
         self.cancelled += len(closures)
         never, perhaps = cancellation(cause), cancellation(cause, begun=True)
-        return [Ended(each, perhaps if each.begun else never) for each in closures]
+        return [
+            Ended(closure, perhaps if closure.begun else never) for closure in closures
+        ]
 
 
 def _due(heap: list[_Waiting], now: float) -> int:
@@ -475,12 +477,12 @@ def _due(heap: list[_Waiting], now: float) -> int:
 
 
 def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledError:
-    """What the value of a cancelled closure says."""
+    """The error of the value of a cancelled closure."""
     words = "The corresponding function is cancelled. Please reschedule the function."
     if begun:
         words = (
-            "The corresponding function is cancelled. A worker had begun it, so its "
-            "updates may have been applied: to schedule it again may apply them twice."
+            "The corresponding function is cancelled. A worker had started it, so its "
+            "updates may have been applied; scheduling it again may apply them twice."
         )
     return CancelledError(f"{words} ({cause})" if cause else words)
 
@@ -490,7 +492,7 @@ def _lost(closure: Closure, effect: Effect) -> ResultLostError:
     again = "would" if effect.is_certain else "may"
     return ResultLostError(
         closure.step,
-        f"{closure.name} was running when another one failed, and its result is lost"
-        f"{by}. Its updates {effect.words}: to schedule it again {again} apply them "
+        f"{closure.name} was running when another closure failed, and its result is "
+        f"lost{by}. Its updates {effect.words}; scheduling it again {again} apply them "
         "twice",
     )

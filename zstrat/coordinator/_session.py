@@ -1,8 +1,7 @@
-"""A program's hold on its cluster: one session, from connect to close.
+"""`ClusterSession`: a program's session with its cluster, from connect to close.
 
-The handle that the strategy owns; `connecting._session_opening` makes it. It lives on
-the user's side; what runs on the loop (`Cluster`) does not know it, so that dropping
-the strategy drops the session.
+A strategy owns one, which `connect_session` and its kin make. The `Cluster`, which runs
+on the loop, has no reference to it: dropping the strategy closes the session.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 _CLOSED: Final = (
-    "the strategy was closed: make a new one, and create anew what was in its scope"
+    "the strategy was closed; make a new one, and its variables in its scope"
 )
 
 T = TypeVar("T")
@@ -44,8 +43,8 @@ T = TypeVar("T")
 
 @final
 class _ForkedLock:
-    """A lock of the session in a forked process: what wants it would wait for the loop
-    of the parent, and is refused instead."""
+    """The lock of a session in a forked process, which has no loop: raises an error
+    instead of waiting for the loop of the parent."""
 
     def __enter__(self) -> NoReturn:
         raise ForkedError("a strategy that works with parameter servers")
@@ -55,15 +54,14 @@ class _ForkedLock:
 
 @final
 class ClusterSession:
-    """The tasks of a cluster, for as long as this program holds them.
+    """A session with the tasks of a cluster.
 
-    What is asked of the parameter servers is a coroutine of ``servers``. It is carried
-    out on the loop that owns the links: `run` blocks until it has ended, `run_async` is
-    awaited.
+    Requests to the parameter servers are coroutines of ``servers``, which run on the
+    loop that owns the links: `run` blocks until one has ended, `run_async` awaits it.
 
     Raises, `run` and `run_async`:
-        PSUnavailableError: A parameter server that the call needs is gone.
-        ClosedError: After `close`.
+        PSUnavailableError: A parameter server that the call needs is lost.
+        ClosedError: The session is closed.
         DeadlineExceededError: There was no answer within ``timeouts.request``.
     """
 
@@ -72,19 +70,22 @@ class ClusterSession:
         self.lock = threading.Lock()
         self.servers = ParameterServers(cluster, settings.timeouts.request)
         self.coordinators: dict[str, Any] = {}
-        """What was made for this session once: its coordinators. Guarded by `lock`."""
+        """The one core of this session, its options, and the blocking coordinator, by
+        name. Guarded by `lock`."""
         self.taken_over: str | None = None
-        """Says which other strategy of this program has the cluster now."""
+        """Message that names the strategy of this program that took the cluster
+        over."""
         self.next_step = 1
-        """Steps are unique in the session, whichever coordinator numbers them."""
-        # Whichever way the portal ends, the tasks are left before.
+        """Number of the next coordinator's first step: steps are unique in a
+        session."""
+        # However the portal is closed, the sessions on the tasks are closed before.
         portal.at_close(partial(cluster.close, False))
         weakref.finalize(self, portal.retire).atexit = False
 
     def finish(self) -> None:
-        """Blocks until all that was scheduled in this session has ended.
+        """Blocks until all scheduled closures have ended.
 
-        Raises: As `ClusterCoordinator.join`.
+        Raises: See `ClusterCoordinator.join`.
         """
         with self.lock:
             core = self.coordinators.get("core")
@@ -98,36 +99,36 @@ class ClusterSession:
 
     @property
     def origin(self) -> int:
-        """The number that keys and optimizers' ids are counted from: that of the first
-        session, if this one goes on with what another program has left."""
+        """The number that keys and optimizer numbers are counted from: the number of
+        the first session, if this one resumes that of another program."""
         return self.cluster.renewal.origin
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on with what another program has left."""
+        """Whether it resumes the session of another program."""
         return self.cluster.renewal.resumed
 
     @property
     def worker_count(self) -> int:
-        """Workers that the cluster has now, whether they are there or not."""
+        """Number of workers of the cluster, including those that are lost."""
         return len(self.cluster.membership.addresses)
 
     @property
     def platform(self) -> str:
-        """What the workers compute on: "cpu", "gpu" or "tpu"."""
+        """The platform of the workers' devices: "cpu", "gpu" or "tpu"."""
         return self.cluster.worker_devices.platform
 
     @property
     def devices(self) -> int:
-        """Local devices of one worker."""
+        """Number of devices of each worker."""
         return self.cluster.worker_devices.devices
 
     @property
     def client(self) -> PsClient:
-        """The client of the parameter servers, for coroutines that `run` carries out.
+        """The client of the parameter servers, for coroutines that `run` runs.
 
         Raises:
-            PSUnavailableError: A parameter server is lost, and what it held.
+            PSUnavailableError: A parameter server is lost, with its variables.
         """
         return self.servers.client
 
@@ -137,10 +138,10 @@ class ClusterSession:
         """Runs a coroutine on the loop that owns the links; blocks until it has ended.
 
         Args:
-            what: Names it in errors.
-            timeout: Seconds; None: no limit. What is asked of tasks has deadlines,
-                which are put off while bodies move, and so has waiting for a task: only
-                they know whether a large value is still on its way.
+            what: Names the work in errors.
+            timeout: Seconds; None: no limit. Requests to tasks have deadlines of their
+                own, which move while bytes arrive: only the loop knows whether a large
+                value is still on its way.
         """
         if timeout is None or self.cluster.recovery is not None:
             timeout = math.inf
@@ -153,7 +154,7 @@ class ClusterSession:
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """`run`, awaited on any event loop.
 
-        Cancellation: gives up the outcome, while what was sent is carried out.
+        Cancellation: requests that were sent are carried out.
         """
         try:
             return await self.portal.run_async(work, what)
@@ -163,21 +164,21 @@ class ClusterSession:
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[SessionCut | None]:
-        """Holds the session between two steps: what is read of its variables inside is
-        of one moment, with each step on all servers or on none. From any event loop.
+        """Pauses training between two steps: variables that are read inside are of one
+        moment, with each step applied on all servers or on none. From any event loop.
 
-        Steps that run are waited for, new ones and updates of the program wait; so
-        training stands still for the slowest step that runs, and for what is done here.
+        Waits for the steps that run, while new steps and updates of the program wait.
+        So training stands still for the slowest running step, and for the block.
 
         Yields:
-            Which steps have had their effect; None if other programs share the servers,
-            which go on: each server has a moment of its own then.
+            The steps that were applied. None if other programs share the servers: those
+            are not paused, and each server is read at a moment of its own.
 
         Raises:
-            UnavailableError: A step whose worker was lost waits for another worker, and
-                none came in time.
+            UnavailableError: A step whose worker was lost needs another worker, and
+                there was none in time.
 
-        Cancellation: all goes on.
+        Cancellation: training continues.
         """
         if self.cluster.options.is_shared:
             yield None
@@ -188,22 +189,21 @@ class ClusterSession:
             yield await self.run_async(pause.begin(holder), "waiting for steps to end")
             self.require_unrestored(before)
         finally:
-            # Posted, not awaited: training goes on also where whoever held it is
-            # cancelled.
+            # Not awaited: training must continue even if this task is cancelled.
             self.portal.call_soon(pause.end, holder)
 
     def recover(self, timeout: float) -> None:
-        """From now on parameter servers that come back empty are filled from the last
-        checkpoint that `remember` was told of.
+        """Has lost parameter servers restored from the last checkpoint of `remember`
+        when they return.
 
         Args:
-            timeout: Seconds that one has to come back.
+            timeout: Seconds for a lost server to return.
         """
 
         async def begin() -> None:
             self.cluster.recover(timeout)
 
-        self.run(begin(), "watching over the parameter servers")
+        self.run(begin(), "enabling restores of parameter servers")
 
     @property
     def recovers(self) -> bool:
@@ -212,32 +212,33 @@ class ClusterSession:
 
     @property
     def restores(self) -> int:
-        """How often the parameter servers were filled again."""
+        """Number of times that the parameter servers were restored."""
         recovery = self.cluster.recovery
         return 0 if recovery is None else recovery.restores
 
     def require_unrestored(self, since: int) -> None:
-        """
+        """Checks that there was no restore since `restores` was ``since``.
+
         Raises:
-            PSUnavailableError: The servers have got other values since so many
-                `restores`.
+            PSUnavailableError: The servers were restored, so values have changed.
         """
         if self.restores != since:
             raise PSUnavailableError(
-                self.cluster.ps[0].name, "the servers were filled again meanwhile"
+                self.cluster.ps[0].name,
+                "the servers were restored from a checkpoint meanwhile",
             )
 
     @property
     def outages(self) -> int:
-        """How often that was so, or another copy took a server's place."""
+        """Number of failovers and restores so far."""
         return self.cluster.outages
 
     async def settled(self, since: int, error: ZstratError) -> bool:
-        """Waits until no parameter server is awaited or filled; returns whether what
-        failed with this error, ``since`` so many `outages`, may be tried again.
+        """Waits until every store has a known server. Returns whether work that failed
+        with ``error``, and began when `outages` was ``since``, is worth a retry.
 
         Raises:
-            PSUnavailableError: One did not come back, or could not be filled.
+            PSUnavailableError: A server did not return, or could not be restored.
         """
         work = self.cluster.settled(since, error)
         return await self.run_async(work, "waiting for parameter servers")
@@ -245,30 +246,30 @@ class ClusterSession:
     async def remember(
         self, point: RestorePoint, cut: SessionCut, restores: int
     ) -> list[str]:
-        """The checkpoint is whole, or was restored.
+        """Keeps a complete checkpoint to restore servers from.
 
         Args:
             cut: The steps that are in it.
-            restores: As they were at the moment of the cut.
+            restores: `restores` at the moment of the cut.
 
         Returns:
-            What it lacks to fill servers from it, in words.
+            Names of what servers need and the checkpoint does not have.
         """
         recovery = self.cluster.recovery
         if recovery is None:
             return []
 
-        async def tell() -> list[str]:
+        async def remember() -> list[str]:
             return recovery.remember(point, cut, restores)
 
-        return await self.run_async(tell(), "noting a checkpoint")
+        return await self.run_async(remember(), "noting a checkpoint")
 
     def close(self, exit: bool = False) -> None:  # noqa: A002
-        """Ends the session, whatever its name, and leaves the cluster. Idempotent, and
+        """Ends the session, even if it has a name, and disconnects. Idempotent, and
         safe at the exit of the interpreter.
 
         Args:
-            exit: Workers and parameter servers drain and end as processes.
+            exit: Also drain and end the processes of workers and parameter servers.
         """
         if self.taken_over is None:
             self.cluster.end_on_close()
@@ -277,73 +278,71 @@ class ClusterSession:
         self.portal.close(self.taken_over or _CLOSED)
 
     def forget(self) -> None:
-        """In a forked process: refuses from now on what needs the cluster."""
+        """Refuses all use of the cluster, in a forked process."""
         self.lock = cast("threading.Lock", _ForkedLock())
         if (core := self.coordinators.get("core")) is not None:
             core.engine.lock = self.lock
 
     def leave(self) -> None:
-        """Leaves the cluster. What has a name stays there for the next program."""
+        """Disconnects. A session with a name stays for the next program."""
         self.portal.close(self.taken_over or _CLOSED)
 
     def give_way(self, made_at: str, newer: str) -> None:
-        """Closes, for a newer session of this program.
+        """Closes in favour of a newer session of this program.
 
         Args:
-            made_at: The line that has made the strategy of this session.
-            newer: The line that makes the next one.
+            made_at: The line that made the strategy of this session.
+            newer: The line that makes the next strategy.
 
         Raises:
-            BusyError: Something is unfinished; all goes on.
+            BusyError: Closures or a checkpoint are unfinished; nothing changes.
         """
-        words = (
+        reason = (
             f"the strategy made at {made_at} is closed: a newer one of this program, "
-            f"made at {newer}, has taken its cluster over; use that one"
+            f"made at {newer}, took its cluster over; use that one"
         )
-        unfinished = self._unfinished(words)
+        unfinished = self._close_core(reason)
         if unfinished is not None:
             raise BusyError(
-                f"the strategy made at {made_at} of this program has the cluster, and "
-                f"{unfinished}: let coordinator.join() or coordinator.cancel() end, or "
-                "call strategy.close() on it, before you make another one"
+                f"the strategy of this program made at {made_at} has the cluster, and "
+                f"{unfinished}. Wait for coordinator.join() or coordinator.cancel(), "
+                "or call strategy.close() on it, before you make another one"
             )
-        self.taken_over = words
-        log.info("%s", words)
-        self.portal.close(words)
+        self.taken_over = reason
+        log.info("%s", reason)
+        self.portal.close(reason)
 
     def readiness(self) -> str:
-        """Why steps cannot be run now; "" if they can."""
+        """Returns why steps cannot run now; "" if they can."""
         outage = self.cluster.outage_error
         return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What the session's coordinator counts, if there is one. From any thread."""
+        """Returns the metrics of the coordinator, if there is one. From any thread."""
         core = self.coordinators.get("core")
         return {} if core is None else {"coordinator": core.metrics()}
 
     async def _is_paused(self) -> bool:
         return self.cluster.pause.is_held and self.cluster.outage_error is None
 
-    def _unfinished(self, words: str) -> str | None:
-        """What keeps the cluster, in words; else the coordinator, if there is one, is
-        closed with the ``words``."""
-        # The loop is asked, as `at_rest` only posts the end of a rest to it.
+    def _close_core(self, reason: str) -> str | None:
+        """Closes the coordinator if nothing is unfinished; else returns what is."""
+        # On the loop, as `at_rest` posts the end of a pause to it.
         with contextlib.suppress(ClosedError):
-            if self.run(self._is_paused(), "looking whether a checkpoint is saved"):
-                return "a checkpoint is saved or restored"
+            if self.run(self._is_paused(), "checking for an unfinished checkpoint"):
+                return "a checkpoint is being saved or restored"
         with self.lock:
             core = self.coordinators.get("core")
         if core is None:
             return None
-        unheard = core.engine.queue.unheard
-        unfinished: str | None = core.engine.give_way(words)
-        if unfinished is None and unheard is not None:
-            error = unheard.error
+        pending = core.engine.queue.unraised
+        unfinished: str | None = core.engine.give_way(reason)
+        if unfinished is None and pending is not None:
+            error = pending.error
             log.warning(
-                "nobody has asked for the error of %s, and nobody can any more, as %s: "
-                "%s: %s",
-                unheard.source or "the coordinator",
-                words,
+                "the error of %s was never raised, and no longer can be, as %s: %s: %s",
+                pending.source or "the coordinator",
+                reason,
                 type(error).__name__,
                 error,
             )

@@ -1,9 +1,9 @@
-"""What calls of the user ask of the loop thread, and how they wait for it.
+"""How calls of the user wait for the loop thread, and what they ask of it.
 
 A call repeats a short *attempt* under the lock of the engine. An attempt that cannot
-succeed yet says what it waits for; the thread that changes that, often the loop's,
-rings the bell of the call (`Waiters.notify`). Threads block and coroutines
-await, but both wait for the same.
+succeed yet returns a condition. The thread that makes it true, often the loop's, rings
+the bell of the call (`Waiters.notify`). Threads block on a bell and coroutines await
+one; all else is the same.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ._values import Kept, RemoteValue
 
 Ready = Callable[[], bool]
-"""A quick look, under the lock, whether an attempt is worth repeating."""
+"""Whether an attempt is worth repeating. Called with the lock held."""
 Attempt = Callable[[], Ready | None]
-"""Done if it returns None; else what to wait for before the next attempt."""
+"""Returns None if it succeeded, else the condition for the next attempt."""
 
 B = TypeVar("B", bound=Bell)
 
@@ -44,90 +44,90 @@ _NOT_READY = RemoteValueStatus.NOT_READY
 
 @dataclass(slots=True)
 class Cancelling:
-    """A wish that what waits be cancelled, and what came of it."""
+    """A request to cancel waiting closures, and its outcome."""
 
     cause: str
-    """What the cancelled values say of it."""
-    is_carried_out: bool = False
+    """Why, for the errors of the cancelled values."""
+    is_done: bool = False
     waited: int = 0
-    """Closures that waited, and were cancelled at once."""
+    """Closures that waited, and were cancelled."""
     running: int = 0
-    """Closures that were with workers."""
+    """Closures that workers had."""
     before: int = 0
-    """Closures of the queue that had been cancelled before."""
+    """`Queue.cancelled` before."""
 
 
 class LoopSide(Protocol):
-    """What is asked of the loop thread, from any other. The first three are called with
-    the lock held: they take no lock and return at once."""
+    """What the engine asks of the loop thread, from other threads. The first three are
+    called with the lock held: they take no lock, and return at once."""
 
     def wake(self) -> None:
-        """Closures wait. Called seldom: only if the loop had taken all there were."""
+        """Wakes the loop, as closures wait. Called only if it had taken all of them."""
         ...
 
-    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
-        """Has the loop call `ClosureEngine.cancel_waiting`, and drop what the workers
-        have not begun. There, because Ctrl-C cannot strike in the middle of it."""
+    def cancel_waiting(self, request: Cancelling | None = None) -> None:
+        """Has the loop call `ClosureEngine.cancel_waiting`, and workers drop what they
+        have not started. On the loop, where Ctrl-C cannot interrupt it."""
         ...
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """The parameter servers are to end all steps below ``end``, and to say which of
-        the doubtful ones they have applied; `ClosureEngine.fenced` hears of it."""
+        """Has the parameter servers end all steps below ``end`` and report which of the
+        doubtful ones they applied, to `ClosureEngine.fenced`."""
         ...
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
-        """Fetches a result that is kept on its worker; blocks."""
+        """Fetches a result that its worker keeps; blocks."""
         ...
 
     async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        """`bring`, awaited on any event loop."""
+        """Awaitable `bring`, on any event loop."""
         ...
 
 
 class GuardedQueue(Protocol):
-    """What calls of the user wait for (`ClosureEngine`)."""
+    """What `Waiters` needs of the `ClosureEngine`."""
 
     lock: Lock
-    """Held while something is decided."""
+    """Held during attempts."""
     notes: ProgramNotes | None
-    """Where what happens is noted while a time line is taken."""
+    """Records the events of the program while a time line is taken."""
 
     def remind(self) -> None:
-        """Wakes the loop if a call was interrupted before it could. Lock held."""
+        """Wakes the loop if an interrupted call did not. Lock held."""
         ...
 
     def unfinished(self) -> str:
-        """What there is still to do, in words. Lock held."""
+        """Describes the closures that have not ended. Lock held."""
         ...
 
     def fetched(self, error: Exception) -> None:
-        """A fetch raises the error, now. Takes the lock."""
+        """Notes that a fetch raises the error. Takes the lock."""
         ...
 
     @property
     def standstill(self) -> Exception | None:
-        """Why nothing that waits will run, while no worker has anything. Lock held."""
+        """Why waiting closures are not handed out, while none runs. Lock held."""
         ...
 
 
 @final
 class Waiters:
-    """All calls of the user that wait. Law: ``watchers`` changes with the lock held."""
+    """The calls of the user that wait. Law: ``watchers`` changes with the lock held."""
 
     def __init__(self, guarded: GuardedQueue) -> None:
         self.watchers: dict[Bell, Ready] = {}
-        """For each call that waits, what it waits for."""
+        """The condition of each call that waits."""
         self.echo: Final = Echo()
-        """What the workers print; shown at the latest when a wait for them ends."""
+        """The output of workers, shown at the latest when a wait for them ends."""
         self.fetches = 0
-        """How often a value was fetched."""
+        """Number of values fetched."""
         self._guarded = guarded
         self._fetching: WeakSet[Bell] = WeakSet()
-        """Of each fetch that waits: none of them is asked while things go on. A bell is
-        here as long as somebody waits: a loop that was closed does not say so."""
+        """The fetches that wait. They are rung only at a standstill. Weak, as a loop
+        that was closed does not remove its bells."""
 
     def notify(self) -> None:
-        """Wakes the calls whose condition holds now. Lock held."""
+        """Wakes the calls whose condition is true. Lock held."""
         if self._fetching and self._guarded.standstill is not None:
             bells, self._fetching = self._fetching, WeakSet()
             for bell in list(bells):
@@ -139,41 +139,44 @@ class Waiters:
             bell.ring()
 
     def show(self) -> None:
-        """Shows what the workers that were waited for have printed."""
+        """Shows the pending output of workers."""
         self.echo.place = None
         if self.echo.is_behind:
             self.echo.show()
 
     def block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
-        """Repeats the attempt until it succeeds; blocks meanwhile.
+        """Blocks until the attempt succeeds.
 
         Raises:
-            DeadlineExceededError: That took more than ``timeout`` seconds.
+            DeadlineExceededError: It did not within ``timeout`` seconds.
         """
         deadline = _deadline(timeout)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
             with self._watched(bell):
                 warn_of_blocking("the same method of a zs.AsyncClusterCoordinator")
-                rest = None if deadline is None else deadline - time.monotonic()
-                if not bell.wait(rest):
+                left = None if deadline is None else deadline - time.monotonic()
+                if not bell.wait(left):
                     with self._guarded.lock:
-                        left = self._guarded.unfinished()
-                    late = f"{what} did not end within {timeout} s"
-                    raise DeadlineExceededError(f"{late}: {left}; they go on")
+                        unfinished = self._guarded.unfinished()
+                    raise DeadlineExceededError(
+                        f"{what} did not end within {timeout} s: {unfinished}, and go "
+                        "on"
+                    )
 
     async def wait(self, attempt: Attempt) -> None:
-        """`block`, awaited. Cancellation: the attempt is not repeated any more."""
+        """Awaitable `block`. Cancellation: the attempt is not repeated."""
         while (bell := self._attempted(attempt, LoopBell)) is not None:
             with self._watched(bell):
                 await bell.future
 
     def _attempted(self, attempt: Attempt, make_bell: Callable[[], B]) -> B | None:
-        """The bell that rings when it may succeed; None if it has."""
+        """Makes the attempt. Returns the bell that rings when it may succeed, or None
+        if it has."""
         with self._guarded.lock:
             ready = attempt()
             if ready is None:
                 return None
-            # A call that Ctrl-C struck may have queued a closure and told nobody.
+            # A call that Ctrl-C interrupted may not have woken the loop.
             self._guarded.remind()
             bell = make_bell()
             self.watchers[bell] = ready
@@ -181,7 +184,7 @@ class Waiters:
 
     @contextmanager
     def _watched(self, bell: Bell) -> Iterator[None]:
-        """While the call waits, what workers print is shown in its context."""
+        """Shows the output of workers in the context of the call while it waits."""
         self.echo.place = copy_context()
         try:
             yield
@@ -191,11 +194,11 @@ class Waiters:
             self.echo.place = None
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
-        """Waits until the value is settled.
+        """Blocks until the value is settled.
 
         Raises:
-            PSUnavailableError, UnavailableError: That will not come to be, as nothing
-                runs; the value may be there later.
+            PSUnavailableError, UnavailableError: No closure can run now; the value may
+                be settled later.
             DeadlineExceededError: It took more than ``timeout`` seconds.
         """
         self._begin_fetch()
@@ -205,17 +208,17 @@ class Waiters:
             self.echo.place = copy_context()
             try:
                 warn_of_blocking("the remote value itself")
-                rest = None if deadline is None else deadline - began
-                rang = bell.wait(rest)
+                left = None if deadline is None else deadline - began
+                rang = bell.wait(left)
             finally:
                 self._end_fetch(value, bell, began)
             if not rang and value.state is _NOT_READY:
                 raise DeadlineExceededError(
-                    f"fetch: {value!r} is not there after {timeout} s"
+                    f"fetch: {value!r} did not end within {timeout} s"
                 )
 
     async def wait_value_async(self, value: RemoteValue) -> None:
-        """`wait_value`, awaited. Cancellation: nothing is lost."""
+        """Awaitable `wait_value`. Cancellation: loses nothing."""
         self._begin_fetch()
         while (bell := self._bell_of(value, LoopBell)) is not None:
             began = time.monotonic()
@@ -231,7 +234,8 @@ class Waiters:
             self.echo.show()
 
     def _bell_of(self, value: RemoteValue, make_bell: Callable[[], B]) -> B | None:
-        """What rings when the value is settled, or cannot be; None: it is settled."""
+        """Returns a bell that rings when the value is settled or cannot be; None if it
+        is settled."""
         if value.state is not _NOT_READY:
             return None
         with self._guarded.lock:
@@ -248,7 +252,7 @@ class Waiters:
 
     def _end_fetch(self, value: RemoteValue, bell: Bell, began: float) -> None:
         self._note_fetch(began)
-        if value.state is _NOT_READY:  # else who settled it has forgotten the bell
+        if value.state is _NOT_READY:  # else settling it has removed the bell
             with self._guarded.lock:
                 value._unlisten(bell)
         self.show()
@@ -259,14 +263,16 @@ class Waiters:
 
 
 def _deadline(timeout: float | None) -> float | None:
-    """When as many seconds have passed; None: never.
+    """Returns the time after so many seconds; None: no deadline.
 
     Raises:
-        TypeError: They are no number.
+        TypeError: The timeout is not a number.
     """
     if timeout is None:
         return None
     try:
         return time.monotonic() + timeout
     except TypeError:
-        raise TypeError(f"timeout={timeout!r:.80}: expected seconds, or None") from None
+        raise TypeError(
+            f"timeout={timeout!r:.80}: expected a number of seconds, or None"
+        ) from None

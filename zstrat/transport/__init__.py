@@ -35,7 +35,7 @@ from ._pool import Pool as Pool
 from ._pump import Sending as Sending
 from ._pump import moved_bytes as moved_bytes
 from ._pump import transports as transports
-from ._rate_limit import RateLimit as RateLimit
+from ._rate_limited_log import RateLimitedLog as RateLimitedLog
 from ._remote import Handler as Handler
 from ._remote import Remote as Remote
 from ._shared_memory import Arena as Arena

@@ -42,20 +42,21 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """One connection, by its descriptor and the inode that this had."""
+    """A connection that libzmq has accepted or made: its descriptor, and the inode."""
 
     descriptor: int
     inode: int
 
     def hang_up(self) -> None:
-        """Ends the connection, unless it has ended; what was not sent yet is lost."""
+        """Ends the connection if it has not ended; unsent data is lost."""
         with suppress(OSError):
             if os.fstat(self.descriptor).st_ino == self.inode:
                 with borrowed(self.descriptor) as line:
                     line.shutdown(socket.SHUT_RDWR)
 
     def carried(self) -> Carried:
-        """Bytes that it has moved; all 0 where the system does not say."""
+        """Returns the bytes moved by the connection; all 0 where Linux does not
+        tell."""
         with suppress(OSError, struct.error), borrowed(self.descriptor) as line:
             size = _TCP_INFO.size
             info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -64,14 +65,14 @@ class Accepted(NamedTuple):
         return Carried()
 
     def is_held_by(self, pid: int) -> bool:
-        """As of `zstrat.wire.connection.Carrier`."""
+        """See `zstrat.wire.connection.Carrier`."""
         with suppress(OSError), borrowed(self.descriptor) as line:
             return is_held_by(line, pid)
         return False
 
     @property
     def address(self) -> str:
-        """The host at the other end; "" if that cannot be told any more."""
+        """Host of the other end; "" if the connection has ended."""
         with suppress(OSError), borrowed(self.descriptor) as line:
             name = line.getpeername()
             return str(name[0]) if name else ""
@@ -79,15 +80,16 @@ class Accepted(NamedTuple):
 
 
 def refuse_newcomers(listener: int) -> None:
-    """Lets no connection begin any more at the descriptor of a socket that listens;
-    those that it has accepted go on.
+    """Refuses new connections of a listening socket; accepted ones continue.
 
     Raises:
-        OSError: The system has no such filter.
+        OSError: The system has no packet filter for sockets.
     """
     if sys.platform != "linux":
-        raise OSError(errno.ENOTSUP, "only Linux shuts a port that listens")
-    # A filter of one instruction, "return 0": of each packet that comes, no byte.
+        raise OSError(
+            errno.ENOTSUP, "only Linux can refuse new connections of a listening port"
+        )
+    # A BPF program of one instruction, "return 0": drops each packet.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
     with borrowed(listener) as line:
@@ -97,25 +99,25 @@ def refuse_newcomers(listener: int) -> None:
 _SO_ATTACH_FILTER: Final = 26
 
 _TCP_INFO: Final = struct.Struct("=16xI4xI92xQQ8xI")
-"""Of Linux's `tcp_info`: snd_mss, unacked (in segments), bytes_acked, bytes_received,
-notsent_bytes."""
+"""Fields of Linux's `tcp_info`: snd_mss, unacked (in segments), bytes_acked,
+bytes_received, notsent_bytes."""
 
 
 def accepted(descriptor: int) -> Accepted:
-    """The connection that has the descriptor just now."""
+    """Returns the connection that has the descriptor now."""
     with suppress(OSError):
         return Accepted(descriptor, os.fstat(descriptor).st_ino)
     return Accepted(descriptor, -1)
 
 
 def allowed() -> int:
-    """Descriptors that this process may have."""
+    """Returns how many descriptors this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @contextmanager
 def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """libzmq's descriptor as a socket, for as long as the block lasts."""
+    """Lends libzmq's descriptor as a socket for the duration of the block."""
     line = socket.socket(fileno=descriptor)
     try:
         yield line
@@ -126,16 +128,17 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid and gid of the other end
 
 _STOPPED: Final = frozenset("TtZX")
-"""States of a process that does nothing: stopped, traced, or dead."""
+"""States of a process that does not run: stopped, traced, or dead."""
 
 _TABLES: Final = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
 
 
 def is_held_by(line: socket.socket, pid: int) -> bool:
-    """Whether the process ``pid`` has the other end of ``line``, and is not stopped.
+    """Returns whether process ``pid`` has the other end of ``line``, and is not
+    stopped.
 
-    False if this user may not look at that process. Takes a look at all connections of
-    the machine: milliseconds if these are thousands.
+    False if this user may not inspect that process. Reads the table of all connections
+    of the machine, which takes milliseconds if there are thousands.
     """
     with suppress(OSError, ValueError, struct.error):
         return not _is_stopped(pid) and _has_other_end(line, pid)
@@ -172,7 +175,7 @@ def _inode_of_other_end(line: socket.socket) -> str | None:
 
 
 def _written(line: socket.socket, address: tuple[str, int]) -> str:
-    """An address as the tables of the kernel have it, word by word."""
+    """Formats an address as the tables of the kernel do, word by word."""
     raw = socket.inet_pton(line.family, address[0].partition("%")[0])
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     numbers = [int.from_bytes(word, sys.byteorder) for word in words]
@@ -194,12 +197,12 @@ _addresses: Final[weakref.WeakKeyDictionary[zmq.Socket[bytes], str]] = (
 
 
 def note_address(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """The socket is bound or connected there."""
+    """Records where the socket is bound or connected, for `os.fork`."""
     _addresses[socket] = endpoint
 
 
 def give_up(descriptors: Iterable[int]) -> None:
-    """Lets go of descriptors that are the parent's."""
+    """Replaces descriptors of the parent by ``/dev/null``."""
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
@@ -207,7 +210,7 @@ def give_up(descriptors: Iterable[int]) -> None:
 
 
 def _give_up_sockets() -> None:
-    """After a fork: those of libzmq, whose threads are the parent's."""
+    """Gives up libzmq's sockets after a fork: its threads run in the parent alone."""
     own = {
         _name_in(endpoint)
         for socket, endpoint in list(_addresses.items())
@@ -215,7 +218,7 @@ def _give_up_sockets() -> None:
     }
     _addresses.clear()
     if own:
-        # Of Linux and of macOS.
+        # Linux and macOS have this folder.
         found = [int(number) for number in os.listdir("/dev/fd")]
         give_up([each for each in found if not own.isdisjoint(_names_of(each))])
 
@@ -226,7 +229,8 @@ def _name_in(endpoint: str) -> SocketName:
 
 
 def _names_of(descriptor: int) -> set[SocketName]:
-    """What a socket for streams is called at its ends; nothing, if it is no such."""
+    """Returns the names of both ends of a stream socket; empty for other
+    descriptors."""
     found: set[SocketName] = set()
     with suppress(OSError), borrowed(descriptor) as line:
         if line.type == socket.SOCK_STREAM:

@@ -138,9 +138,9 @@ class LoopCoordinator:
         """See `LoopSide`."""
         self._dispatcher.turn_soon()
 
-    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
+    def cancel_waiting(self, request: Cancelling | None = None) -> None:
         """See `LoopSide`."""
-        asyncio.get_running_loop().call_soon(self._dispatcher.cancel_waiting, wish)
+        asyncio.get_running_loop().call_soon(self._dispatcher.cancel_waiting, request)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         """See `LoopSide`."""

@@ -183,11 +183,11 @@ def _shifted(
 def _parted(self: Any, store: Any) -> Any:
     """A store that moves loses its backup before another one is whole."""
     if store.is_backup_at_target:
-        return self.promote(store, "it moves")
-    is_leaving = self.processes[store.backup.process].is_leaving
+        return store.promote("it moves")
+    is_leaving = store.processes[store.backup.process].is_leaving
     if store.target is None and not is_leaving:
         return []
-    return self.detach(store, "it moves")
+    return store.detach("it moves")
 
 
 def _no_pair(found: object) -> None:
@@ -346,7 +346,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "results of closures of nobody shift the others": {_TAKE: _around(_TAKE, _shifted)},
     "a store that moves has one copy meanwhile": {
-        "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
+        "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
         f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": _nothing

@@ -14,9 +14,12 @@ from ._context import strategy_fingerprint as strategy_fingerprint
 from ._eager import Immediate as Immediate
 from ._eager import own_copy_later as own_copy_later
 from ._eager import rows_now as rows_now
+from ._feeds import BodyProgram as BodyProgram
 from ._feeds import Discovery as Discovery
+from ._feeds import Placeholder as Placeholder
 from ._feeds import Replay as Replay
 from ._feeds import TraceFeed as TraceFeed
+from ._feeds import body_program as body_program
 from ._flow import Flow as Flow
 from ._flow import marked as marked
 from ._int32_checks import fits as fits
@@ -24,9 +27,6 @@ from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
 from ._iterator import StepIterator as StepIterator
-from ._made_up import BodyProgram as BodyProgram
-from ._made_up import MadeUp as MadeUp
-from ._made_up import body_program as body_program
 from ._reach import is_known as is_known
 from ._reach import reached as reached
 from ._refusals import LOOKS as LOOKS

@@ -417,13 +417,13 @@ def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
         if slot:
             other = call.words(next(n for n in range(len(call.targets)) if n != leaf))
             raise ValueError(
-                f"{line_of(call)}optimizer {call.optimizer.name!r} computes "
-                f"its initial state {slot} from the values of {call.words(leaf)}, "
-                f"{other} and perhaps more, but parameter servers update each variable "
-                "by itself: "
-                "use an optimizer whose initial state is constant, or depends on each "
-                "variable's own value, or train with a strategy whose processes hold "
-                "all variables (MirroredStrategy, MultiWorkerMirroredStrategy)"
+                f"{line_of(call)}optimizer {call.optimizer.name!r} computes its "
+                f"initial state {slot} from the values of {call.words(leaf)}, {other} "
+                "and perhaps more, but parameter servers update each variable by "
+                "itself: use an optimizer whose initial state is constant, or depends "
+                "on each variable's own value, or train with a strategy whose "
+                "processes hold all variables (MirroredStrategy, "
+                "MultiWorkerMirroredStrategy)"
             )
 
 

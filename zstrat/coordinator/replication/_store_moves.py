@@ -1,7 +1,10 @@
 """Carries out that parameter servers come and go, while training goes on. On the loop.
 
-What becomes of one store is decided by `StorePlacement`; this shell says which is to
-move where, one after the other, and waits. One change at a time: the next one waits.
+`StorePlacement` decides what happens to one store; this shell chooses which store moves
+where, moves one after the other, and waits. One change at a time: the next one waits.
+
+Stores count alike: variables are distributed to them evenly (`placement=`), so a
+process that serves as many as another one has about as much to do.
 """
 
 from __future__ import annotations
@@ -9,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, final
 
 from zstrat.coordinator.connecting import ClusterTasks
-from zstrat.coordinator.replication import CopyPhase, Replication
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,
@@ -22,20 +24,78 @@ from zstrat.errors import (
     UnavailableError,
 )
 
-from ._rebalancing import plan_drain, plan_rebalance
+from ._orders import CopyPhase
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
-    from zstrat.coordinator.replication import StorePlace
     from zstrat.wire import PlainTree
+
+    from ._replicated_store import ReplicatedStore
+    from ._replication import Replication
 
 log = logging.getLogger("zstrat.coordinator")
 
 HEARING: Final = 10.0
 """Seconds for workers to hear where a store is; who does not has no line to hear it."""
+
+
+class StoreMove(NamedTuple):
+    """The store is to be served by the process ``target``."""
+
+    store: int
+    target: int
+
+
+def plan_rebalance(
+    serving: Sequence[int], processes: Collection[int]
+) -> list[StoreMove]:
+    """As few moves as can be, after which none of the processes serves two stores more
+    than another one.
+
+    Args:
+        serving: The process of each store.
+        processes: Those that may serve any. What others serve stays there.
+    """
+    at = list(serving)
+    moves: list[StoreMove] = []
+    while processes:
+        counts = {process: at.count(process) for process in sorted(processes)}
+        most = max(counts, key=counts.__getitem__)
+        fewest = min(counts, key=counts.__getitem__)
+        if counts[most] - counts[fewest] < 2:
+            break
+        store = max(store for store, process in enumerate(at) if process == most)
+        at[store] = fewest
+        moves.append(StoreMove(store, fewest))
+    return moves
+
+
+def plan_drain(
+    serving: Sequence[int],
+    backups: Mapping[int, int],
+    process: int,
+    others: Collection[int],
+) -> list[StoreMove]:
+    """A move for each store of a process that leaves: to where a copy of it is already,
+    or else to who serves the fewest.
+
+    Args:
+        serving: The process of each store.
+        backups: Those that have all of a store besides, by store.
+        others: Processes that may serve any, one at least.
+    """
+    at = list(serving)
+    moves: list[StoreMove] = []
+    for store in [store for store, where in enumerate(serving) if where == process]:
+        target = backups.get(store, -1)
+        if target not in others:
+            target = min(sorted(others), key=at.count)
+        at[store] = target
+        moves.append(StoreMove(store, target))
+    return moves
 
 
 class MovingCluster(ClusterTasks, Protocol):
@@ -305,7 +365,7 @@ class StoreMoves:
         become primary before another one is made."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
-        while held := [store for store in stores if me in store.processes]:
+        while held := [store for store in stores if me in store.copy_processes]:
             if any(store.primary.process == me for store in held):
                 await self._move_one(replication, process, tried)
             else:
@@ -343,7 +403,7 @@ class StoreMoves:
         await self._move(replication, store, target)
 
     async def _evict(
-        self, replication: Replication, place: StorePlace, process: int
+        self, replication: Replication, place: ReplicatedStore, process: int
     ) -> None:
         """Has the second copy of a store be in another process, unless it is first
         served here."""
@@ -352,7 +412,7 @@ class StoreMoves:
         await replication.wait_until(
             lambda: (
                 place.primary.process == process
-                or process not in place.processes
+                or process not in place.copy_processes
                 or self._cluster.outage_error is not None
             )
         )
@@ -414,7 +474,7 @@ def _words(replication: Replication, process: TaskSession) -> str:
     stores = [
         str(store.number)
         for store in replication.placement.stores
-        if process.place in store.processes
+        if process.place in store.copy_processes
     ]
     if not stores:
         return "not all workers have heard where its stores are now"

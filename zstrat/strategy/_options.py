@@ -1,10 +1,11 @@
-"""Options, as TF has them: of collectives between processes, and of ``run``.
+"""Options, as TF has them: of collectives between processes, of ``run``, of datasets.
 
-Those of collectives belong to a strategy, or to one call: of
+Options of collectives belong to a strategy, or to one call: of
 `ReplicaContext.all_reduce`, `all_gather`, `reduce_to`. They say how processes exchange
-what is reduced, and the strategy's group carries its collectives out as they say.
-Within a process XLA reduces, and nobody is waited for: there is nothing that they could
-change.
+the values that are reduced, and the group of the strategy follows them. Within a
+process XLA reduces and waits for no other process: they change nothing there.
+
+Options of datasets say how elements come to the replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries a collective out. TF's names, and what else there is here.
+    """The implementation of a collective: those of TF, and others.
 
     AUTO, RING and TREE differ in how an all-reduce goes between hosts, where the first
     process of each host speaks for it. Inside a host memory is shared with any of them;
@@ -55,7 +56,7 @@ class CommunicationOptions:
         implementation: A `CommunicationImplementation`, or its name in any case.
 
     Raises:
-        ValueError: Negative bytes or seconds, or an implementation that there is not.
+        ValueError: Negative bytes or seconds, or an unknown implementation.
     """
 
     bytes_per_pack: int = 0
@@ -131,12 +132,12 @@ def _named(name: str) -> CommunicationImplementation:
 
 
 def called_with(team: Team, options: object, call: str) -> Team:
-    """The replicas, as they are brought together by a call with these options.
+    """Returns the team with the options of one call.
 
     Raises:
-        TypeError: They are no `CommunicationOptions`.
-        ValueError: They ask for what is decided when a strategy is made, or for what
-            XLA does not do.
+        TypeError: They are not `CommunicationOptions`.
+        ValueError: They ask for a choice that is made with the strategy, or that XLA
+            does not offer.
     """
     if options is None:
         return team
@@ -185,7 +186,8 @@ _ALGORITHMS: Final = {
     CommunicationImplementation.RING: "ring",
     CommunicationImplementation.TREE: "double_tree",
 }
-"""Of an all-reduce, between hosts. What is not here is chosen by size."""
+"""The algorithm of an all-reduce between hosts; without an entry it is chosen by
+size."""
 
 
 @final
@@ -234,3 +236,81 @@ class ChosenGroup:
 
     def close(self) -> None:
         self._group.close()
+
+
+class InputReplicationMode(enum.Enum):
+    """The number of input functions.
+
+    PER_WORKER: one in each worker, and its elements go to the replicas there in turn.
+    PER_REPLICA: one for each replica.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """Options of ``experimental_distribute_dataset`` and
+    ``distribute_datasets_from_function``.
+
+    Args:
+        experimental_fetch_to_device: Whether elements are put on the devices of the
+            replicas before they are asked for; None, as True: yes. If not, they stay
+            arrays of numpy until a step takes them.
+        experimental_replication_mode: PER_REPLICA is for
+            ``MirroredStrategy.distribute_datasets_from_function`` alone.
+        experimental_place_dataset_on_device: In TF the dataset itself may live on the
+            device; here elements are made by the host in any case. Needs PER_REPLICA,
+            and ``experimental_fetch_to_device=False``.
+        experimental_per_replica_buffer_size: How many elements are made in advance for
+            each replica, at least 1.
+
+    Raises:
+        ValueError: Options that exclude each other, or an empty buffer.
+        TypeError: The replication mode is not an `InputReplicationMode`.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                "experimental_replication_mode must be a zs.InputReplicationMode, got "
+                f"{mode!r}"
+            )
+        if self.experimental_per_replica_buffer_size < 1:
+            raise ValueError(
+                "experimental_per_replica_buffer_size must be at least 1, got "
+                f"{self.experimental_per_replica_buffer_size}"
+            )
+        if not self.experimental_place_dataset_on_device:
+            return
+        if mode is not InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "When `experimental_place_dataset_on_device` is set for dataset "
+                "placement, you must also specify `PER_REPLICA` for the replication "
+                "mode"
+            )
+        if self.fetches:
+            raise ValueError(
+                "`experimental_place_dataset_on_device` can not be set to True with "
+                "experimental_fetch_to_device being True (its default): set "
+                "experimental_fetch_to_device=False"
+            )
+
+    @property
+    def fetches(self) -> bool:
+        """Whether elements go to the devices in advance."""
+        return self.experimental_fetch_to_device in (None, True)
+
+    @property
+    def is_per_replica(self) -> bool:
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
