@@ -118,7 +118,7 @@ def test_a_parent_that_is_gone_already(start):
     gone.wait()
     daemon = start("ps", *LOCAL, "--parent", str(gone.pid))
     assert daemon.process.wait(100) == 1
-    assert "gone already" in daemon.words()
+    assert "already ended" in daemon.words()
 
 
 def test_it_drains_when_the_process_that_it_was_told_ends(start):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,9 @@ class _ReturnedVariable:
 
 
 jax.tree_util.register_pytree_node(
-    _ReturnedVariable, lambda node: ((), node), lambda node, _: node.variable
+    _ReturnedVariable,
+    lambda node: ((), node),
+    lambda node, _: cast("Any", node.variable),
 )
 
 
