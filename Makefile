@@ -16,6 +16,7 @@
 #   make bench-check   the same, and what has become worse since benchmarks/reached.json
 #   make scale    docs/scale.md, of what things cost on this machine (minutes)
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
+#   make durations   tests/durations.txt, of how long each file of tests takes
 #   make metrics   the table of docs/observing.md, of the numbers that tasks report
 #   make messages  tests/messages.txt, of every sentence that the code may say
 #   make size     how many files, classes, functions and lines there are
@@ -68,7 +69,11 @@ pytest: $(VENV)/.dev
 test-thorough: $(VENV)/.dev
 	@$(MAKE) --no-print-directory pytest ARGS="-m 'not (optax or engines)' $(ARGS)"
 
-# Without daemons, systems, and files of eight seconds or more (tests/conftest.py).
+# The slowest files begin first.
+durations: $(VENV)/.dev
+	@$(MAKE) --no-print-directory pytest ARGS="--record-durations $(ARGS)"
+
+# Without daemons, systems, and files of eight seconds or more (tests/durations.txt).
 test-fast: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
 	  -m 'not (optax or engines or thorough or processes or slow)' $(ARGS)

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import shutil
 import signal
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,91 +49,67 @@ gc.set_threshold(100_000, 50, 100)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, print_blob=True
-)
-hypothesis.settings.load_profile("repeatable")
+# `make test` tries the first examples of those that `make test-thorough` tries.
+for _profile, _examples in (("some", 40), ("all", 100)):
+    hypothesis.settings.register_profile(
+        _profile,
+        derandomize=True,
+        deadline=None,
+        print_blob=True,
+        max_examples=_examples,
+    )
+hypothesis.settings.load_profile("some")
 
 
 pytest_plugins = ["parts"]
 
 
-SLOWEST = (
-    "test_system_going_on_copies.py",  # waits a minute for what may still come
-    "test_examples_digits.py",
-    "test_system_tables.py",
-    "test_optax_quick.py",
-    "test_system_collectives_faults.py",
-    "test_examples_shared.py",
-    "test_examples_together.py",
-    "test_system_faults.py",
-    "test_system_printing.py",
-    "test_strategy_multi_worker_processes.py",
-    "test_testing_simulation.py",
-    "test_program_embedding.py",
-    "test_architecture.py",
-    "test_collectives_hosts.py",
-    "test_launch_local.py",
-    "test_examples_devices.py",
-    "test_examples_word2vec.py",
-    "test_examples_notebook.py",
-    "test_optax_docs.py",
-    "test_system_restores.py",
-    "test_program_table_gradients.py",
-    "test_cli.py",
-    "test_ps_engine.py",
-    "test_system_turnover.py",
-    "test_system_moves.py",
-    "test_system_cuts.py",
-    "test_system_collectives_network.py",
-    "test_ps_operands.py",
-    "test_ps_rows.py",
-    "test_system_checkpoints_faults.py",
-    "test_system_going_on.py",
-    "test_system_mirrored.py",
-    "test_optax_handle.py",
-    "test_system_training.py",
-    "test_system_collectives.py",
-    "test_system_network.py",
-    "test_system_checkpoints.py",
-    "test_system_zombies.py",
-    "test_chaos_short.py",
-    "test_collectives_progress.py",
-    "test_collectives_onehost.py",
-    "test_strategy_local_new_steps.py",
-    "test_strategy_local_variables.py",
-    "test_strategy_local_ranks_uneven.py",
-    "test_daemons_life.py",
-    "test_streams.py",
-    "test_system_forks.py",
-    "test_strategy_local_integer_rows.py",
-    "test_strategy_local_examples.py",
-    "test_collectives_faults_shm.py",
-    "test_strategy_on_read_integer_means.py",
-    "test_coordinator_exit.py",
-    "test_transport_close.py",
-    "test_transport_loss.py",
-    "test_strategy_multi_worker.py",
-    "test_packaging.py",
-    "test_page_browser.py",
-    "test_testing_clusters.py",
-    "test_parts.py",
-)
-"""Files of some eight seconds or more: none begins when the others have ended."""
+DURATIONS = Path(__file__).parent / "durations.txt"
+"""Files of tests that take some seconds, and how many; `make durations` writes it."""
+SECONDS = {name: int(seconds) for seconds, name in map(str.split, DURATIONS.open("r"))}
+SLOW = 8
+"""Seconds of a file that begins early: none begins when the others have ended."""
 
 WHOLE = {"accelerator", "attack", "chaos", "examples", "optax", "system"}
 """Folders of tests of the whole: clusters, faults, programs of users."""
+
+
+class Durations:
+    """Writes down how long each file took."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = Path(report.nodeid.split("::")[0]).name
+        self._seconds[name] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rows = [(round(n), name) for name, n in self._seconds.items() if n >= 2]
+        rows.sort(key=lambda row: (-row[0], row[1]))
+        DURATIONS.write_text("".join(f"{n} {name}\n" for n, name in rows))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not re.search(r"\bnot\b.*\bthorough\b", config.option.markexpr):
+        hypothesis.settings.load_profile("all")
+    if config.option.record_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest selects by marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first, all others in the order of the folders. `make test-fast`
     leaves out what is marked here."""
-    places = {name: place for place, name in enumerate(SLOWEST)}
+    slow = {name for name, each in SECONDS.items() if each >= SLOW}
     for item in items:
-        if item.path.name in places or item.path.parent.name in WHOLE:
+        if item.path.name in slow or item.path.parent.name in WHOLE:
             item.add_marker("slow")
-    items.sort(key=lambda item: places.get(item.path.name, len(SLOWEST)))
+    items.sort(key=lambda item: -SECONDS.get(item.path.name, 0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -70,7 +70,7 @@ def test_a_row_has_a_name_a_place_and_a_test(make_api, tree):
 
 def test_a_place_is_linked_to_the_file_that_defines_it(make_api):
     for here, file in (
-        ("zs.ReduceOp.SUM", "zstrat/collectives/_terms.py"),
+        ("zs.ReduceOp.SUM", "zstrat/collectives/_reduction.py"),
         ("zs.Variable", "zstrat/variables/_variable.py"),
         ("zs.InputContext.num_replicas_in_sync", "zstrat/data/_options.py"),
         ("zs.data.Dataset.range", "zstrat/data/_sources.py"),

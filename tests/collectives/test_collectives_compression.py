@@ -7,6 +7,7 @@ import pytest
 from collectives_hops import deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import combined
 
 from zstrat.collectives import (
     Compression,
@@ -101,16 +102,19 @@ def test_what_was_left_out_comes_later(kind) -> None:
     np.testing.assert_allclose(mean, steady, atol=bound / 200)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        RING,
-        made_by("all_reduce", "halving_doubling"),
-        made_by("all_reduce", "double_tree"),
-    ],
+    ("kind", "schedule", "dtype"),
+    combined(
+        [*KINDS],
+        [
+            RING,
+            made_by("all_reduce", "halving_doubling"),
+            made_by("all_reduce", "double_tree"),
+        ],
+        ["float32", "float64", "bfloat16"],
+        step=3,
+    ),
 )
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_all_ranks_have_the_same_bits(kind, schedule, dtype) -> None:
     draw = np.random.default_rng(2)
     size = 5

@@ -15,8 +15,14 @@ import pytest
 from shm_ranks import RankProcess, Ranks, Refused, given, run, same
 
 from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
-from zstrat.collectives.memory import _futex
-from zstrat.collectives.memory._futex import MISSES, REST, SLOW, SpinPolicy, sleep_while
+from zstrat.collectives.memory import _barrier
+from zstrat.collectives.memory._barrier import (
+    MISSES,
+    REST,
+    SLOW,
+    SpinPolicy,
+    sleep_while,
+)
 from zstrat.errors import ClosedError
 from zstrat.wire import MemberEntry
 
@@ -242,7 +248,7 @@ def test_ctrl_c_ends_a_call_and_all_after_it(pair) -> None:
 
 def test_fences_of_machines_that_order_weakly(pair, monkeypatch) -> None:
     """They are calls into the kernel; calls with them come to the same end."""
-    monkeypatch.setattr(_futex, "_ORDERS_STORES", False)
+    monkeypatch.setattr(_barrier, "_ORDERS_STORES", False)
     count = 300_000
     sources = [np.full(count, 1.5, np.float32), np.full(count, 2.0, np.float32)]
     calls = [

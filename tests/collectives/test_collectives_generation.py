@@ -13,7 +13,7 @@ import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives.group import FORGOTTEN, Generation
-from zstrat.collectives.group._keys import key_of
+from zstrat.collectives.group._traffic import key_of
 from zstrat.collectives.schedules import progress_of
 from zstrat.errors import (
     ClosedError,

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from collectives_groups import ranks_of
+from tiers import combined
 
 import zstrat as zs
 from zstrat.collectives.group import _invitation
@@ -59,10 +60,9 @@ def test_ranks_know_who_they_are(on_all):
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [
-        (dtype, op)
-        for dtype in DTYPES
-        for op in ("sum", "min", "max")
-        if dtype != "complex64" or op == "sum"  # complex numbers have no order
+        case
+        for case in combined([*DTYPES], ["sum", "min", "max"])
+        if case.values[0] != "complex64" or case.values[1] == "sum"  # without order
     ],
 )
 def test_all_reduce_of_every_dtype(on_all, dtype, op):
@@ -200,8 +200,7 @@ def test_reduce_scatter(on_all, rows):
         equal(result, part)
 
 
-@pytest.mark.parametrize("root", [0, 2])
-@pytest.mark.parametrize("count", [0, 10, 1_000_000])
+@pytest.mark.parametrize(("root", "count"), combined([0, 2], [0, 10, 1_000_000]))
 def test_broadcast(on_all, root, count):
     data = [numbers(rank, "float32", count) for rank in range(3)]
     for result in on_all(lambda group: group.broadcast(data[group.rank], root)):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from shm_rank import drawn
 from shm_ranks import RankProcess, Ranks, given, reduced, run, same
+from tiers import combined
 
 from zstrat import wire
 from zstrat.collectives import ReduceOp
@@ -32,8 +33,7 @@ OPS = ["SUM", "MEAN", "MIN", "MAX"]
 DTYPES = ["float32", "float64", "bfloat16", "float16"]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "op"), combined(DTYPES, OPS))
 @pytest.mark.parametrize("ranks", ["abab"], indirect=True)
 def test_all_reduce(ranks, dtype, op) -> None:
     all_reduce(ranks, dtype, op, (0, 1, 1000))

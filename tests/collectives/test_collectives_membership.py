@@ -16,7 +16,7 @@ from zstrat.collectives.group import (
     seat_of,
     verdict,
 )
-from zstrat.collectives.group._keys import (
+from zstrat.collectives.group._traffic import (
     FORMING,
     PARTS,
     key_between,

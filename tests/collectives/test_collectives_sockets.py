@@ -355,7 +355,7 @@ class SlowPacking:
     """Holds up the packing of arrays in threads that say so, once they have begun."""
 
     def __init__(self, monkeypatch):
-        buckets = import_module("zstrat.collectives._buckets")
+        buckets = import_module("zstrat.collectives._leaves")
         flat = buckets.Bucket.flat
         self.begun, self.go = {}, {}
 

@@ -51,7 +51,7 @@ def test_what_was_said_already_is_not_said_again_at_length(caplog):
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
-    monkeypatch.setattr(_arrival, "FIRST_WORD", 0.0)
+    monkeypatch.setattr(_arrival, "FIRST_WARNING", 0.0)
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):

@@ -226,7 +226,7 @@ class Stores(RuleBasedStateMachine):
         store %= self.count
         held = self.at(self.lines[store], store)
         if held is not None and held.is_primary and held.backup is not None:
-            self.take(self.placement.backup_lost(store, held.view, "cut"))
+            self.take(self.placement.stores[store].backup_lost(held.view, "cut"))
 
     @rule(store=PLACES, is_heard=st.booleans())
     def answers(self, store, is_heard):
@@ -340,11 +340,8 @@ class Stores(RuleBasedStateMachine):
         assert len(views) == len(set(views))
 
     @invariant()
-    def backups_are_elsewhere(self):
-        for store in self.placement.stores:
-            # Where a swap went wrong, the primary no longer has anything.
-            if store.phase is not CopyPhase.PROMOTING and store.backup is not None:
-                assert store.backup.process != store.primary.process
+    def stores_are_valid(self):
+        self.placement.validate()
 
     def teardown(self):
         """All are back, and stay: each store that can be is served, and has two."""

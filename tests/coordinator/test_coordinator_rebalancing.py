@@ -7,7 +7,7 @@ from coordinator_stores import world as world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.coordinator.moving import plan_drain, plan_rebalance
+from zstrat.coordinator.replication import plan_drain, plan_rebalance
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import AttachBackup, DetachBackup
 

@@ -231,7 +231,7 @@ def test_a_worker_that_comes_late_hears_where_the_servers_are(world):
 def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     world, monkeypatch, caplog
 ):
-    monkeypatch.setattr("zstrat.coordinator.replication._replication.FORGIVING", 0.0)
+    monkeypatch.setattr("zstrat.coordinator.replication._store_orders.FORGIVING", 0.0)
     world.connect()
     first = world.ps[0]
     view = world.replication.placement.stores[0].view

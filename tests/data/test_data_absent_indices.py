@@ -64,15 +64,8 @@ def test_indices_are_not_counted_as_elements():
         assert size(MapDataset([], length)) == INFINITE_CARDINALITY
 
 
-class Alone:
-    """One worker, who agrees with itself."""
-
-    def largest(self, numbers):
-        return list(numbers)
-
-
 def drawn(dataset):
-    inputs = ProcessInputs(InputContext(1, 0, 1), accord=Alone())
+    inputs = ProcessInputs(InputContext(1, 0, 1), all_max=list)
     steps = inputs.of_function(lambda context: dataset)
     return [np.asarray(element).tolist() for element in steps]
 

@@ -93,7 +93,7 @@ def moved():
                 client.wait_for_workers(2, timeout=60)
                 found = moves(client, workers)
                 log.seek(0)
-                words = r"worker (\d) of the (\d) on this host has GPU (.*)"
+                words = r"worker (\d) of (\d) on this host uses GPU (.*)"
                 return {**found, "gpus": re.findall(words, log.read())}
         finally:
             for each in workers.values():

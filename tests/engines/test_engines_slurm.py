@@ -161,7 +161,7 @@ def test_workers_on_a_node_divide_its_gpus(slurm, words):
     eventually(lambda: slurm.state(job).split()[0] in ("COMPLETED", "FAILED"))
     assert "ends at True" in output(slurm, "gpus")
     for worker, gpus in enumerate(("0, 1", "2, 3")):
-        words = f"worker {worker} of the 2 on this host has GPU {gpus}\n"
+        words = f"worker {worker} of 2 on this host uses GPU {gpus}\n"
         assert words in log(slurm, "gpus", f"worker-{worker}")
 
 

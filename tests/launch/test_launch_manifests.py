@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import yaml
 from click.testing import CliRunner
-from zstrat.daemons import order, parser
+from zstrat.daemons import options_from, parser
 
 from zstrat.cli import main
 from zstrat.cluster import TFConfigClusterResolver
@@ -80,8 +80,8 @@ def test_a_pod_is_the_task_whose_name_it_has(engine, monkeypatch):
             program, *arguments = container["command"]
             if program in DAEMONS:
                 parsed = parser(DAEMONS[program], "").parse_args(arguments)
-                told = order(parsed, DAEMONS[program])
-                assert (told.place.task, told.place.bind) == (
+                told = options_from(parsed, DAEMONS[program])
+                assert (told.task.task, told.task.bind) == (
                     f"{job}:{index}",
                     "*:2222",
                 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import combined
 
 import zstrat as zs
 
@@ -102,11 +103,11 @@ def test_a_read_after_it_in_the_same_jit():
     np.testing.assert_array_equal(step(), [[8], [-8]])
 
 
+NARROW = ["int8", "uint8", "int32", "float16", "bfloat16"]
 OPS = ["add", "sub", "mul", "div", "min", "max", "update"]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float16", "bfloat16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "dtype"), combined(OPS, NARROW))
 def test_scatter_keeps_the_dtype(op, dtype):
     with one_device().scope():
         v = zs.Variable(jnp.full((3, 1), 6, dtype))
@@ -132,8 +133,9 @@ def test_scatter_keeps_the_dtype(op, dtype):
     np.testing.assert_array_equal(np.asarray(seen, float), [[6], [expected], [6]])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float16", "bfloat16"])
-@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize(
+    ("op", "dtype"), combined(["assign", "assign_add", "assign_sub"], NARROW)
+)
 def test_dense_updates_keep_the_dtype(op, dtype):
     with one_device().scope():
         v = zs.Variable(jnp.full((2,), 6, dtype))

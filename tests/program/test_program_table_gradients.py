@@ -309,7 +309,7 @@ def test_training(storage, eager):
 def test_replicas(storage, inside, devices):
     """Each looks its own rows up; their gradients are summed."""
     from zstrat.strategy.replica import Spread, mesh_of
-    from zstrat.strategy.replica._one_program import replicate
+    from zstrat.strategy.replica._regions import replicate
 
     table, w = storage.sharded(TABLE, 3), storage.variable(W)
     chain = storage.variable(np.arange(10, dtype=np.int32)[::-1].copy())

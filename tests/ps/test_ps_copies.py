@@ -180,6 +180,40 @@ async def test_a_backup_that_was_started_anew_is_lost(copies):
     await answer
 
 
+async def test_a_backup_that_diverges_while_it_is_cut_off_is_lost(copies):
+    """Its notice of that is lost with the connection."""
+    await copies.attach()
+    copies.link.hold()
+    copies.primary._store.log.append(push(0, key=77))  # which cannot be
+    copies.link.release()
+    copies.link.cut()
+    await turns()
+    copies.link.connect()
+    await turns()
+    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
+    answer = later(copies, push(1))
+    await turns()
+    assert not answer.done()
+    await copies.ask(DetachBackup(SESSION, 2))
+    await answer
+
+
+async def test_a_copy_that_diverges_while_its_log_is_opened_is_lost(copies):
+    await copies.attach()
+    copies.link.cut()
+    copies.link.hold()
+    copies.link.connect()
+    copies.primary._store.log.mark_diverged("an update failed half way")
+    copies.link.release()
+    await turns()
+    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
+    answer = later(copies, push(0))
+    await turns()
+    assert not answer.done()
+    await copies.ask(DetachBackup(SESSION, 2))
+    await answer
+
+
 async def test_what_comes_while_a_copy_is_made_is_in_it(copies):
     """And nobody waits for it."""
     await copies.ask(create(5, size=2**21))

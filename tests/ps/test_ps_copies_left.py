@@ -55,7 +55,9 @@ class Left(Copies):
         return (await self.ask(asked, service)).arrays[0]
 
     def is_sure(self, service):
-        return service.copy_of_lost_program(0, self.primary.coordinator_lost_at).is_sure
+        return service.role.copy_of_lost_program(
+            0, self.primary.coordinator_lost_at
+        ).is_sure
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ async def test_a_primary_that_goes_on_alone_is_sure(left):
 async def test_a_backup_that_takes_the_place_begins_its_steps_anew(left):
     left.lose_program()
     await left.next_program()
-    told = left.backup.copy_of_lost_program(0, None)
+    told = left.backup.role.copy_of_lost_program(0, None)
     assert (told.is_primary, told.is_whole, told.variables) == (False, True, 2)
     assert told.origin == left.primary.owner.origin
     promote = PromoteBackup(left.session, 2)
@@ -143,7 +145,7 @@ async def test_two_copies_go_on_together_in_a_newer_view(left):
     copies = [left.primary, left.backup]
 
     def told():
-        return [service.copy_of_lost_program(0, None) for service in copies]
+        return [service.role.copy_of_lost_program(0, None) for service in copies]
 
     left.lose_program()
     await left.next_program()
@@ -175,7 +177,7 @@ async def test_a_program_is_lost_again_before_both_have_heard_of_it(left):
     await turns()
     assert not asking.done()
     views = [
-        service.copy_of_lost_program(0, None).view
+        service.role.copy_of_lost_program(0, None).view
         for service in (left.primary, left.backup)
     ]
     assert views == [2, 1]
@@ -184,7 +186,7 @@ async def test_a_program_is_lost_again_before_both_have_heard_of_it(left):
     assert await asking == Done()
     await left.next_program()
     await left.ask(AttachBackup(left.session, 3, "nowhere:1", left.incarnation))
-    assert left.backup.copy_of_lost_program(0, None).view == 3
+    assert left.backup.role.copy_of_lost_program(0, None).view == 3
 
 
 async def test_a_backup_that_is_cut_off_is_not_kept(left):
@@ -216,7 +218,7 @@ async def test_what_a_program_without_second_copies_has_left_is_there():
         chief = caller(Job.CHIEF, session)
         opening = OpenSession(session, 0, 1, [], name="run", replicas=replicas)
         await rig.ask(opening, peer=chief)
-        told = rig.primary.copy_of_lost_program(0, None)
+        told = rig.primary.role.copy_of_lost_program(0, None)
         assert (told.view, told.is_primary, told.is_sure) == (0, True, True)
         rig.primary.lost(chief, "killed")
     await rig.close()

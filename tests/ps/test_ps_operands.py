@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from ps_trees import bind, binding
+from tiers import combined
 
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.optimizers import cut_for_rows, leaf_rule
@@ -115,8 +116,7 @@ class World:
             np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [(), (1, 3)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "rows"), combined([*OPTIMIZERS], [(), (1, 3)]))
 def test_variables_move_as_the_whole_tree_does(name, rows):
     world = World(name)
     for turn in range(7):

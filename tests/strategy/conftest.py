@@ -30,7 +30,7 @@ class FakeSession:
         self.slots = {}
         self.transformations = {}
         self.rules = {}
-        """By optimizer and variable, of trees that were told."""
+        """By optimizer and variable, of trees that were sent."""
         self.requests = []
         self.entries = []
         self.refuse = None

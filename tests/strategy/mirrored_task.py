@@ -53,7 +53,7 @@ def main(implementation, steps, dies_before=-1):
             return strategy.reduce("sum", value, None), first
 
         mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
-        losses, told = {}, []
+        losses, errors = {}, []
         while (now := int(step.numpy())) < steps:
             if now == dies_before:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -62,19 +62,19 @@ def main(implementation, steps, dies_before=-1):
                 losses[now] = float(loss)
                 assert numbers[:, 0].tolist() == list(range(size * devices))
             except LOST as error:
-                told.append(str(error))
+                errors.append(str(error))
                 strategy.reform(timeout=60)
         if implementation == "xla":  # its processes stay together or end together
             try:
                 strategy.reform()
             except RuntimeError as error:
-                told.append(str(error))
+                errors.append(str(error))
         print(
             json.dumps(
                 {
                     "losses": losses,
                     "w": w.numpy().tolist(),
-                    "told": told,
+                    "errors": errors,
                     "saves": strategy.extended.should_checkpoint,
                     "traces": train_step.trace_count,
                 }

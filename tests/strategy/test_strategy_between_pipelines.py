@@ -39,7 +39,7 @@ def drawn(strategy, dataset):
         (WITH_CHIEF, [("chief", 0), ("worker", 0), ("worker", 1)]),
     ],
 )
-def test_functions_are_told_which_program_they_are_of(spec, tasks):
+def test_functions_know_their_program(spec, tasks):
     seen, rows = [], []
     for job, task in tasks:
         strategy = program(spec, job, task)

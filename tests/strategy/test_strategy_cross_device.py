@@ -97,3 +97,45 @@ def test_replicas_have_values_of_one_kind_and_shape(ops):
     second = zs.PerReplica((np.ones(1), np.ones(2)))
     with pytest.raises(ValueError, match=r"\(2,\).*\(1,\)"):
         ops.batch_reduce("sum", [(first, HERE), (second, HERE)])
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_integers_of_64_bits_are_not_cut(ops):
+    wide = zs.PerReplica((np.array(3_000_000_000), np.array([3_000_000_000])[0]))
+    narrow = zs.PerReplica((np.array(2_000_000_000), np.array(2_000_000_000)))
+    mixed = zs.PerReplica((np.array(3_000_000_000), jnp.array(5)))
+    like = zs.PerReplica((np.ones(1), np.ones(1)))
+    pairs = [
+        (value, where) for value in (wide, narrow, mixed) for where in (HERE, like)
+    ]
+    found = ops.batch_reduce("sum", pairs)
+    expected = [6_000_000_000, 4_000_000_000, 3_000_000_005]
+    assert [int(x) for x in found[::2]] == expected
+    assert [[int(x) for x in each.values] for each in found[1::2]] == [
+        [n, n] for n in expected
+    ]
+    assert ops.reduce("mean", wide, HERE) == 3_000_000_000
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_rows_of_64_bits_are_not_cut(ops):
+    parts = tuple(
+        zs.IndexedSlices(np.array([[2**40 + n]]), np.array([2**33 + n]))
+        for n in range(2)
+    )
+    rows = ops.reduce("sum", zs.PerReplica(parts), HERE)
+    assert rows.indices.tolist() == [2**33, 2**33 + 1]
+    assert rows.values.tolist() == [[2**40], [2**40 + 1]]
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_what_is_no_array_is_refused(ops):
+    with pytest.raises(TypeError, match="`per_replica_value`"):
+        ops.reduce("sum", {"a": np.ones(2)}, HERE)
+
+
+@pytest.mark.parametrize("number", [99, -1])
+def test_the_device_to_reduce_on_is_there(number):
+    words = rf"there is no device {number} in this process; there are /job:.*from 0"
+    with pytest.raises(ValueError, match=words):
+        zs.ReductionToOneDevice(number)

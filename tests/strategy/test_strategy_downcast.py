@@ -20,7 +20,7 @@ def silent():
 
 
 @pytest.mark.parametrize("value", [ROUNDED, lambda: ROUNDED, EXACT, ROUNDED + 1j])
-def test_a_variable_of_64_bits_is_told_of_where_it_is_made(make_cluster, value):
+def test_a_variable_of_64_bits_is_warned_about_where_it_is_made(make_cluster, value):
     dtype = np.asarray(value() if callable(value) else value).dtype
     narrow = "complex64" if dtype.kind == "c" else "float32"
     for strategy in (
@@ -51,7 +51,7 @@ def test_one_that_was_asked_for_is_not():
             zs.Variable(ROUNDED)
 
 
-def test_a_whole_tree_is_told_of_once():
+def test_a_whole_tree_is_warned_about_once():
     tree = dict.fromkeys("abcde", ROUNDED)
     with pytest.warns(zs.DowncastWarning, match=r"'a'.*'b'.*'c'") as said:
         zs.create_variables(tree)
@@ -73,7 +73,7 @@ def test_a_whole_tree_is_told_of_once():
     ],
     ids=["int64", "uint64", "float64", "large", "complex128"],
 )
-def test_an_argument_is_told_of_once(given, words):
+def test_an_argument_is_warned_about_once(given, words):
     step = zs.function(lambda batch: batch["x"] * 2)
     place = r"^args\[0\]\['x'\] of the step function '.*' has dtype "
     with pytest.warns(zs.DowncastWarning, match=place + words) as said:
@@ -112,7 +112,7 @@ def test_with_64_bits_nothing_is_said():
         step(ROUNDED)
 
 
-def test_integers_that_grow_are_told_of_when_they_are_cut():
+def test_integers_that_grow_are_warned_about_when_they_are_cut():
     step = zs.function(lambda x: x * 2)
     with silent():
         step(np.int64(2**31 - 1))
@@ -120,7 +120,7 @@ def test_integers_that_grow_are_told_of_when_they_are_cut():
         step(np.int64(2**31))
 
 
-def test_an_element_is_told_of_with_its_iterator():
+def test_an_element_is_warned_about_with_its_iterator():
     iterator = zs.StepIterator([{"x": ROUNDED}] * 2, name="the photographs")
     step = zs.function(lambda it: next(it)["x"] * 2)
     words = r"\b0\b.*\['x'\]"
@@ -131,7 +131,7 @@ def test_an_element_is_told_of_with_its_iterator():
         step(iterator)
 
 
-def test_an_eager_step_tells_of_its_arguments():
+def test_an_eager_step_warns_about_its_arguments():
     step = zs.function(lambda x: x * 2, eager=True)
     with pytest.warns(zs.DowncastWarning, match=r"^args\[0\] of.*becomes 1") as said:
         step(np.int64(WIDE))
@@ -140,7 +140,7 @@ def test_an_eager_step_tells_of_its_arguments():
         step(np.int64(WIDE))
 
 
-def test_an_argument_of_run_is_told_of():
+def test_an_argument_of_run_is_warned_about():
     strategy = zs.MirroredStrategy(["CPU:0"])
     with pytest.warns(zs.DowncastWarning, match=r"\[0\].*'sum'") as said:
         strategy.run(jnp.sum, args=(ROUNDED,))
@@ -148,7 +148,7 @@ def test_an_argument_of_run_is_told_of():
     assert said[0].filename == __file__
 
 
-def test_a_step_of_parameter_servers_tells_of_its_arguments(make_cluster):
+def test_a_step_of_parameter_servers_warns_about_its_arguments(make_cluster):
     fake = make_cluster()
     with fake.strategy.scope():
         w = zs.Variable([1.0, 2.0])
@@ -157,12 +157,12 @@ def test_a_step_of_parameter_servers_tells_of_its_arguments(make_cluster):
         fake.run(step, ROUNDED)
 
 
-def test_a_distributed_dataset_is_told_of_where_it_was_distributed():
+def test_a_distributed_dataset_is_warned_about_where_it_was_distributed():
     """Its elements are put on devices before a step sees them."""
     strategy = zs.MirroredStrategy(["CPU:0"])
     dataset = zs.data.Dataset.from_tensor_slices({"x": ROUNDED, "y": EXACT}).batch(2)
     distributed = strategy.experimental_distribute_dataset(dataset)
-    line = test_a_distributed_dataset_is_told_of_where_it_was_distributed
+    line = test_a_distributed_dataset_is_warned_about_where_it_was_distributed
     with pytest.warns(zs.DowncastWarning) as said:
         found = [batch["x"] for batch in distributed]
     with silent():
@@ -176,7 +176,7 @@ def test_a_distributed_dataset_is_told_of_where_it_was_distributed():
     assert str(one.message).startswith("element['x'] of a distributed dataset has dtyp")
 
 
-def test_integers_of_a_distributed_dataset_are_told_of_by_the_step():
+def test_integers_of_a_distributed_dataset_are_warned_about_by_the_step():
     strategy = zs.MirroredStrategy(["CPU:0"])
     dataset = zs.data.Dataset.from_tensor_slices(np.array([1, WIDE])).batch(2)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))

@@ -224,17 +224,17 @@ def test_elements_are_placed_unless_options_say_no():
 
 
 @pytest.mark.shows("tf.distribute.InputContext")
-def test_a_function_is_told_which_pipeline_it_is_and_deals_in_turn():
-    told = []
+def test_a_function_knows_its_pipeline_and_replicas_take_turns():
+    contexts = []
 
     def dataset_fn(context):
-        told.append(context)
+        contexts.append(context)
         size = context.get_per_replica_batch_size(8)
         return Dataset.range(10).shard(2, context.input_pipeline_id).batch(size)
 
     made = inputs(2, 2, 1).of_function(dataset_fn)
     assert drawn(made) == [[[1, 3], [5, 7]], [[9], []]]
-    assert told == [InputContext(2, 1, 4)]
+    assert contexts == [InputContext(2, 1, 4)]
 
 
 def test_elements_of_functions_need_no_rows():
@@ -246,10 +246,10 @@ def test_elements_of_functions_need_no_rows():
 
 @pytest.mark.shows("InputReplicationMode")
 def test_one_function_for_each_replica():
-    told = []
+    contexts = []
 
     def dataset_fn(context):
-        told.append((context.num_input_pipelines, context.input_pipeline_id))
+        contexts.append((context.num_input_pipelines, context.input_pipeline_id))
         return Dataset.range(3 + context.input_pipeline_id).batch(2)
 
     options = zs.InputOptions(
@@ -259,7 +259,7 @@ def test_one_function_for_each_replica():
     )
     mirrored = inputs(3, per_replica=True)
     made = mirrored.of_function(dataset_fn, options)
-    assert told == [(3, 0), (3, 1), (3, 2)]
+    assert contexts == [(3, 0), (3, 1), (3, 2)]
     assert drawn(made) == [
         [[0, 1], [0, 1], [0, 1]],
         [[2], [2, 3], [2, 3]],

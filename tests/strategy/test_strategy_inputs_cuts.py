@@ -41,7 +41,7 @@ def test_batches_of_one_worker_are_cut_as_by_tensorflow(
 )
 def test_promised_sizes_are_known_behind_map_and_rebatch(change, expected):
     """The values are those of tf.distribute.MirroredStrategy of TensorFlow 2.21, under
-    a policy that does not deal out."""
+    a policy that does not shard."""
     batches = Dataset.range(13).batch(9, drop_remainder=True)
     dataset = change(batches).with_options(Options(AutoShardPolicy.OFF))
     assert drawn(inputs(4).of_dataset(dataset)) == [expected]

@@ -36,17 +36,10 @@ def drawn(iterator, count=MOST):
     return [values(element) for element in itertools.islice(iterator, count)]
 
 
-class Alone:
-    """The accord of a worker whose others are like it."""
-
-    def largest(self, numbers):
-        return list(numbers)
-
-
 ENDS = {
     "": lambda d: d,
     "repeat": lambda d: d.repeat(2),
-    "for ever": lambda d: d.repeat(),
+    "endless": lambda d: d.repeat(),
     "map": lambda d: d.map(lambda x: x + 1, num_parallel_calls=2),
     "ragged": lambda d: d.map(lambda x: x[: 1 + int(x[0]) % 2]),
     "mixed batches": lambda d: d.shuffle(3, seed=2),
@@ -77,7 +70,7 @@ def files(tmp_path_factory):
     worker=st.sampled_from([(1, 0), (2, 0), (2, 1), (3, 2)]),
     local=st.integers(1, 3),
     static=st.booleans(),
-    accord=st.sampled_from([None, Alone()]),
+    all_max=st.sampled_from([None, list]),
     before=st.integers(0, 9),
 )
 def test_the_rest_is_that_of_a_pass_that_nobody_interrupts(
@@ -91,7 +84,7 @@ def test_the_rest_is_that_of_a_pass_that_nobody_interrupts(
     worker,
     local,
     static,
-    accord,
+    all_max,
     before,
 ):
     workers, index = worker if how != "per replica" else (1, 0)
@@ -109,7 +102,7 @@ def test_the_rest_is_that_of_a_pass_that_nobody_interrupts(
             local,
             workers,
             index,
-            accord=accord,
+            all_max=all_max,
             static_shapes=static,
             per_replica=True,
         )
@@ -244,7 +237,7 @@ def test_an_iterator_that_is_read_once_has_no_place(local):
 
 def test_workers_without_a_common_order_have_no_place():
     for how in ({}, {"reshuffle_each_iteration": False}):
-        ours = inputs(1, 2, 0, accord=Alone())
+        ours = inputs(1, 2, 0, all_max=list)
         iterator = iter(ours.of_function(lambda _, how=how: batches(4, **how)))
         drawn(iterator, 1)
         with pytest.raises(InvalidArgumentError, match="seed="):
@@ -292,10 +285,10 @@ def dataset_of(dataset):
 )
 def test_the_place_of_another_dataset_is_refused(saved, here, words):
     (local, workers, of), (local_here, workers_here, of_here) = saved, here
-    accord = Alone() if workers_here > 1 else None
-    before = iter(of(inputs(local, workers, 0, accord=accord)))
+    all_max = list if workers_here > 1 else None
+    before = iter(of(inputs(local, workers, 0, all_max=all_max)))
     drawn(before, 2)
-    iterator = iter(of_here(inputs(local_here, workers_here, 0, accord=accord)))
+    iterator = iter(of_here(inputs(local_here, workers_here, 0, all_max=all_max)))
     drawn(iterator, 1)
     with pytest.raises(InvalidArgumentError, match=words):
         iterator.set_state(state_of(before))
@@ -318,7 +311,7 @@ def test_a_closed_iterator_goes_nowhere():
 # several workers
 
 
-def test_workers_deal_the_rest_out_together():
+def test_workers_shard_the_rest_together():
     def program(strategy, rank, state=None):
         dataset = batches(6, rows=15, seed=1).repeat(2)
         distributed = strategy.experimental_distribute_dataset(dataset)

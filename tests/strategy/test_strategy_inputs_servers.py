@@ -66,11 +66,11 @@ def test_a_worker_builds_what_travels_to_it(strategy):
 
 @pytest.mark.usefixtures("on_a_worker")
 def test_a_dataset_function_distributes_on_its_worker(strategy):
-    told = []
+    contexts = []
 
     def dataset_fn():
         def inner(context):
-            told.append(context)
+            contexts.append(context)
             return Dataset.range(4).batch(context.get_per_replica_batch_size(2))
 
         return strategy.distribute_datasets_from_function(inner)
@@ -85,7 +85,7 @@ def test_a_dataset_function_distributes_on_its_worker(strategy):
 
 @pytest.mark.shows("ParameterServerStrategy.distribute_datasets_from_function")
 @pytest.mark.usefixtures("on_a_worker")
-def test_functions_are_told_their_worker(strategy):
+def test_functions_know_their_worker(strategy):
     def dataset_fn():
         return strategy.distribute_datasets_from_function(
             lambda context: Dataset.from_tensor_slices(

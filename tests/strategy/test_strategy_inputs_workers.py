@@ -21,7 +21,7 @@ def values(element):
 
 
 class Lockstep:
-    """An accord of workers that are driven one step at a time, in one thread."""
+    """Workers that are driven one step at a time, in one thread."""
 
     def __init__(self, workers, replicas):
         self.replicas = replicas
@@ -34,7 +34,7 @@ class Lockstep:
             inputs = ProcessInputs(
                 InputContext(self.workers, rank, self.workers * self.replicas),
                 self.replicas,
-                accord=strategy._inputs().accord,
+                all_max=strategy._inputs().all_max,
             )
             return [values(element) for element in make(inputs)]
 

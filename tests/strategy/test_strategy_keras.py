@@ -46,12 +46,12 @@ def test_a_model_in_a_scope(model, call):
     with (
         strategy.scope(),
         strategy.scope(),
-        pytest.warns(zs.KerasWarning, match=words) as told,
+        pytest.warns(zs.KerasWarning, match=words) as warned,
     ):
         done = getattr(model(), call)("it")
     assert done in {"compiled it", "fitted it", "evaluated it"}
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
 
 
 def test_outside_of_scopes_nothing_is_said(model):
@@ -108,10 +108,10 @@ def test_a_model_that_a_step_calls_keeps_its_values(layer):
     model = layer(below, layer())
     step = zs.function(lambda x: model(x))
     words = r"'dense'.*model\.stateless_call"
-    with pytest.warns(zs.KerasWarning, match=words) as told:
+    with pytest.warns(zs.KerasWarning, match=words) as warned:
         step(1.0)
-    assert {each.filename for each in told} == {__file__}
-    assert not any("'below'" in str(each.message) for each in told)
+    assert {each.filename for each in warned} == {__file__}
+    assert not any("'below'" in str(each.message) for each in warned)
 
 
 def test_a_model_that_is_given_its_values_is_not_warned_about(layer):

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from ranks import ranks
+from tiers import combined
 
 import zstrat as zs
 
@@ -60,8 +61,9 @@ def assert_as_optax(values):
         np.testing.assert_allclose(value, expected[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("is_looked_at", [True, False])
+@pytest.mark.parametrize(
+    ("is_looked_at", "is_inside"), combined([True, False], [True, False])
+)
 def test_replicas_of_one_process(is_looked_at, is_inside):
     strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
     batch = strategy.experimental_distribute_values_from_function(

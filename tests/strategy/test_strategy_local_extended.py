@@ -39,47 +39,6 @@ def plain(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree)
 
 
-@pytest.mark.parametrize(("op", "wanted"), [("SUM", 3.0), ("MEAN", 1.5)])
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_a_reduction_is_where_it_is_wanted(strategy, op, wanted, shape):
-    first, second, *_ = jax.devices()
-    with strategy.scope():
-        v = zs.Variable(0.0)
-        values = made(strategy, shape)
-        whole = np.full(shape, wanted).tolist()
-        for destination, places in (
-            (values, [first, second]),
-            (v, [first, second]),
-            ("CPU:1", [second]),
-            ("/job:localhost/replica:0/task:0/device:CPU:0", [first]),
-            (jax.device_put(jnp.zeros(1), second), [second]),
-        ):
-            found = strategy.extended.reduce_to(op, values, destination)
-            results = strategy.experimental_local_results(found)
-            assert plain(results) == (whole,) * len(places)
-            assert [x.devices() for x in results] == [{place} for place in places]
-            assert isinstance(found, zs.Mirrored) == (len(places) > 1)
-        # Values of several devices may meet.
-        assert plain(sum(strategy.experimental_local_results(found))) == whole
-
-
-def test_a_batch_of_dense_and_sparse_values(strategy):
-    def fn():
-        number = zs.get_replica_context().replica_id_in_sync_group
-        rows = zs.IndexedSlices(jnp.full((1, 2), number + 1.0), number[None], (4, 2))
-        return jnp.full((3,), number), rows
-
-    with strategy.scope():
-        dense, sparse = strategy.run(fn)
-        pairs = [(sparse, dense), (dense, dense), ({"x": dense}, "CPU:0")]
-        first, second, third = strategy.extended.batch_reduce_to("SUM", pairs)
-        for each in strategy.experimental_local_results(first):
-            assert plain(each.indices) == [0, 1]
-            assert plain(each.values) == [[1, 1], [2, 2]]
-        assert plain(strategy.experimental_local_results(second)) == ([1, 1, 1],) * 2
-        assert plain(third) == {"x": [1, 1, 1]}
-
-
 @pytest.mark.shows("Mirrored values")
 def test_a_mirrored_value_stays_itself(strategy):
     with strategy.scope():

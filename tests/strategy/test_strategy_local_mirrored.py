@@ -204,36 +204,6 @@ def test_a_number_that_is_the_same_everywhere_stays_a_number(two):
     assert [int(x) for x in found.values] == [2, 4]
 
 
-def test_tensorflows_example_of_reduce(two):
-    def step_fn():
-        return jnp.asarray(zs.get_replica_context().replica_id_in_sync_group)
-
-    per_replica = two.run(step_fn)
-    local = two.experimental_local_results(per_replica)
-    assert [x.devices() for x in local] == [{d} for d in jax.devices()[:2]]
-    assert two.reduce("SUM", per_replica, axis=None) == 1
-
-
-def test_tensorflows_examples_of_gather():
-    four = zs.MirroredStrategy([f"CPU:{n}" for n in range(4)])
-    single = np.arange(6).reshape(1, 2, 3)
-    values = four.experimental_distribute_values_from_function(lambda _: single)
-
-    @zs.function
-    def run(axis: str):
-        return four.gather(values, axis=int(axis))
-
-    for axis in range(3):
-        expected = np.concatenate([single] * 4, axis)
-        np.testing.assert_array_equal(run(str(axis)), expected)
-        np.testing.assert_array_equal(four.gather(values, axis), expected)
-    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
-    values = two.experimental_distribute_values_from_function(
-        lambda _: np.array([[1], [2]])
-    )
-    np.testing.assert_array_equal(two.gather(values, 0), [[1], [2], [1], [2]])
-
-
 def test_tensorflows_examples_of_values_from_a_function(two):
     def local(value_fn):
         return two.experimental_local_results(
@@ -247,23 +217,6 @@ def test_tensorflows_examples_of_values_from_a_function(two):
     assert local(lambda ctx: ctx.num_replicas_in_sync) == (2, 2)
     trees = local(lambda ctx: {"x": ctx.replica_id_in_sync_group})
     assert trees == ({"x": 0}, {"x": 1})
-
-
-@pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), [1]])
-@pytest.mark.parametrize("op", ["sum", "MEAN"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_reduce_of_one_array_is_numpys(eight, op, axis, inside):
-    value = eight._mesh.layout.place_batch(X)
-    parts = X.reshape(R, 2, 3)
-    axes = () if axis is None else np.atleast_1d(axis) % 2 + 1
-    how = np.sum if op == "sum" else np.mean
-    expected = how(parts, (0, *axes))
-
-    def reduce(value):
-        return eight.reduce(op, value, axis)
-
-    found = zs.function(reduce)(value) if inside else reduce(value)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_axes_of_one_array_are_checked(eight):

@@ -1,4 +1,4 @@
-"""Two processes, here threads, of four devices each, one of which is given parts of
+"""Two processes, here threads, of two devices each, one of which is given parts of
 different shapes: its replicas run in turns, and those of the other as one program. They
 do the same collectives, or the board on which they lay their arrays down says so."""
 
@@ -11,7 +11,7 @@ from ranks import ranks
 
 import zstrat as zs
 
-HERE, ALL = 4, 8
+HERE, ALL = 2, 4
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 WAYS = ["by itself", "in a step"]
 ROWS = [n % 2 + 1 if n < HERE else 1 for n in range(ALL)]
@@ -39,7 +39,7 @@ def both(request):
                 found = program(parts)
             return jax.tree.map(lambda x: np.asarray(x).tolist(), found)
 
-        return ranks(2, one)
+        return ranks(2, one, HERE)
 
     return both
 
@@ -246,7 +246,7 @@ def test_the_last_batch_of_a_dataset(compiled):
         return [float(step(batch)) for batch in batches]
 
     expected = [float(sum(range(32))), float(sum(range(32, 52)))]
-    assert ranks(2, program) == [expected] * 2
+    assert ranks(2, program, HERE) == [expected] * 2
 
 
 def test_keys_and_numbers_among_the_arguments(both):
@@ -273,4 +273,4 @@ def test_texts_run_in_turns():
         found = strategy.run(lambda text: jnp.float32(len(text)), (texts,))
         return float(strategy.reduce("sum", found))
 
-    assert ranks(2, program) == [sum(range(1, ALL + 1))] * 2
+    assert ranks(2, program, HERE) == [sum(range(1, ALL + 1))] * 2

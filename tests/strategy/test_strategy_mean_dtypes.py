@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ranks import ranks
+from tiers import combined
 
 import zstrat as zs
 from zstrat.strategy import PerReplica
@@ -21,8 +22,7 @@ def reduced(strategy, value, axis):
     return [(x.dtype.name, np.asarray(x).astype(complex).tolist()) for x in found]
 
 
-@pytest.mark.parametrize("name", MEANS)
-@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize(("name", "axis"), combined([*MEANS], [None, 0]))
 def test_two_processes(name, axis):
     def program(strategy, rank):
         arrays = [jnp.full(2, rank, name), PerReplica([jnp.full(2, rank, name)])]
@@ -46,12 +46,14 @@ def test_what_numpy_holds_has_numpy_s_dtypes(dtype):
     assert ranks(2, program) == [both] * 2
 
 
-@pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize(
-    "strategy",
-    [lambda: zs.OneDeviceStrategy("/cpu:0"), lambda: zs.MirroredStrategy(["CPU:0"])],
+    ("name", "strategy", "compiled"),
+    combined(
+        [*MEANS],
+        [lambda: zs.OneDeviceStrategy("CPU:0"), lambda: zs.MirroredStrategy(["CPU:0"])],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("compiled", [True, False])
 def test_one_replica(name, strategy, compiled):
     strategy = strategy()
     value = jnp.array([1, 0], name)

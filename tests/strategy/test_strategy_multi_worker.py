@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from ranks import ranks
+from tiers import combined
 
 import zstrat as zs
 
@@ -410,8 +411,7 @@ def test_a_dataset_without_batches_is_refused():
     ranks(2, program)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("size", [1, 4, 7, 12])
+@pytest.mark.parametrize(("count", "size"), combined([2, 3, 5], [1, 4, 7, 12]))
 def test_short_batches_end_in_pieces_without_rows(count, size):
     def program(strategy, rank):
         batches = [np.arange(size, dtype=np.float32)]

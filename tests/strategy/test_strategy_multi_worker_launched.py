@@ -26,7 +26,7 @@ def clean(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_one_that_is_told_of_tf_config_does_not_train_alone(monkeypatch, name):
+def test_one_with_tf_config_does_not_train_alone(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     with pytest.raises(ValueError, match=rf": {name}=2\. Give no resolver"):
         zs.MultiWorkerMirroredStrategy(TFConfigClusterResolver())
@@ -74,7 +74,7 @@ def test_one_that_was_started_alone_does(monkeypatch, env):
     assert zs.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
 
 
-def test_one_that_is_told_to_be_alone_is(monkeypatch):
+def test_one_that_tf_config_makes_alone_is(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     alone = SimpleClusterResolver(zs.cluster_resolver.ClusterSpec({}))
     assert zs.MultiWorkerMirroredStrategy(alone).num_replicas_in_sync == 1

@@ -1,4 +1,4 @@
-"""What a process of a cluster is told that cannot be part of a strategy's job."""
+"""Errors of a process of a cluster that cannot be part of the job of a strategy."""
 
 import re
 

@@ -136,14 +136,14 @@ def test_gradients_of_parts_and_of_the_whole(make_cluster):
 
 def test_a_strategy_takes_what_a_launcher_returns(make_cluster, monkeypatch):
     """And keeps it, as its tasks end with it."""
-    fake, told = make_cluster(ps=1, workers=2), []
+    fake, connected = make_cluster(ps=1, workers=2), []
 
     class Running:
         resolver = fake.resolver
         settings = Settings(insecure=True)
 
     def connect(spec, settings):
-        told.append((spec.num_tasks("worker"), settings))
+        connected.append((spec.num_tasks("worker"), settings))
         return fake.session
 
     running = Running()
@@ -151,7 +151,7 @@ def test_a_strategy_takes_what_a_launcher_returns(make_cluster, monkeypatch):
     strategy = zs.ParameterServerStrategy(running, connect=connect)
     other = Settings(transport="tcp")
     zs.ParameterServerStrategy(running, settings=other, connect=connect)
-    assert told == [(2, Running.settings), (2, other)]
+    assert connected == [(2, Running.settings), (2, other)]
     assert strategy.cluster_resolver is fake.resolver
     del running
     assert kept() is not None
@@ -159,7 +159,7 @@ def test_a_strategy_takes_what_a_launcher_returns(make_cluster, monkeypatch):
         "TF_CONFIG", json.dumps({"cluster": fake.resolver.cluster_spec().as_dict()})
     )
     zs.ParameterServerStrategy(connect=connect)
-    assert told[-1][0] == 2
+    assert connected[-1][0] == 2
     monkeypatch.delenv("TF_CONFIG")
     with pytest.raises(ValueError, match="TF_CONFIG"):
         zs.ParameterServerStrategy(connect=connect)

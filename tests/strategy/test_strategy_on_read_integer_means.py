@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ranks import ranks
+from tiers import combined
 
 import zstrat as zs
 
@@ -71,6 +72,6 @@ def check(strategy, folder, first):
         np.testing.assert_array_equal(plain.numpy(), wanted)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", combined([2, 3], step=2))
 def test_of_processes_with_one_device_each(tmp_path, size):
     ranks(size, lambda strategy, rank: check(strategy, tmp_path / str(rank), size % 2))

@@ -1,4 +1,4 @@
-"""Rows of a variable that is brought together when it is read are rows of what it is
+"""Rows of a variable that is aggregated when it is read are rows of what it is
 read as, wherever they are read."""
 
 import asyncio

@@ -75,7 +75,7 @@ def test_without_aggregation_each_process_saves_its_own(tmp_path):
     assert ranks(2, program) == [1.0, 2.0]
 
 
-def test_who_saves_alone_is_told_why_nobody_came(tmp_path, monkeypatch):
+def test_a_process_that_saves_alone_gets_the_reason(tmp_path, monkeypatch):
     def program(strategy, rank):
         v = metric(strategy, A.SUM)
         if rank:

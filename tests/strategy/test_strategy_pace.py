@@ -13,32 +13,29 @@ from ranks import ranks
 from zstrat.data import Dataset, Elements
 from zstrat.strategy.input import PassLength, SynchronizedPass
 
-FOREVER = "for ever"
+FOREVER = "endless"
 DRAWN = 7
 """Of a pass without an end."""
 
 
 class Table:
-    """The accord of workers that are threads; keeps what was asked."""
+    """Exchanges numbers of workers that are threads; keeps what was asked."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=100)
         self.asked = [[] for _ in range(size)]
 
-    def accord(self, worker):
-        table = self
+    def all_max(self, worker):
+        def largest(numbers):
+            mine = self.asked[worker]
+            mine.append(list(map(int, numbers)))
+            self.barrier.wait()
+            rows = [each[len(mine) - 1] for each in self.asked]
+            assert len({len(row) for row in rows}) == 1, "different questions"
+            self.barrier.wait()
+            return [max(column) for column in zip(*rows, strict=True)]
 
-        class Seat:
-            def largest(self, numbers):
-                mine = table.asked[worker]
-                mine.append(list(map(int, numbers)))
-                table.barrier.wait()
-                rows = [each[len(mine) - 1] for each in table.asked]
-                assert len({len(row) for row in rows}) == 1, "different questions"
-                table.barrier.wait()
-                return [max(column) for column in zip(*rows, strict=True)]
-
-        return Seat()
+        return largest
 
 
 def endless():
@@ -58,7 +55,7 @@ def passes(lengths, *, is_partial, common=False, draws=DRAWN):
         steps = length if is_known and not forever else None
         paced = SynchronizedPass(
             Elements(endless() if forever else range(length)),
-            table.accord(worker),
+            table.all_max(worker),
             length=PassLength(steps, forever, common),
             empty=lambda: -1,
             is_partial=is_partial,
@@ -91,7 +88,7 @@ def test_all_draw_as_often_and_ask_the_same(lengths, is_partial):
     forever = [length == FOREVER for length, _ in lengths]
     is_known = all(known or length == FOREVER for length, known in lengths)
     if any(forever) if is_partial else all(forever):
-        assert asked[0] == 1, "who has data for ever never asks again"
+        assert asked[0] == 1, "a worker with endless data asked again"
     elif is_known:
         assert asked[0] == 1
 

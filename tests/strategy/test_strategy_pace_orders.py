@@ -1,4 +1,4 @@
-"""Workers that deal out a shuffled dataset are at the same pass of it, or are told."""
+"""Workers that shard a shuffled dataset are at the same pass of it, or get an error."""
 
 import threading
 
@@ -16,13 +16,13 @@ WORDS = r"reform\(\)"
 
 
 class Barrier:
-    """The accord of workers that are threads, for one question."""
+    """Exchanges numbers of workers that are threads, for one question."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=100)
         self.given = []
 
-    def largest(self, numbers):
+    def __call__(self, numbers):
         assert all(-(2**31) < number < 2**31 for number in numbers)
         self.given.append(numbers)
         self.barrier.wait()
@@ -33,7 +33,7 @@ class Barrier:
 @given(
     st.lists(st.sampled_from(["", "1.1", "1.2", "2.1, 1.1"]), min_size=1, max_size=3)
 )
-def test_all_are_told_if_two_that_deal_out_are_not_at_the_same_pass(orders):
+def test_all_get_an_error_if_two_that_shard_are_not_at_the_same_pass(orders):
     barrier, found = Barrier(len(orders)), [None] * len(orders)
 
     def one(worker, order):
@@ -77,7 +77,7 @@ def rows(distributed):
     return [int(row) for element in distributed for row in np.ravel(element)]
 
 
-def began_anew(strategy, rank, make):
+def restarted(strategy, rank, make):
     """As after reform(): worker 1 has begun no pass, and the other one has."""
     distributed = strategy.experimental_distribute_dataset(make())
     if rank == 0:
@@ -86,9 +86,9 @@ def began_anew(strategy, rank, make):
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, AutoShardPolicy.HINT])
-def test_who_came_anew_is_at_another_pass_until_the_dataset_is_made_anew(policy):
+def test_a_restarted_one_is_at_another_pass_until_the_dataset_is_made_again(policy):
     def program(strategy, rank):
-        distributed = began_anew(strategy, rank, lambda: sharded_rows(policy))
+        distributed = restarted(strategy, rank, lambda: sharded_rows(policy))
         with pytest.raises(ValueError, match=WORDS):
             next(iter(distributed))
         again = strategy.experimental_distribute_dataset(sharded_rows(policy))
@@ -117,12 +117,12 @@ def of_each(strategy, rank):
     options = Options()
     options.experimental_distribute.auto_shard_policy = AutoShardPolicy.HINT
     dataset = dataset.batch(ROWS).with_options(options)
-    return began_anew(strategy, rank, lambda: dataset)
+    return restarted(strategy, rank, lambda: dataset)
 
 
 def of_one_order(strategy, rank):
     dataset = Dataset.range(ROWS).shuffle(ROWS, 1, reshuffle_each_iteration=False)
-    return began_anew(strategy, rank, lambda: dataset.batch(ROWS))
+    return restarted(strategy, rank, lambda: dataset.batch(ROWS))
 
 
 def of_a_function(strategy, rank):
@@ -150,5 +150,5 @@ def test_nor_need_files_that_each_reads_alone(tmp_path):
     def make():
         return Dataset.from_npy(paths).shuffle(ROWS, seed=1).batch(ROWS)
 
-    one, other = ranks(2, lambda *each: rows(began_anew(*each, make)))
+    one, other = ranks(2, lambda *each: rows(restarted(*each, make)))
     assert sorted(one + other) == list(range(ROWS))

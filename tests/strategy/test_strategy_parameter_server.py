@@ -479,7 +479,7 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
     )
 
 
-def test_variables_are_deleted_when_told_and_not_before(cluster):
+def test_variables_are_deleted_on_request_and_not_before(cluster):
     with cluster.strategy.scope():
         tree = zv.create_variables({"a": np.float32([0, 0]), "b": [np.float32([1])]})
         other = zv.Variable(5.0)

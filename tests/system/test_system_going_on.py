@@ -76,7 +76,7 @@ def test_planned_restarts_lose_nothing_and_double_nothing(local, caplog):
         assert mine.numpy() == 300
     assert not list(local.state.iterdir())
     assert "ps/task:1 at" in caplog.text
-    assert "is to be back within 60 s, with all it held" in caplog.text
+    assert "is to be back within 60 s, with its data" in caplog.text
 
 
 def test_a_server_that_is_killed_later_has_nothing(local):

@@ -20,6 +20,7 @@ from simulation import (
     scenario_of,
 )
 from simulation.__main__ import main, seeds_in
+from tiers import combined
 
 from zstrat.ps import CHANGES
 
@@ -237,8 +238,7 @@ def test_any_one_server_may_be_lost_where_each_has_a_second_copy(kind):
     assert verdict.steps >= 17
 
 
-@pytest.mark.parametrize("server", ["ps0", "ps2"])
-@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize(("turn", "server"), combined(range(6), ["ps0", "ps2"]))
 def test_one_server_may_be_lost_while_the_next_program_takes_over(turn, server):
     """At another moment of that in each run, which lasts for a third of a second."""
     killed = Fault(3.0, "kill", "chief0", "ps0", 3.0)

@@ -87,7 +87,7 @@ def test_who_puts_text_in_never_waits_and_its_memory_is_bounded(echo, monkeypatc
     assert pipe.reached.wait(60)
     for _ in range(4):
         echo.put("w", 1, "x" * MiB + "\n")
-    assert sum(len(shown.text) for shown in echo.waiting) <= MiB + 100
+    assert sum(len(text) for _, text in echo.waiting) <= MiB + 100
     assert echo.is_behind
     pipe.open.set()
     echo.show()

@@ -14,7 +14,7 @@ from zstrat.wire import UpdateOp
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
-class Notes:
+class Notes(zv.TraceRecorder):
     """A recorder that knows the values, and notes what it is told."""
 
     def __init__(self, *variables):

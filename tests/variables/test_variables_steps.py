@@ -12,7 +12,7 @@ import zstrat.variables as zv
 from zstrat.wire import UpdateOp
 
 
-class Notes:
+class Notes(zv.TraceRecorder):
     """A recorder that hands out constants and notes what it is told."""
 
     def __init__(self):

@@ -1,12 +1,12 @@
-from ._buckets import Bucket as Bucket
-from ._buckets import buckets as buckets
 from ._compression import Compression as Compression
 from ._compression import Compressor as Compressor
 from ._engine import CallKind as CallKind
 from ._engine import CollectiveCall as CollectiveCall
+from ._leaves import Bucket as Bucket
+from ._leaves import buckets as buckets
+from ._reduction import ReduceOp as ReduceOp
 from ._reduction import narrow as narrow
 from ._reduction import reduction_of as reduction_of
-from ._terms import ReduceOp as ReduceOp
 from .group._group import Group as Group
 from .group._node import GROUP_MESSAGES as GROUP_MESSAGES
 from .group._node import GroupNode as GroupNode

@@ -32,8 +32,7 @@ from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
-from ._reduction import narrow, widened
-from ._terms import ReduceOp
+from ._reduction import ReduceOp, narrow, widened
 
 if TYPE_CHECKING:
     Key = tuple[str, int]

@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ._terms import ReduceOp
+from ._reduction import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -43,9 +43,8 @@ from .connecting import (
 )
 from .membership import Membership
 from .membership._turnover import Turnover, WorkerSessions
-from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
-from .replication import Replication
+from .replication import Replication, StoreMoves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.program import Drawing, Function, rebuild
+from zstrat.program import Function, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Code, PickledArguments
@@ -253,7 +253,7 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> Any:
         current = recorder.get()
-        if isinstance(current, Drawing) and (made := self._held()) is not None:
+        if current is not None and (made := self._held()) is not None:
             return current.draw(made)
         raise NotImplementedError(
             "next() of a per-worker iterator on the coordinator: its elements are on "

@@ -15,10 +15,10 @@
         scaling_config=ScalingConfig(num_workers=4),
     ).fit()
 
-Each worker of the trainer becomes a worker of one cluster, told so by TF_CONFIG, with
-keys that are made for this start and go to the workers as Ray sends everything. What
-workers report, Ray brings to the trainer; and when one is lost, it is Ray that starts
-all of them again (`FailureConfig`), from the checkpoint that was reported last.
+Each worker of the trainer becomes a worker of one cluster, which TF_CONFIG describes.
+The keys are made for this start, and Ray sends them to the workers. Ray passes reports
+of workers to the trainer; and when a worker is lost, Ray starts all of them again
+(`FailureConfig`), from the checkpoint that was reported last.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from zstrat.transport import generate_keys
 
 _IN_MEMORY: Final = Path("/dev/shm")
 _REMOVING: Final = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"')
-"""Removes a folder once its standard input ends, which is when the worker does, however
-that comes."""
+"""Removes a folder when its standard input ends, which is when the worker ends, for
+whatever reason."""
 
 
 @dataclass
 class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
-    """Has the workers of a trainer of Ray find each other."""
+    """Configures the workers of a trainer of Ray as one cluster."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -58,7 +58,8 @@ class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
 
 
 class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
-    """Tells each worker who is where, before the program runs, and cleans up after."""
+    """Announces the workers to each other before the program runs, and cleans up
+    after."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
@@ -79,18 +80,13 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         worker_group.execute(forget_keys)
 
 
-class _WorkerKeys:
-    """Who removes the keys that this process was given; None before it has any."""
-
-    remover: subprocess.Popen[bytes] | None = None
-
-
-_held: Final = _WorkerKeys()
+_remover: subprocess.Popen[bytes] | None = None
+"""The process that removes the keys of this one; None before it has keys."""
 
 
 def own_address() -> str:
-    """In a worker: where the others reach it. The port is free now; it is bound when
-    the program makes its strategy."""
+    """Returns, in a worker, the address where the others reach it. The port is free
+    now; the program binds it when it makes its strategy."""
     node = ray.get_runtime_context().get_node_id()
     (host,) = (
         each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node
@@ -100,32 +96,34 @@ def own_address() -> str:
 
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
-    """Called in a worker: sets what the strategies of this process find."""
-    forget_keys()  # of a start before, in the same process
+    """Sets, in a worker, the environment that the strategies of this process read."""
+    global _remover
+    forget_keys()  # of an earlier start, in the same process
     task = {"type": "worker", "index": index}
     cluster = {"worker": addresses}
     set_environment("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     # Each strategy that the program makes reads them: they stay until the end.
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
-    _held.remover = subprocess.Popen(
+    _remover = subprocess.Popen(
         [*_REMOVING, str(folder)],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # who ends the worker with its group leaves this one
+        start_new_session=True,  # a signal to the group of the worker does not end it
     )
     write_keys(folder / "keys", keys)
     set_environment("ZSTRAT_KEYS", str(folder / "keys"))
 
 
 def forget_keys() -> None:
-    """Called in a worker: removes the keys of its run; returns when they are gone."""
-    remover, _held.remover = _held.remover, None
+    """Removes, in a worker, the keys of its run; returns when they are gone."""
+    global _remover
+    remover, _remover = _remover, None
     if remover is not None:
         remover.communicate()
 
 
 def _fresh_keys() -> dict[str, str]:
-    """What a worker needs: its secret, and the public halves of all."""
+    """Generates the keys of a worker: its secret, and the public halves of all."""
     with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as passing:
         folder = Path(passing) / "keys"
         generate_keys(folder)

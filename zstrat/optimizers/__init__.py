@@ -1,6 +1,6 @@
-"""What an optax transformation does to each leaf of a tree: read from its program.
+"""The effect of an optax transformation on each leaf of a tree, read from its program.
 
-Imported late (it brings jax and optax with it), by whoever applies gradients.
+Imported late, where gradients are applied: it imports jax and optax.
 """
 
 from ._binding import Binding as Binding

@@ -1,8 +1,8 @@
-"""What a parameter server needs to know of the tree of an optimizer, as data.
+"""The description of the tree of an optimizer for a parameter server, as data.
 
-The transformation itself is there already, shipped by a coordinator. Whoever applies
-gradients, a worker too, tells which variables are its leaves and what the tree looks
-like; the server traces the same program, and refuses if it is cut otherwise there.
+A coordinator has sent the transformation itself. The program that applies gradients,
+which may be a worker, sends the variables that are its leaves and the structure of the
+tree; the server traces the same program, and refuses it if it is cut otherwise there.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ class Binding:
     keys: tuple[tuple[int, ...], ...]
 
     def encoded(self) -> bytes:
-        """The binding as it travels.
+        """Encodes the binding for the wire.
 
         Raises:
             ValueError: The tree has containers of classes that a server does not know,
                 and the optimizer does something else without them; or its update takes
-                arguments that are no arrays.
+                arguments that are not arrays.
         """
         rule = self.rule
         if rule.extras.static:
             names = ", ".join(repr(name) for name, _ in rule.extras.static)
             raise ValueError(
                 f"optimizer {rule.name!r} runs on the parameter servers, and its "
-                f"update takes {names}, which is no array and cannot be sent there: "
-                "train such an optimizer with a strategy of one process or of several "
-                "that work together (MirroredStrategy, MultiWorkerMirroredStrategy)"
+                f"update takes {names}, which is not an array and cannot be sent "
+                "there: train such an optimizer with a strategy of one process or of "
+                "several that work together (MirroredStrategy, "
+                "MultiWorkerMirroredStrategy)"
             )
         if not rule.structure.is_plain:
             _require_mirrored(rule)
@@ -84,7 +85,8 @@ class Binding:
         """Inverse of `encoded`, with the transformation that is here. Traces it.
 
         Raises:
-            InvalidArgumentError: It is none, or the optimizer is cut otherwise here.
+            InvalidArgumentError: It is malformed, or the optimizer is cut otherwise
+                here.
         """
         if len(data) > MAX_DESCRIPTION_BYTES:
             raise InvalidArgumentError(
@@ -119,14 +121,14 @@ class Binding:
         return Binding(rule, keys)
 
     def rules(self) -> list[LeafRule]:
-        """What moves each leaf."""
+        """Returns the rule of each leaf."""
         return [leaf_rule(self.rule, leaf) for leaf in range(len(self.keys))]
 
 
 def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
     found = RandomNumbers(str(kind), bool(is_partitionable))
     if found.is_set:
-        jax.random.key(0, impl=found.kind)  # refuses what is none
+        jax.random.key(0, impl=found.kind)  # refuses an unknown kind
     return found
 
 
@@ -147,7 +149,7 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 
 def _cut_of(rule: TreeRule) -> Any:
-    """How the tree is cut, as both sides have to agree on it."""
+    """Describes how the tree is cut, for both sides to compare."""
     if acts := rule.update().acts or rule.init().acts:
         raise ValueError(
             f"it calls back into Python ({acts}), which a parameter server does not "

@@ -1,21 +1,21 @@
-"""Which part of an optimizer moves which leaf, read from the dataflow of its program.
+"""Finds the part of an optimizer that updates a leaf, from the dataflow of its program.
 
 Theory of operation. The program of a tree takes gradients, values, leaves of the state
 and further arguments, and gives new values and a new state. A leaf of the state belongs
 to the leaf of the tree whose place it has in a copy of the tree's structure
-(``.mu['dense']['w']``), or that it alone has to do with; what belongs to nobody (a
-count, a learning rate, a flag) is *shared*. The program is *by leaf* if each leaf of
-the tree can be moved with
+(``.mu['dense']['w']``), or that it alone depends on; a leaf of the state without an
+owner (a count, a learning rate, a flag) is *shared*. The program is *by leaf* if each
+leaf of the tree can be updated with
 
 - its own gradient, value and state,
 - the shared state, of which each leaf has a copy that it advances by itself, and
 - *operands*: values that depend on gradients and further arguments alone, as a global
   norm does. They are computed once, where the gradients are.
 
-Where an operand is inside of a branch, the branches are computed all and selected
-from, so that it can be computed outside. What depends on values or on the state of
-several leaves (clipping behind Adam, accumulation around clipping) is coupled: only who
-holds the whole tree can run it.
+Where an operand is inside of a branch, all branches are computed and one is selected,
+so that it can be computed outside. A value that depends on values or on the state of
+several leaves (clipping after Adam, accumulation around clipping) couples them: only a
+process with the whole tree can compute it.
 
 Law of the file: nothing is guessed from numbers, and two traces of one program are cut
 alike.
@@ -56,7 +56,7 @@ class Coupling:
     state: str = ""
     """The path of the state that is in between, if that is what couples."""
     transformation: str = ""
-    """The function of optax that brings them together, if it can be told."""
+    """The function of optax that couples them, if it can be found."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class LeafSlots:
 
 
 class TreeCut:
-    """How the program of a tree is cut. ``coupling`` says why it is not by leaf; then
-    ``slots`` still says where each leaf of the state is kept: what is shared, beside
-    the first leaf alone.
+    """The cut of the program of a tree. ``coupling`` is the reason why it is not by
+    leaf; then ``slots`` still says where each leaf of the state is kept: what is
+    shared, beside the first leaf alone.
 
     Args:
         state: The leaves of a state of the tree.
@@ -122,7 +122,7 @@ class TreeCut:
         return [var.aval for var in self.operands]
 
     def gradients_for(self, moved: Iterable[int]) -> set[int]:
-        """The leaves whose gradients the operands of these leaves depend on."""
+        """Returns the leaves whose gradients the operands of these leaves depend on."""
         used = {number for leaf in moved for number in self.uses[leaf]}
         operands = [self.operands[number] for number in used]
         union = mask_of_all(self.program.mask, operands)
@@ -131,12 +131,13 @@ class TreeCut:
 
     @functools.cached_property
     def operand_part(self) -> ProgramPart:
-        """What computes the operands from gradients and further arguments."""
+        """The program that computes the operands from gradients and further
+        arguments."""
         gradients, _, _, extras = self.program.inputs
         return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        """The values of the operands."""
+        """Computes the values of the operands."""
         if not self.operands:
             return []
         g, _, _, x = self.program.inputs
@@ -188,7 +189,7 @@ def _adopted(
     frontiers: list[frozenset[Any]],
     common: dict[int, tuple[set[Any], set[int]]],
 ) -> _Found:
-    """What no leaf looks at is advanced with all of them, as somebody may read it; with
+    """Assigns shared state that no leaf uses: all leaves advance it, as it may be read;
     the first one alone if it is large."""
     used = {n for each in slots for n in each.shared}
     for number in [n for n in shared if n not in used]:
@@ -238,8 +239,8 @@ class _Search:
         self._operands: dict[Any, list[Any]] = {}
 
     def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
-        """For each shared leaf of the state the operands that advance it, and the
-        shared leaves, by what it depends on in the end."""
+        """Returns for each shared leaf of the state the operands that advance it, and
+        the shared leaves that it depends on in the end."""
         found: dict[int, tuple[set[Any], set[int]]] = {}
         direct: dict[int, set[int]] = {}
         for number in self._shared:
@@ -258,13 +259,14 @@ class _Search:
         return found
 
     def closure(self, used: Iterable[int]) -> set[int]:
-        """The leaves of the shared state that are used, and all that advance them."""
+        """Returns the leaves of the shared state that are used, and all that advance
+        them."""
         return set[int]().union(*[self._reach[n] for n in used])
 
     def leaf(
         self, leaf: int, own: Sequence[int]
     ) -> tuple[set[Any], set[int]] | Coupling:
-        """The operands of a leaf, and the shared state that it looks at."""
+        """Returns the operands of a leaf, and the shared state that it reads."""
         program, leaves = self._program, self._leaves
         wanted = [program.outputs[leaf], *[program.outputs[leaves + n] for n in own]]
         allowed = 1 << leaf | 1 << (leaves + leaf) | self._shared_mask
@@ -282,9 +284,10 @@ class _Search:
         state: int | None,
         leaf: int = -1,
     ) -> tuple[set[Any], set[int]] | Coupling:
-        """Operands and shared leaves that give ``wanted``; else who couples.
+        """Returns operands and shared leaves that suffice for ``wanted``; else the
+        coupling of leaves.
 
-        ``size``: the most elements of an operand that is no scalar.
+        ``size``: the most elements of an operand that is not a scalar.
         """
         mask = self._program.mask
         union = mask_of_all(mask, wanted)
@@ -312,8 +315,9 @@ class _Search:
         return frontier, self._shared_in(used)
 
     def _ways(self, wanted: Sequence[Any], allowed: int, size: int) -> dict[Any, Any]:
-        """How each variable is had that ``wanted`` are made of: here, as an operand,
-        from others, or not. Looks at no more than it has to: trees are large."""
+        """Decides for each variable that ``wanted`` depend on: computed here, an
+        operand, made from others, or not available. Visits no more than needed: trees
+        are large."""
         ways: dict[Any, Any] = {}
         stack = [var for var in wanted if not isinstance(var, Literal)]
         while stack:
@@ -334,7 +338,7 @@ class _Search:
         return ways
 
     def _at_once(self, var: Any, allowed: int) -> Any:
-        """How a variable is had, if that can be told without those before it."""
+        """Decides for a variable, if that needs no variable before it."""
         bits = mask_of(self._program.mask, var)
         if self._tree.early and var in self._makers and self._has_a_gradient(bits):
             is_operand = not var.aval.shape and not bits & ~self._known_mask
@@ -346,13 +350,13 @@ class _Search:
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
 
     def _has_a_gradient(self, bits: int) -> bool:
-        """Whether something is made of a gradient that is no scalar."""
+        """Returns whether a value depends on a gradient that is not a scalar."""
         gradients = bits & ((1 << self._leaves) - 1)
         found = leaves_in(gradients, self._leaves)
         return any(self._tree.kinds[leaf].shape for leaf in found)
 
     def _way(self, var: Any, size: int) -> Any:
-        """How one is had that cannot be computed here."""
+        """Decides for a variable that cannot be computed here."""
         bits = mask_of(self._program.mask, var)
         fits = not bits & ~self._known_mask and math.prod(var.aval.shape) <= size
         return _OPERAND if fits else _FAILS
@@ -369,8 +373,8 @@ class _Search:
     def _coupling(
         self, var: Any, allowed: int, state: int | None, leaf: int
     ) -> Coupling:
-        """What couples two leaves, in words that name both: the one that is looked for,
-        and another one."""
+        """Describes what couples two leaves, naming both: the one in question, and
+        another one."""
         foreign = mask_of(self._program.mask, var) & ~allowed
         others = sorted(leaves_in(foreign, self._leaves))
         owned = [
@@ -403,7 +407,7 @@ def _closed(first: set[int], direct: dict[int, set[int]]) -> set[int]:
 
 
 def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[Any]:
-    """All operands, in the order of the program: two traces agree on it."""
+    """Returns all operands, in the order of the program, on which two traces agree."""
     wanted = frozenset[Any]().union(*frontiers)
     if not wanted:
         return []

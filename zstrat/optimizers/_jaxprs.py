@@ -1,4 +1,4 @@
-"""Traced programs: which inputs each value depends on, and the part that some need.
+"""Traced programs: the inputs that each value depends on, and the part for some values.
 
 A program is jax's jaxpr: equations in order, each with the variables that it reads and
 makes. Here it is *flat*: calls of inner functions (``jax.jit``, custom derivatives,
@@ -38,7 +38,7 @@ _MACHINERY: Final = (
     os.path.dirname(jax.__file__),
     os.path.dirname(os.path.dirname(__file__)),
 )
-"""Where no transformation is written: jax, and this project."""
+"""Packages without transformations: jax, and this project."""
 _INSIDE: Final = frozenset({"cond", "scan", "while"})
 """Equations of which an output may not need all operands."""
 
@@ -46,7 +46,7 @@ _INSIDE: Final = frozenset({"cond", "scan", "while"})
 def flat(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *, selects: bool
 ) -> ClosedJaxpr:
-    """The flat program of a function of arrays that returns arrays.
+    """Makes the flat program of a function of arrays that returns arrays.
 
     Args:
         arguments: Arrays, or their shapes and dtypes.
@@ -66,8 +66,8 @@ def who_wrote(
     arguments: Sequence[Any],
     brings: Callable[[Any, Mapping[Any, int]], bool],
 ) -> str:
-    """The function of a library (``clip_by_global_norm``) in which the first equation
-    lies of which ``brings`` is true; "" if it cannot be told.
+    """Names the function of a library (``clip_by_global_norm``) that made the first
+    equation for which ``brings`` is true; "" if it cannot be found.
 
     Args:
         brings: Asked of each equation, with the inputs that each variable depends on.
@@ -92,8 +92,8 @@ def _written_in(eqn: Any) -> str:
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
-    """For each variable the inputs that it depends on; ``given`` are those of the
-    program's own inputs."""
+    """Returns for each variable the inputs that it depends on; ``given`` are those of
+    the inputs of the program."""
     found: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
         through = _through(eqn, [mask_of(found, var) for var in eqn.invars])
@@ -102,22 +102,22 @@ def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
 
 
 def mask_of(found: Mapping[Any, int], var: Any) -> int:
-    """The inputs that a variable depends on; a literal depends on none."""
+    """Returns the inputs that a variable depends on; a literal depends on none."""
     return 0 if isinstance(var, Literal) else found.get(var, 0)
 
 
 def mask_of_all(found: Mapping[Any, int], variables: Iterable[Any]) -> int:
-    """The inputs that any of the variables depends on."""
+    """Returns the inputs that any of the variables depends on."""
     return union_of(mask_of(found, var) for var in variables)
 
 
 def union_of(sets: Iterable[int]) -> int:
-    """The inputs that are in any of the sets."""
+    """Returns the union of the sets of inputs."""
     return functools.reduce(operator.or_, sets, 0)
 
 
 def operands_of(eqn: Any, output: int) -> list[Any]:
-    """The operands of an equation that one of its outputs depends on."""
+    """Returns the operands of an equation that one of its outputs depends on."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
     found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
     return [var for var in found if not isinstance(var, Literal)]
@@ -127,7 +127,7 @@ def operands_of(eqn: Any, output: int) -> list[Any]:
 class TreeProgram:
     """A flat program, with what each of its variables depends on.
 
-    Its inputs are, one behind the other, what ``counts`` says: gradients, values,
+    Its inputs are, one after the other, as ``counts`` says: gradients, values,
     leaves of the state, further arguments. ``mask`` is by variable.
     """
 
@@ -137,7 +137,7 @@ class TreeProgram:
 
     @staticmethod
     def of(closed: Any, counts: tuple[int, int, int, int]) -> TreeProgram:
-        """A program, gone through."""
+        """Analyses a program."""
         inputs = len(closed.jaxpr.invars)
         by_input = masks(closed.jaxpr, [1 << n for n in range(inputs)])
         return TreeProgram(closed, counts, by_input)
@@ -192,8 +192,8 @@ class ProgramPart:
         """Variables that nothing here gives: inputs that are not available."""
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
-        """The part as a program of these variables, without tracing it; None if only
-        some outputs of a branch are in it."""
+        """Returns the part as a program of these variables, without tracing it; None if
+        it has only some outputs of a branch."""
         for eqn, needs in self._eqns:
             if eqn.primitive.name in _INSIDE and not all(needs):
                 return None
@@ -211,7 +211,7 @@ class ProgramPart:
         return ClosedJaxpr(pruned, [self._consts[var] for var in constvars])
 
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
-        """The wanted values, from those of what is available."""
+        """Computes the wanted values from the available ones."""
         env = {**self._consts, **known}
         for eqn, needs in self._eqns:
             outputs = _run_part(self._jaxpr, eqn, needs, env)
@@ -220,7 +220,7 @@ class ProgramPart:
 
 
 def constant(value: Any) -> np.ndarray:
-    """A constant of a program as an array of numpy; of a key its integers."""
+    """Returns a constant of a program as an array of numpy; of a key its integers."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -228,7 +228,7 @@ def constant(value: Any) -> np.ndarray:
 
 
 def primitives(jaxpr: Any) -> Iterable[str]:
-    """The names of all primitives, those inside of others included."""
+    """Names all primitives, including those of inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         for parameter in jax.tree.leaves(list(eqn.params.values())):
@@ -238,7 +238,8 @@ def primitives(jaxpr: Any) -> Iterable[str]:
 
 
 def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr and constants of a call that is run once, if the equation is one."""
+    """Returns the jaxpr and constants of a call that runs once, if the equation is such
+    a call."""
     if eqn.primitive.name not in _CALLS:
         return None
     found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -344,7 +345,7 @@ def _zeros(var: Any) -> Any:
 
 
 def _through(eqn: Any, given: Sequence[int]) -> list[int]:
-    """What each output of an equation depends on."""
+    """Returns for each output of an equation the inputs that it depends on."""
     call = inner_call(eqn)
     if call is not None:
         return _outputs(call[0], given)
@@ -389,7 +390,8 @@ def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
 
 
 def _is_scanned(outside: Any, inside: Any) -> bool:
-    """Whether the body of a scan has a slice of it: outside there is an axis more."""
+    """Returns whether the body of a scan gets slices of it: outside it has one more
+    axis."""
     return bool(outside.aval.ndim > inside.aval.ndim)
 
 

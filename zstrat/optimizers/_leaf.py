@@ -1,8 +1,8 @@
-"""What an optimizer does to one leaf of its tree, wherever that leaf lives.
+"""The update of one leaf of the tree of an optimizer, wherever that leaf is stored.
 
 The leaf may be there in any number of rows: a part of a partitioned variable, or the
 rows that a step has gradients of. Then the whole tree is traced again in that size, and
-the leaf is cut out of that; `_rows` says whether that is the same.
+the leaf is cut out of that; `_rows` checks whether the result is the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LeafRule:
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """What is kept beside the leaf, in the order of `init` and `step`."""
+        """The arrays beside the leaf, in the order of `init` and `step`."""
         found = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
         names = _distinct([self._name(n) for n in found])
@@ -87,12 +87,13 @@ class LeafRule:
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
-        """What new slots look like, of a leaf with so many rows."""
+        """Returns shapes and dtypes of new slots, of a leaf with so many rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
 
     def steady_kinds(self, size: int | None = None) -> list[Shape]:
-        """What slots look like that keep their dtypes from the first update on."""
+        """Returns shapes and dtypes of slots that keep their dtypes from the first
+        update on."""
         kinds = self.kinds(size)
         known = self.tree.settled()
         if known is None:
@@ -122,8 +123,8 @@ class LeafRule:
         )
 
     def init(self, value: Any) -> list[Any]:
-        """New slots beside a value. What begins with something made of several leaves,
-        and is looked at by no update (a measurement), is zero.
+        """Makes new slots beside a value. A slot that starts with a value of several
+        leaves and is used by no update (a measurement) is zero.
 
         Raises:
             ValueError: There is a `coupled_start`.
@@ -147,7 +148,7 @@ class LeafRule:
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """New value and new slots.
+        """Returns the new value and new slots.
 
         Args:
             gradient: Of the value's shape.
@@ -158,7 +159,7 @@ class LeafRule:
         return made.run(value, slots, gradient, operands)
 
     def program(self, size: int | None, dtypes: tuple[Any, ...] | None = None) -> Any:
-        """`step` as jax's program: value, slots, gradient, operands."""
+        """Returns `step` as a program of jax: value, slots, gradient, operands."""
         kinds = self.kinds(size)
         dtypes = tuple([np.dtype(x.dtype) for x in kinds]) if dtypes is None else dtypes
         if (size, dtypes) not in self._closed:
@@ -203,7 +204,7 @@ class LeafRule:
         return made.digest()
 
     def initial(self, size: int | None) -> Any:
-        """`init` as jax's program."""
+        """Returns `init` as a program of jax."""
         kind = self.tree.values_at(self._sizes(size))[self.leaf]
         with self.tree.precision():
             return jax.make_jaxpr(self.init)(kind)
@@ -222,7 +223,8 @@ class LeafRule:
         return self._steps[key]
 
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The dtypes of the whole state in which this leaf's slots have these."""
+        """Returns the dtypes of the whole state in which the slots of this leaf have
+        these."""
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:
@@ -238,13 +240,14 @@ class LeafRule:
         return tuple(found)
 
     def _name(self, state: int) -> str:
-        """The path of a leaf of the state, without that of the leaf of the tree."""
+        """Returns the path of a leaf of the state, without that of the leaf of the
+        tree."""
         leaf, name = self.tree.place(state)
         about = self.tree.state()[state]
         return name if leaf in (None, self.leaf) else keystr(about.path)
 
     def _grown(self) -> list[Any] | None:
-        """The state of a tree whose leaves have one row more."""
+        """Returns the state of a tree whose leaves have one more row."""
         if not self.kind.shape:
             return None
         try:
@@ -271,13 +274,13 @@ def _maker_of(node: Any) -> str:
 
 
 def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:
-    """What moves one leaf of a tree; made once."""
+    """Returns the rule of one leaf of a tree; makes it once."""
     return tree.remembered(("leaf", leaf), lambda: LeafRule(tree, leaf))
 
 
 def cut_for_rows(tree: TreeRule) -> TreeRule:
-    """The same, traced and cut; with all that is made of gradients alone computed
-    before, if the rows of some leaf can be moved one by one in no other way.
+    """Does the same, traced and cut. If that is the only way to update rows of some
+    leaf one by one, everything that depends on gradients alone is computed before.
 
     It is decided by the tree, not by what a call brings, so that all who apply
     gradients to it decide alike; once, as each call outside of steps asks for it.
@@ -388,7 +391,8 @@ def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
-    read = rule.tree.read_state()  # what is not is a measurement, made anew each time
+    # A leaf that is not read is a measurement, which is made again each time.
+    read = rule.tree.read_state()
     slots = [slot for slot in rule.slots if slot.state in read]
     outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
     inputs = closed.jaxpr.invars
@@ -401,7 +405,7 @@ def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, told apart by numbers where several are equal."""
+    """Numbers the names where several are equal."""
     seen: dict[str, int] = {}
     found = []
     for name in names:

@@ -1,8 +1,10 @@
-"""Whether what an optimizer computes of several gradients bears rows of zeros.
+"""Checks whether rows of zeros change what an optimizer computes from several
+gradients.
 
 A step has gradients of some rows of a table. Those of one row are summed first, so
 there are fewer rows than were looked up; but shapes are fixed in a step, so that the
-rest is filled with zeros. A sum of squares does not notice; a mean of rows would.
+rest is filled with zeros. They do not change a sum of squares, but they would change a
+mean of rows.
 
 Law of the file: an equation without a rule is refused.
 """
@@ -32,11 +34,11 @@ _KEEP: Final = frozenset(
         "expand_dims", "transpose", "rev", "slice", "reduce_precision",
     }
 )  # fmt: skip
-"""Of zeros they make zeros."""
+"""Primitives that map zeros to zeros."""
 _BOTH: Final = frozenset({"add", "sub", "max", "min", "and", "or", "xor", "add_any"})
-"""Of zeros and zeros they make zeros."""
+"""Primitives that map zeros and zeros to zeros."""
 _EITHER: Final = frozenset({"mul", "and"})
-"""Of zeros and anything they make zeros."""
+"""Primitives that map zeros and anything to zeros."""
 _SUMS: Final = frozenset({"reduce_sum", "reduce_or", "reduce_xor"})
 
 _FREE: Final = "no rows"
@@ -49,8 +51,8 @@ _ANY: Final = "unknown"
 
 
 def dependence_on_padding(tree: TreeRule, leaf: int) -> str:
-    """Why rows of zeros behind the rows of gradients would be noticed; "" if they are
-    not. Found out once for each leaf."""
+    """Why rows of zeros after the rows of gradients would change the result; "" if they
+    are not. Found out once for each leaf."""
     return tree.remembered(("padding", leaf), lambda: _dependence(tree, leaf))
 
 

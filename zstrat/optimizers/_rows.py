@@ -1,12 +1,12 @@
-"""Whether a program brings rows together, or looks at how many there are.
+"""Checks whether a program combines rows, or depends on their number.
 
-Only if it does not may a parameter server apply an optimizer to a part of a variable,
-or to some rows. Two things are asked of the program that moves a leaf:
+Only if it does neither, a parameter server may apply an optimizer to a part of a
+variable, or to some rows. The program that updates a leaf has to meet two conditions:
 
 - traced in another number of rows it is the same program but for that number, so that
   nothing was decided, and nothing computed, from the size;
-- going through it, no equation brings rows together: each is known to act along the
-  first axis element by element. What is not known here is taken to bring them together.
+- no equation in it combines rows: each is known to act along the first axis element by
+  element. An unknown equation counts as one that combines them.
 
 Law of the file: an equation without a rule is refused.
 """
@@ -55,12 +55,12 @@ ROWS: Final = 17
 
 
 class RowsTogether(Exception):
-    """An equation brings rows together; says which."""
+    """An equation combines rows; names it."""
 
 
 def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
-    """Whether two programs are equal but that one has ``rows`` where the other has
-    ``other``."""
+    """Returns whether two programs are equal except that one has ``rows`` where the
+    other has ``other``."""
     return _same(one.jaxpr, two.jaxpr, rows, other) and all(
         np.array_equal(constant(a), constant(b))
         for a, b in zip(one.consts, two.consts, strict=True)
@@ -68,8 +68,8 @@ def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
 
 
 def _same(one: Any, two: Any, rows: int, other: int) -> bool:
-    """Whether two jaxprs are equal but that one has ``rows`` where the other has
-    ``other``."""
+    """Returns whether two jaxprs are equal except that one has ``rows`` where the other
+    has ``other``."""
     if _sizes(one) != _sizes(two):
         return False
     names: dict[Any, Any] = {}
@@ -106,7 +106,7 @@ def _floats(literal: Any) -> bool:
 
 
 def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
-    """Whether parameters are equal, but for the number of rows."""
+    """Returns whether parameters are equal except for the number of rows."""
     if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
         return same_but_for(one, two, rows, other)
     if isinstance(one, bool | np.bool_) or isinstance(two, bool | np.bool_):
@@ -131,11 +131,11 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
 
 
 FREE: Final = -1
-"""Of a variable that has nothing to do with rows: the same for each of them."""
+"""Marks a variable that does not depend on rows: the same for each of them."""
 
 
 def axes_of_rows(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
-    """Which of the axes of each output are the rows."""
+    """Returns which axes of each output are the rows."""
     axes: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
         axes.update(zip(eqn.outvars, _through(eqn, axes, rows), strict=True))
@@ -171,8 +171,8 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
 
 
 def _require_uniform(eqn: Any, rows: int) -> None:
-    """What is made of no row may have as many elements as there are rows, if they are
-    all equal."""
+    """Checks a value that depends on no row. It may have as many elements as there are
+    rows, if they are all equal."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     shape = getattr(out, "shape", ())
     if name in _ELEMENTWISE or name == "broadcast_in_dim":
@@ -185,9 +185,7 @@ def _require_uniform(eqn: Any, rows: int) -> None:
 def _reduced(eqn: Any, axis: int) -> int:
     gone: Sequence[int] = eqn.params["axes"]
     if axis in gone:
-        raise RowsTogether(
-            f"{eqn.primitive.name} brings rows together (a norm, a mean)"
-        )
+        raise RowsTogether(f"{eqn.primitive.name} combines rows (a norm, a mean)")
     return axis - sum(each < axis for each in gone)
 
 
@@ -232,7 +230,7 @@ def _moved(eqn: Any, axis: int, given: Sequence[int]) -> int:
                 return axis
         case "dot_general":
             return _dotted(eqn, axis, given)
-    raise RowsTogether(f"{name} brings rows together")
+    raise RowsTogether(f"{name} combines rows")
 
 
 def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
@@ -248,7 +246,7 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
         free = [d for d in range(ranks[1]) if d not in (*right, *right_batch)]
         first = ranks[0] - len(left)
         return first + free.index(axis)
-    raise RowsTogether("dot_general brings rows together (a product of matrices)")
+    raise RowsTogether("dot_general combines rows (a product of matrices)")
 
 
 def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:

@@ -1,13 +1,13 @@
-"""The state of a transformation on a tree, as a flat list of arrays, and whose each is.
+"""The state of a transformation on a tree, as a flat list of arrays, and their owners.
 
 Keys of ``jax.random`` are kept as the integers that they are made of. A transformation
 whose first update adds leaves to its state (``optax.monitor`` has no measurements yet)
 has them from the start here, zeros at first; that is only done where the update is the
 same program with them as without.
 
-An array of the state belongs to one leaf of the tree, or to nobody. Law of owners: that
-is told by where the array is in the state, and by what the program makes of it; never
-by its shape.
+An array of the state belongs to one leaf of the tree, or has no owner. Law of owners:
+the place of the array in the state, and its use in the program, decide about the owner;
+never its shape.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class StateLeaf:
 
 @dataclass(frozen=True)
 class StateOfTree:
-    """What the state of a tree looks like."""
+    """The shapes and dtypes of the state of a tree."""
 
     leaves: list[StateLeaf]
     treedef: Any
 
     def unflattened(self, arrays: Sequence[Any]) -> Any:
-        """The state in optax's own structure, from its leaves."""
+        """Builds the state in the structure of optax from its leaves."""
         pairs = zip(arrays, self.leaves, strict=True)
         return self.treedef.unflatten([_wrapped(x, about.random) for x, about in pairs])
 
     def flattened(self, state: Any) -> list[Any]:
-        """The leaves of a state in optax's own structure.
+        """Returns the leaves of a state in the structure of optax.
 
         Raises:
             ValueError: It has another structure.
@@ -74,9 +74,9 @@ class StateOfTree:
 
 
 def state_classes(transformation: Any) -> dict[str, str]:
-    """The class of the state that has an array as one of its fields, by the path of the
-    array in the state of a single leaf; nothing of a transformation that wants a tree.
-    """
+    """Returns the class of the state that has an array as one of its fields, by the
+    path of the array in the state of a single leaf; nothing for a transformation that
+    needs a tree."""
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             leaf = shaped((1,), jnp.float32)
@@ -90,7 +90,7 @@ def state_classes(transformation: Any) -> dict[str, str]:
 
 
 def _child(node: Any, path: Path) -> Any:
-    """What is there below a node; None if a node on the way hides its children."""
+    """Returns the child of a node; None if a node on the way hides its children."""
     for key in path:
         match key:
             case GetAttrKey(name=name):
@@ -107,7 +107,7 @@ class StateGrowsError(Exception):
 
 
 def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
-    """What a new state looks like, for a tree of these sizes."""
+    """Returns the shapes and dtypes of a new state, for a tree of these sizes."""
     at_first = _state_of(tree.initial, tree.values_at(sizes))
     if not tree.grows:
         return at_first
@@ -121,7 +121,8 @@ def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
 def initial_of(
     tree: TreeTransformation, about: Sequence[StateLeaf]
 ) -> Callable[..., list[Any]]:
-    """``values -> state``, whose leaves look like ``about``."""
+    """Makes ``values -> state``, whose leaves have the shapes and dtypes of
+    ``about``."""
 
     def initial(*values: Any) -> list[Any]:
         made = iter(jax.tree.leaves(tree.initial(*values)))
@@ -194,7 +195,7 @@ def require_unread(
 
 
 def unwrapped(leaf: Any) -> Any:
-    """An array, and of a key its integers."""
+    """Returns an array as it is, and a key as its integers."""
     leaf = jnp.asarray(leaf)
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
@@ -202,7 +203,8 @@ def unwrapped(leaf: Any) -> Any:
 def _first_update(
     tree: TreeTransformation, state: StateOfTree, sizes: Sizes | None
 ) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:
-    """The update of a state as ``init`` makes it, and what its arguments look like."""
+    """Returns the update of a state as ``init`` makes it, with the shapes of its
+    arguments."""
     values, kinds = tree.values_at(sizes), [leaf.kind for leaf in state.leaves]
     gradients = tree.gradients_at(sizes)
     count = len(values)
@@ -216,7 +218,7 @@ def _first_update(
 
 
 def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> StateOfTree:
-    """What a function that gives a state gives."""
+    """Returns the shape of the result of a function that returns a state."""
     seen: list[Any] = []
 
     def run(*given: Any) -> list[Any]:
@@ -273,11 +275,12 @@ class StateOwner:
 def owners_in(
     structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
 ) -> list[StateOwner | None]:
-    """Whose each leaf of the state is; ``update`` gives the tree's program.
+    """Returns the owner of each leaf of the state; ``update`` returns the program of
+    the tree.
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do
-    with. A count that is where a leaf of such a subtree would is told by what looks
+    with. A count that is where a leaf of such a subtree would is assigned by what looks
     at it: it is made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(structure), len(state.leaves)
@@ -315,7 +318,7 @@ def _inherit(
 
 
 def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
-    """The leaves of the state that are in copies of the structure of the tree."""
+    """Finds the leaves of the state that are in copies of the structure of the tree."""
     numbered = state.treedef.unflatten(list(range(len(state.leaves))))
     found: dict[int, StateOwner] = {}
     _match(structure.treedef, numbered, 0, found)
@@ -341,8 +344,8 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) ->
 
 
 def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
-    """For each leaf of the state the leaves of the tree whose gradient or value it is
-    made of, and those whose new value is made of it."""
+    """Returns for each leaf of the state the leaves of the tree whose gradient or value
+    it depends on, and those whose new value depends on it."""
     leaves, _, states, _ = program.counts
     made: list[set[int]] = [set() for _ in range(states)]
     used: list[set[int]] = [set() for _ in range(states)]
@@ -358,6 +361,6 @@ def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
 
 
 def leaves_in(mask: int, leaves: int) -> set[int]:
-    """The leaves of the tree whose gradient or value is in a set of inputs."""
+    """Returns the leaves of the tree whose gradient or value is in a set of inputs."""
     both = (mask | mask >> leaves) & ((1 << leaves) - 1)
     return {n for n in range(leaves) if both >> n & 1}

@@ -1,11 +1,13 @@
-"""The structure of the tree that an optimizer sees, and what of it can travel.
+"""The structure of the tree that an optimizer sees, and the part of it that can be
+sent.
 
-Paths, labels and masks are found by where a leaf is, so a parameter server traces an
+Paths, labels and masks depend on the place of a leaf, so a parameter server traces an
 optimizer on a tree of the same structure. Code comes from a coordinator alone; a worker
-tells the structure as plain data: dicts, lists and tuples as what they are, any other
+sends the structure as plain data: dicts, lists and tuples as they are, any other
 container as a `Mirror` of the same keys.
 
-A list of ``(gradient, variable)`` pairs has no paths. Its keys say so to whoever asks.
+A list of ``(gradient, variable)`` pairs has no paths. Its keys raise an error that says
+so.
 """
 
 from __future__ import annotations
@@ -57,23 +59,23 @@ class TreeStructure:
 
     @staticmethod
     def of(tree: Any) -> TreeStructure:
-        """The structure of a pytree, whose leaves are what jax takes for leaves."""
+        """Returns the structure of a pytree, with the leaves of jax."""
         return TreeStructure(jax.tree.structure(tree))
 
     @staticmethod
     def of_pairs(names: Sequence[str]) -> TreeStructure:
-        """The structure of a list without paths; ``names`` are for errors."""
+        """Returns the structure of a list without paths; ``names`` are for errors."""
         return TreeStructure(jax.tree.structure(Pairs(range(len(names)), names)))
 
     def words(self, leaf: int) -> str:
-        """What a message calls a leaf: its path, or nothing if it has none."""
+        """Names a leaf in messages: its path, or nothing if it has none."""
         path = self.paths[leaf]
         if any(isinstance(key, Unnamed) for key in path):
             return ""
         return jax.tree_util.keystr(path)
 
     def plain(self) -> PlainTree:
-        """The structure as data that travels; inverse of `from_plain`."""
+        """Returns the structure as data for the wire; inverse of `from_plain`."""
         numbered = self.treedef.unflatten(list(range(len(self))))
         return _plain(numbered)
 
@@ -81,7 +83,7 @@ class TreeStructure:
     def from_plain(plain: PlainTree) -> TreeStructure:
         """
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: It is not a structure.
         """
         return TreeStructure(jax.tree.structure(_built(plain, depth=0)))
 
@@ -114,7 +116,7 @@ class Unnamed:
         raise self._refusal()
 
     def __eq__(self, other: object) -> bool:
-        # Whoever compares it with a key looks for a path.
+        # A comparison with a key is a search for a path.
         if not isinstance(other, Unnamed):
             raise self._refusal()
         return (self._number, self._who) == (other._number, other._who)
@@ -135,8 +137,8 @@ class Unnamed:
 
 
 def _asks_jax_itself() -> bool:
-    """Whether the text of a key is wanted by jax, and by nobody through its functions
-    of trees (``keystr``)."""
+    """Returns whether jax itself, not an optimizer through its functions of trees
+    (``keystr``), reads the text of a key."""
     frame = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

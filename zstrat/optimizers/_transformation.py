@@ -1,6 +1,6 @@
 """An optax transformation and the tree that it is for, called as optax calls it.
 
-Nothing is traced here, and nothing remembered: `zstrat.optimizers._tree` does that.
+Nothing is traced or cached here: `zstrat.optimizers._tree` does that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Sizes = tuple[int | None, ...]
 
 
 def checked(transformation: Any) -> Any:
-    """The optax transformation itself: of an object that makes one, what it makes.
+    """Returns the optax transformation itself: of an object that makes one, the one
+    that it makes.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a transformation.
     """
     make = getattr(transformation, "gradient_transformation", None)
     made = make() if callable(make) else transformation
@@ -41,7 +42,7 @@ def checked(transformation: Any) -> Any:
 
 
 def takes_extras(transformation: Any) -> bool:
-    """Whether its update may want further arguments."""
+    """Returns whether its update may take further arguments."""
     return isinstance(transformation, optax.GradientTransformationExtraArgs)
 
 
@@ -56,11 +57,11 @@ class Extras:
 
     @staticmethod
     def none() -> Extras:
-        """The further arguments of an update that takes none."""
+        """Returns the further arguments of an update that takes none."""
         return Extras(jax.tree.structure({}), ())
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """The further arguments as ``update`` takes them."""
+        """Returns the further arguments in the form that ``update`` takes."""
         return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
 
 
@@ -131,7 +132,7 @@ class TreeTransformation:
         before: Any,
         extras: Sequence[Any],
     ) -> tuple[Any, Any]:
-        """New values and new state, as optax has them."""
+        """Returns new values and new state, as optax does."""
         unflatten = self.structure.treedef.unflatten
         params, further = unflatten(list(values)), self.extras.arguments(extras)
         given = unflatten(list(gradients))
@@ -139,11 +140,11 @@ class TreeTransformation:
         return optax.apply_updates(params, updates), after
 
     def initial(self, *values: Any) -> Any:
-        """A new state, as optax has it."""
+        """Returns a new state, as optax does."""
         return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """The leaves of new values in place of others.
+        """Returns the leaves of new values, which replace others.
 
         Raises:
             InvalidArgumentError: They have another structure, or other shapes.
@@ -198,7 +199,7 @@ class TreeTransformation:
         return entered
 
     def values_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the leaves look like in these sizes."""
+        """Returns shapes and dtypes of the leaves, in these sizes."""
         if sizes is None:
             return list(self.kinds)
         return [
@@ -207,7 +208,7 @@ class TreeTransformation:
         ]
 
     def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the gradients look like in these sizes."""
+        """Returns shapes and dtypes of the gradients, in these sizes."""
         counts = self.examples or (0,) * len(self.kinds)
         return [
             shaped((count, *kind.shape) if count else kind.shape, dtype)
@@ -217,12 +218,12 @@ class TreeTransformation:
         ]
 
     def sizes(self, size: int) -> Sizes:
-        """All leaves that have rows, with this number of them."""
+        """Returns the sizes of all leaves that have rows, with this number of rows."""
         return tuple([size if kind.shape else None for kind in self.kinds])
 
 
 def shaped(dims: Sequence[int], dtype: Any) -> Shape:
-    """An array without a value."""
+    """Makes an array without a value."""
     made: Any = jax.ShapeDtypeStruct  # untyped
     found: Shape = made(tuple(dims), dtype)
     return found

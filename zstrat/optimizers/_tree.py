@@ -1,9 +1,9 @@
 """An optax transformation on a tree of given shapes, as flat programs.
 
-``TreeRule`` is a transformation, the structure of its tree, and what its leaves and
-gradients look like. It traces ``init`` and ``update`` abstractly, on the real tree:
-paths, labels, masks and shapes are what the user has in mind. `_cut` reads from these
-programs what each leaf depends on.
+``TreeRule`` is a transformation, the structure of its tree, and the shapes and dtypes
+of its leaves and gradients. It traces ``init`` and ``update`` abstractly, on the real
+tree, so paths, labels, masks and shapes are those that the user sees. `_cut` reads from
+these programs what each leaf depends on.
 
 A state is a flat list of arrays here, see `_state`.
 """
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GENERATIONS: Final = 4
-"""How often the dtypes of a state may change before they have to stay as they are."""
+"""Number of changes of the dtypes of a state after which they have to stay."""
 
 
 _TRACES: Final = frozenset({"state", "init", "update"})
-"""What is remembered of a tree however it is cut."""
+"""The cached results about a tree, however it is cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,11 @@ class TreeRule(TreeTransformation):
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
-        """The leaves of a new state, for a tree of these sizes."""
+        """Returns the leaves of a new state, for a tree of these sizes."""
         return self.state_of(sizes).leaves
 
     def state_of(self, sizes: Sizes | None = None) -> StateOfTree:
-        """A new state, for a tree of these sizes."""
+        """Returns a new state, for a tree of these sizes."""
 
         def made() -> StateOfTree:
             with self.precision():
@@ -68,18 +68,18 @@ class TreeRule(TreeTransformation):
         return self.remembered(("state", sizes), made)
 
     def unflattened(self, leaves: Sequence[Any]) -> Any:
-        """The state in optax's own structure, from its leaves."""
+        """Builds the state in the structure of optax from its leaves."""
         return self.state_of().unflattened(leaves)
 
     def remembered(self, key: Any, find: Callable[[], T]) -> T:
-        """What was found out about the tree, once."""
+        """Caches a result about the tree."""
         if key not in self._programs:
             self._programs[key] = find()
         found: T = self._programs[key]
         return found
 
     def read_state(self) -> frozenset[int]:
-        """The leaves of the state that an update looks at."""
+        """Returns the leaves of the state that an update reads."""
         return self.remembered(("read",), self._read_state)
 
     def _read_state(self) -> frozenset[int]:
@@ -91,15 +91,16 @@ class TreeRule(TreeTransformation):
         )
 
     def owners(self) -> list[StateOwner | None]:
-        """The leaf of the tree that each leaf of the state belongs to."""
+        """Returns the leaf of the tree that each leaf of the state belongs to."""
         return self.remembered(
             ("owners",),
             lambda: owners_in(self.structure, self.state_of(), self.update),
         )
 
     def place(self, state: int) -> tuple[int | None, str]:
-        """The leaf of the tree in whose place a leaf of the state is, if it is in a
-        copy of the tree's structure, and its path without the leaf's own."""
+        """Returns the leaf of the tree at whose place a leaf of the state is, if it is
+        in a copy of the structure of the tree, and its path without that of the
+        leaf."""
         found: dict[int, StateOwner]
         found = self.remembered(
             ("places",), lambda: places_in(self.structure, self.state_of())
@@ -111,7 +112,7 @@ class TreeRule(TreeTransformation):
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def early_rule(self) -> TreeRule:
-        """This rule with `early`, of the same traces."""
+        """Returns this rule with `early`, of the same traces."""
         # Traces take most of the time, and do not depend on how they are cut.
         kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
         return replace(self, early=True, _programs=kept)
@@ -119,7 +120,7 @@ class TreeRule(TreeTransformation):
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
     ) -> TreeCut:
-        """How the program of such a tree is cut."""
+        """Returns how the program of such a tree is cut."""
         return self.remembered(
             ("cut", sizes, dtypes),
             lambda: TreeCut(
@@ -132,8 +133,8 @@ class TreeRule(TreeTransformation):
         )
 
     def steady(self, generation: int) -> tuple[Any, ...] | None:
-        """The dtypes of the leaves of the state after so many updates: gradients of
-        float32 make moments of a bfloat16 variable float32."""
+        """Returns the dtypes of the leaves of the state after so many updates:
+        gradients of float32 make moments of a bfloat16 variable float32."""
         if not generation:
             return None
         before = self.steady(generation - 1)
@@ -141,7 +142,8 @@ class TreeRule(TreeTransformation):
         return tuple([var.aval.dtype for var in states])
 
     def settled(self) -> tuple[Any, ...] | None:
-        """The dtypes of the state that stay as they are; None: those of a new state do.
+        """Returns the dtypes of the state that no longer change; None if a new state
+        has them.
 
         Raises:
             TypeError: They change with every update.
@@ -161,7 +163,7 @@ class TreeRule(TreeTransformation):
         )
 
     def init(self, sizes: Sizes | None = None) -> TreeProgram:
-        """``values -> state``."""
+        """Makes ``values -> state``."""
 
         def made() -> TreeProgram:
             with self.precision():
@@ -178,7 +180,7 @@ class TreeRule(TreeTransformation):
         *,
         selects: bool = False,
     ) -> TreeProgram:
-        """``gradients, values, state, extras -> values, state``.
+        """Makes ``gradients, values, state, extras -> values, state``.
 
         Args:
             dtypes: Of the leaves of the state, None for those of a new one.
@@ -195,7 +197,7 @@ class TreeRule(TreeTransformation):
         state: Sequence[Any],
         extras: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """New values and new state: plain optax on the tree."""
+        """Returns new values and new state: plain optax on the tree."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
         found = self.fitting(moved, values)
@@ -203,7 +205,8 @@ class TreeRule(TreeTransformation):
         return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
-        """This rule, cut; one whose state grows, if that is what its first update does.
+        """Returns this rule, cut; for a state that grows, the rule after its first
+        update.
 
         Raises:
             TypeError: Its update returns another state than it was given.
@@ -220,8 +223,8 @@ class TreeRule(TreeTransformation):
         return self
 
     def _brought_together(self) -> str:
-        """The function of optax that first makes something of the values, or of the
-        state, of several leaves; "" if it cannot be told."""
+        """Names the function of optax that first combines values, or parts of the
+        state, of several leaves; "" if it cannot be found."""
         leaves, owners = len(self.kinds), self.owners()
         function, arguments, counts = self._function(None, None)
 
@@ -258,8 +261,8 @@ class TreeRule(TreeTransformation):
     def _function(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
     ) -> tuple[Callable[..., list[Any]], list[Any], tuple[int, int, int, int]]:
-        """The update as a function of arrays, what these look like, and how many there
-        are of each sort (`TreeProgram.counts`)."""
+        """Returns the update as a function of arrays, their shapes, and their numbers
+        by kind (`TreeProgram.counts`)."""
         values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)

@@ -45,7 +45,6 @@ from .trace._context import input_pipeline as input_pipeline
 from .trace._context import tracing_again as tracing_again
 from .trace._context import worker_context as worker_context
 from .trace._feeds import Discovery as Discovery
-from .trace._iterator import Drawing as Drawing
 from .trace._iterator import StepDataset as StepDataset
 from .trace._iterator import StepIterator as StepIterator
 from .trace._iterator import drawn as drawn

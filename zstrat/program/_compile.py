@@ -1,12 +1,12 @@
-"""A plan as one compiled program: inputs and values in, result and operands out.
+"""`CompiledProgram`: a plan as one compiled program.
 
-Law of the file: what a program returns never shares memory with what it was given.
+Law of the file: the outputs of a program never share memory with its inputs.
 
-Programs over several parts of one CPU are run one at a time (`settled`). XLA gives each
-device of a CPU program a thread of one pool, and a device that waits for the others in
-a collective keeps its thread. Where two programs are under way, each may hold threads
-that the other needs, and neither ends: XLA then ends the process. Nothing is lost by
-waiting: both would compute on the same cores.
+Programs over several parts of one CPU run one at a time (`settled`). XLA gives each
+device of a CPU program a thread of one pool, and a device that waits for others in a
+collective keeps its thread. If two programs run at once, each may hold threads that the
+other needs, and neither ends: XLA then aborts the process. Waiting costs nothing: both
+would compute on the same cores.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 
 class CompiledProgram:
-    """Compiled when it first runs, for one signature.
+    """The program of one signature, compiled when it first runs.
 
-    Calling it takes the array leaves of the arguments, those of the drawn elements, and
-    the values of ``plan.reads``; it returns the arrays of the result and, per update,
-    its operands.
+    A call takes the array leaves of the arguments, those of the drawn elements, and the
+    values of ``plan.reads``; it returns the arrays of the result and the operands of
+    each update.
     """
 
     __slots__ = ("_jitted", "_traced", "constant", "plan")
 
     is_current: Final = True
-    """It depends on nothing that changes: values are arguments."""
+    """Always: values are inputs of the program."""
 
     def __init__(self, plan: Plan, body: TracedBody) -> None:
         self.plan = plan
-        # The body may be traced again when the program first runs, perhaps on behalf
-        # of another step by then: it must see the worker as discovery saw it.
+        # The body may be traced again when the program first runs, perhaps for another
+        # step by then: it must see the worker context of discovery.
         self._jitted = jax.jit(_replayed(plan, body, worker_context.get()))
         self._traced = False
         self.constant: StepResult | None = None
-        """The result of every run, once known, if the plan is constant."""
+        """The result of the first run, if the plan is constant."""
 
     def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
-        """This program for other variables, which ``plan`` has in place of its own."""
+        """Returns this program for the variables of another plan."""
         del variables
         made = copy.copy(self)
         made.plan, made.constant = plan, None
@@ -63,10 +63,10 @@ class CompiledProgram:
     def __call__(
         self, inputs: list[Any], elements: list[Any], values: list[Any]
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs it; may return before the results are ready.
+        """Runs the program; may return before the results are ready.
 
         Raises:
-            TypeError, RuntimeError: The body cannot be captured. Only the first time.
+            TypeError, RuntimeError: The body cannot be captured; only in the first run.
         """
         outputs: tuple[list[jax.Array], list[list[jax.Array]]]
         if self._traced:
@@ -100,7 +100,7 @@ def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> An
 
 
 def own(array: jax.Array, given: set[int]) -> jax.Array:
-    """An input that is handed out as it came may be memory of the caller's."""
+    """Copies an output that is one of the inputs, which may be the caller's memory."""
     return jnp.copy(array) if id(array) in given else array
 
 
@@ -111,22 +111,20 @@ Outputs = TypeVar("Outputs")
 
 
 def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
-    """What a program returned; ready, if it is one over several parts of the CPU.
+    """Waits for a program over several parts of the CPU; returns its outputs.
 
     Args:
-        outputs: All that it returned, a pytree.
-        arrays: Some of it: the first of them says where the program runs.
+        outputs: A pytree.
+        arrays: Some of the outputs; the first one shows where the program runs.
     """
-    if arrays and _is_real(arrays[0]) and is_waited_for(arrays[0].sharding):
-        _wait(arrays[0])  # the program ends with all that it returns
+    first = arrays[0] if arrays else None
+    is_real = isinstance(first, jax.Array) and not isinstance(first, jax.core.Tracer)
+    if is_real and is_waited_for(arrays[0].sharding):
+        _wait(arrays[0])  # all outputs are ready at once
     return outputs
 
 
 def is_waited_for(sharding: Sharding) -> bool:
-    """Whether a program over these devices has to be waited for."""
+    """Whether a program over these devices must end before the next one."""
     devices: set[Any] = sharding.device_set  # untyped
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
-
-
-def _is_real(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)

@@ -1,7 +1,9 @@
-"""What a step takes of the variables that live here, and what it puts back.
+"""`PlannedVariables`: how a step takes and puts back variables on this process's
+devices.
 
-Law of the file: from the first look at a variable to its new value, a step has its
-turn (`DevicePool`); and inside, it is what it was traced for (`Outdated`).
+Law of the file: a step holds the turn (`DevicePool`) from its first read of a variable
+to the new value; and during its turn the variables are stored as it was traced for
+(`Outdated`).
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ T = TypeVar("T")
 
 
 class Outdated(Exception):
-    """The variables are elsewhere than where the program was traced for them: another
-    thread has begun to keep a copy for each replica, or processes were formed anew.
-    Nothing was done; the program is to be found again."""
+    """The variables are not stored as the program was traced for: another thread has
+    given each replica a copy, or the processes have changed. Nothing was done; the
+    caller finds the program again."""
 
 
 class PlannedVariables:
-    """The variables of one plan: those it reads, those it moves, and their slots."""
+    """The variables of one plan: those it reads, those it updates, and their slots."""
 
     def __init__(
         self,
@@ -63,7 +65,8 @@ class PlannedVariables:
         ]
         self._pools: list[DevicePool] = [found[key] for key in sorted(found)]
         self.travels = any(each.travels for each in self._pools)
-        """Whether values are kept elsewhere, where a step that fails leaves them."""
+        """Whether values are kept on another device than steps run on, so that a failed
+        step does not lose them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
@@ -102,8 +105,7 @@ class PlannedVariables:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> PlannedVariables | None:
-        """The variables of a plan with other ones; None: optimizers move some of
-        them."""
+        """Replaces the variables; None if optimizers update some of them."""
         if self._slot_storages:
             return None
         others = {variable.spec.key: variable for variable in variables}
@@ -115,13 +117,15 @@ class PlannedVariables:
 
     @property
     def fingerprint(self) -> Hashable:
-        """A program that was traced under another one is not used."""
+        """Identifies how the variables are stored; programs depend on it."""
         where = tuple([pool.fingerprint() for pool in self._pools])
         return where, self._are_apart()
 
     def _are_apart(self) -> tuple[bool, ...]:
-        """Of which of the variables each replica has a copy of its own. They are looked
-        at when any variable of the strategy has begun to."""
+        """Returns for each variable whether each replica has a copy of its own.
+
+        Looks again only if a variable of the strategy has switched to copies.
+        """
         parted = [pool.parted for pool in self._pools]
         if self._parts[0] != parted:
             self._parts = parted, tuple([storage.is_apart for storage in self._here])
@@ -138,15 +142,17 @@ class PlannedVariables:
         if len(meshes) > 1:
             raise ValueError(
                 f"the step function {self._plan.function!r} uses variables of several "
-                "strategies, each of which has all devices: create them in one scope"
+                "strategies that each span all devices: create them in one scope"
             )
         return next(iter(meshes), None)
 
     def in_turn(self, act: Callable[[], T]) -> T:
-        """Acts while nobody else makes next values of the variables. What is raised
-        inside is taken for the failure of a step."""
-        # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
-        # raised between the body of a `with` and the release of a lock of C's.
+        """Calls ``act`` while no other code computes next values of the variables.
+
+        An exception inside counts as a failed step.
+        """
+        # Not a context manager: a Ctrl-C in its Python would leave a lock held. Nothing
+        # is raised between the body of a `with` and the release of a lock of C's.
         found = self._pools
         if len(found) == 1:
             with found[0].turn:
@@ -154,7 +160,7 @@ class PlannedVariables:
         return _holding([each.turn for each in found], lambda: self._settled(act))
 
     def alone(self, act: Callable[[], T]) -> T:
-        """Acts while nobody else even reads the variables; in turn."""
+        """Calls ``act`` while no other code reads the variables; inside of a turn."""
         found = self._pools
         if len(found) == 1:
             with found[0].lock:
@@ -172,15 +178,15 @@ class PlannedVariables:
             raise
 
     def require_kept(self) -> None:
-        """Refuses a step after one that failed, if what it takes is gone.
+        """Refuses a step on values that a failed step has lost.
 
         Raises:
-            DataLossError: Names the variable, and says what to do.
+            DataLossError: A value is lost; names the variable and the remedies.
         """
         if True not in [pool.has_failed for pool in self._pools]:
             return
         joint = None if self._joint is None else self._joint.taken()
-        # Nobody else can have lost what is whole here.
+        # No other code can have lost a state that is whole here.
         is_there = joint is not None and not any(x.is_deleted() for x in joint)
         there = {id(storage) for storage, _, _ in self._places} if is_there else ()
         for variable in (*self._plan.variables, *self._moved):
@@ -189,8 +195,8 @@ class PlannedVariables:
                 storage.require_kept(variable.name)
 
     def values(self) -> list[Any]:
-        """The values of the plan's reads: those from here as they live here, others as
-        arrays of numpy."""
+        """Reads the plan's variables: those on devices as they are, others as arrays of
+        numpy."""
         if not self._away:
             return [storage.value() for storage in self._read_storages]
         read = iter(read_all(self._away))
@@ -200,30 +206,30 @@ class PlannedVariables:
         ]
 
     def are_here(self) -> list[bool]:
-        """Whether the value lives here, for each of the plan's reads."""
+        """Returns for each of the plan's reads whether it is on devices here."""
         return [isinstance(storage, DeviceStorage) for storage in self._storages]
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of values which all devices of a step have; None if it has
-        one."""
+        """The sharding of values that all devices of a step have; None for one
+        device."""
         shardings = [pool.sharding for pool in self._pools]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
-        """The shardings of the next values, and of the slots of each optimizer."""
+        """Returns the shardings of the next values, and of each optimizer's slots."""
         slots = [storage.pool.sharding for storage, _, _ in self._slot_storages]
         return [storage.sharding for storage in self._moved_storages], slots
 
     def slots(self) -> list[Any]:
-        """What each optimizer keeps beside each variable that it moves."""
+        """Returns the slots of each optimizer for each variable that it updates."""
         return [
             storage.slots_before(rule, name)
             for storage, rule, name in self._slot_storages
         ]
 
     def state(self) -> list[Any]:
-        """All `values` and then all leaves of `slots`, in a list of the caller's."""
+        """Returns all `values`, then all leaves of `slots`, in a new list."""
         joint = None if self._joint is None else self._joint.taken()
         if joint is None:
             return [*self.values(), *itertools.chain.from_iterable(self.slots())]
@@ -233,32 +239,34 @@ class PlannedVariables:
         return values + joint[self._counts[0] :]
 
     def values_and_slots(self) -> list[list[Any]]:
-        """`values`, and the slots of each optimizer."""
+        """Returns `values`, and the slots of each optimizer."""
         return cut_at(self.state(), [len(self._storages), *self._counts[1:]])
 
     def moved_reads(self) -> list[int]:
-        """The numbers of these reads, in the order in which `put` takes their next
-        values."""
+        """Returns the numbers of reads of updated variables, in the order of `put`."""
         numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
     def put(self, arrays: list[Any], draws: Draws) -> None:
-        """The next values, and all leaves of the next slots, in the order of the plan.
-        The elements that they were made of are spent. The list is not the caller's any
-        more. Called with the lock, but for what travels."""
+        """Stores the next values, and all leaves of the next slots, in the order of the
+        plan; marks the elements as spent.
+
+        The list then belongs to this object. The caller holds the lock, unless the
+        values travel.
+        """
         steps = [pool.steps + self._moves for pool in self._pools]
         try:
             self._put(arrays, steps)
             draws.is_spent = True
-        except BaseException:  # to the caller; of a Ctrl-C, between two of them
+        except BaseException:  # to the caller; a Ctrl-C between two assignments
             self._put(arrays, steps)
             draws.is_spent = True
             raise
 
     def _put(self, arrays: list[Any], steps: Sequence[int]) -> None:
-        """Makes the same state if it is called twice, as after a Ctrl-C in the first
-        call."""
+        """Stores the state; idempotent, for a second call after a Ctrl-C in the
+        first."""
         if self._places:
             self._keep(arrays)
         else:
@@ -277,7 +285,7 @@ class PlannedVariables:
         if joint is not None and joint.is_whole:
             joint.arrays = arrays
             return
-        joint = JointState([*arrays])  # of a list of its own: it may be left at once
+        joint = JointState([*arrays])  # a new list: storages may drop it at once
         for storage, value, slots in self._places:
             storage.join(JointPlace(joint, value, slots))
         self._joint = joint
@@ -291,6 +299,6 @@ def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Lists of so many leaves each, of leaves in a row."""
+    """Cuts a list of leaves into lists of these lengths."""
     left = iter(leaves)
     return [list(itertools.islice(left, count)) for count in counts]

@@ -1,9 +1,10 @@
-"""Runs step functions: what a worker does with a scheduled call.
+"""Runs step functions, on workers (`prepare`) and in this process (`run_here`).
 
-`prepare` draws elements and finds the program, so that the values it reads can be asked
-for; `Prepared.run` computes. An eager step has no plan and runs through `run_eager`.
+On a worker, `prepare` draws elements and finds the program; then the worker asks for
+the values that the step reads, and `Prepared.run` computes. An eager step has no plan,
+and runs through `run_eager`.
 
-Law of the file: a result is complete when it is returned, and nobody writes to its
+Law of the file: a result is complete when it is returned, and nothing writes to its
 arrays again.
 """
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class ExecutedFunction(Protocol):
-    """What is run: a `Function`, as far as it matters here."""
+    """A `Function`, as this file needs it."""
 
     name: str
     eager: bool
@@ -66,16 +67,16 @@ def prepare(
 ) -> Prepared:
     """Draws the elements of one step and finds its program; traces it if it is new.
 
-    The arguments must not be written to before the step has run.
+    Nothing may write to the arguments before the step has run.
 
     Raises:
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
         ValueError: The function is eager (see `run_eager`).
-        IndexError: It looks up a row that is not there. What it drew is used up, as by
-            every step that fails.
-        ValueError: Or ids or indices of rows come from integers that do not fit 32
-            bits, with which jax computes.
+        IndexError: It looks up an id outside of the table. Drawn elements are used up,
+            as in every step that fails.
+        ValueError: Ids or indices of rows are computed from integers that do not fit 32
+            bits.
         Exception: Whatever the body raises while it is traced.
     """
     if function.eager:
@@ -91,9 +92,9 @@ def prepare(
 
 
 class Prepared:
-    """One step that is ready to run as soon as it has what it wants.
+    """One step that is ready to run when it gets the answers to its requests.
 
-    A step that draws nothing and looks nothing up may be run again, with newer values.
+    A step without draws and lookups may run again, with newer values.
     """
 
     __slots__ = ("_draws", "_given", "_lookups", "_program", "plan", "wanted")
@@ -106,7 +107,7 @@ class Prepared:
         self._draws = draws
         self._given = inputs
         self.wanted = Wanted(self.plan.reads)
-        """What the step asks for now; at first, what it can know without an answer."""
+        """The next request; the first one needs no answer."""
         self._lookups: Lookups | None = None
         if self.plan.downcast_leaves:
             given = [*inputs, *_leaves(draws)]
@@ -119,27 +120,30 @@ class Prepared:
 
     @property
     def reads(self) -> tuple[VariableSpec, ...]:
-        """The variables whose whole values it takes, in order."""
+        """The variables that it reads whole, in order."""
         return self.plan.reads
 
     @property
     def examples(self) -> int:
-        """How many it has drawn: rows of the first array of each element."""
+        """Number of examples that it has drawn: rows of each element's first array."""
         return sum([_examples(element.leaves) for element in self._draws.elements])
 
     def unread(self) -> None:
-        """Gives the drawn elements back, because the step will not run. Of several
-        prepared steps the last one first."""
+        """Gives the drawn elements back, because the step will not run.
+
+        Of several prepared steps call it for the last one first.
+        """
         self._draws.unread()
 
     def advance(self, values: Sequence[np.ndarray]) -> Wanted | None:
-        """Takes the answer to `wanted`; returns what the step asks for next.
+        """Takes the answer to `wanted`, and returns the next request.
 
-        None if that was the last answer, which is `run`'s then: a plan of ``levels``
-        requests advances one time less. The answer may be used until the step has run.
+        Returns None if that was the last answer, which `run` takes: a plan with
+        ``levels`` requests advances one time less. The step may use the arrays of the
+        answer until it has run.
 
         Raises:
-            IndexError: The step looks up a row that is not there.
+            IndexError: The step looks up an id outside of the table.
         """
         wanted = None if self._lookups is None else self._lookups.advance(values)
         if wanted is not None:
@@ -147,7 +151,7 @@ class Prepared:
         return wanted
 
     def compute(self, values: Sequence[np.ndarray]) -> Computed:
-        """Starts the computation; the arrays may not be ready yet."""
+        """Starts to compute; the arrays may not be ready when it returns."""
         if self._lookups is not None:
             return self._lookups.compute(values)
         assert isinstance(self._program, CompiledProgram)
@@ -159,13 +163,12 @@ class Prepared:
         """Computes the step.
 
         ``values`` are the answer to the last `wanted`. They may be used without a copy,
-        so nobody may write to them while this runs; the result shares no memory with
-        them.
+        so nothing may write to them meanwhile; the result shares no memory with them.
 
         Raises:
-            TypeError, RuntimeError: The body cannot be captured, found by its second
-                trace when the program first runs.
-            IndexError: The step updates a row that is not there.
+            TypeError, RuntimeError: The body cannot be captured, as its second trace
+                shows when the program first runs.
+            IndexError: The step updates a row outside of the table.
         """
         program = self._program
         if program.constant is not None:
@@ -188,15 +191,15 @@ def run_eager(
 ) -> StepResult:
     """Runs the Python body at once: reads and updates go to ``storage`` as they occur.
 
-    For debugging with print and pdb. An eager step draws and updates as it goes, so it
-    has no plan, and ``updates`` is empty.
+    For debugging with print and pdb. An eager step has no plan, and its result has no
+    ``updates``.
 
     Args:
         storage: Of all variables; None for each variable's own.
-        draw: Gives the next element of an iterator.
+        draw: Returns the next element of an iterator.
 
     Raises:
-        TypeError: The result is no pytree that can be rebuilt without a trace.
+        TypeError: The result is not a pytree that can be rebuilt without a trace.
         Exception: Whatever the body raises.
     """
     words = variables_in_our_words(function.name)
@@ -206,10 +209,10 @@ def run_eager(
     if not is_described(plain):
         raise TypeError(
             f"the eager step function {function.name!r} returns {structure.treedef}, "
-            "with a node that keeps more beside its arrays than numbers, text and "
-            "tuples of these. The program cannot rebuild it, as nothing was traced "
-            "there: return the arrays in dicts, tuples or classes without such fields, "
-            "or leave out eager=True"
+            "with a node whose other fields are not numbers, text and tuples of these. "
+            "The program cannot rebuild it, because it has not traced the step: return "
+            "the arrays in dicts, tuples or classes without such fields, or leave out "
+            "eager=True"
         )
     leaves = [_frozen(array) for array in arrays]
     layout = ResultLayout(
@@ -221,7 +224,7 @@ def run_eager(
 
 
 def examples_in(element: Any) -> int:
-    """How many an element has: rows of its first array."""
+    """Returns the number of examples of an element: rows of its first array."""
     return _examples(joined.leaves(element))
 
 
@@ -232,10 +235,10 @@ def _examples(leaves: Sequence[Any]) -> int:
 def run_here(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a step in this process, through the storage of each variable. One that
-    creates its variables when it is first called runs as an eager one that time.
+    """Runs a step in this process, through the storage of each variable.
 
-    Returns what the body returns, its arrays as ``jax.Array``.
+    Returns the body's result, its arrays as ``jax.Array``. The first call of a step
+    that creates its variables runs eagerly.
     """
     if function.eager:
         return _run_body(function, args, kwargs)
@@ -250,7 +253,7 @@ def run_here(
     while isinstance(program, HereProgram):
         try:
             return _run_stages(program, call.inputs, draws)
-        except Outdated:  # between the two; what was drawn is given back
+        except Outdated:  # since it was found; the drawn elements were given back
             program, draws = function.programs.find(call, args, kwargs)
     prepared = Prepared(program, call.inputs, draws)
     plan = prepared.plan
@@ -282,17 +285,17 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
         plan.watch([*inputs, *elements])
     try:
         results, operands = program.run(inputs, elements, draws)
-    except BaseException:  # to the caller: it may be run again if nothing has changed
+    except BaseException:  # to the caller, which may run it again
         draws.unread()
         raise
-    # The variables that live here have moved: what was drawn is used up.
+    # Variables of this process are updated: the drawn elements are used up.
     if operands:
         _apply(plan, _outgoing(plan, operands))
     return plan.out_structure.unflatten(results)
 
 
 def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
-    """The last answer that the step wants, through the storage of each variable."""
+    """Answers the requests of a step; returns the last answer."""
     handles = {v.spec.key: v for v in plan.variables}
     for lookup in plan.lookups:
         handles.update((v.spec.key, v) for v in lookup.table.components)
@@ -305,7 +308,7 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
 
 
 def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepUpdate]:
-    """What a step wants done to variables that live elsewhere."""
+    """Makes the updates of a step for variables of other storages."""
     found: list[StepUpdate] = []
     for update, arrays in zip(plan.updates, operands, strict=True):
         found += outgoing(update, arrays)
@@ -314,8 +317,8 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
 
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     if not updates:
-        return  # as of every step whose variables live here
-    # First: a server takes gradients of the leaves of a tree that it was told.
+        return  # as in steps whose variables are all on devices of this process
+    # First: a server needs the tree before its gradients.
     for call in plan.calls:
         for storage in {id(v.storage): v.storage for v in call.variables}.values():
             assert isinstance(storage, Binds), storage
@@ -333,7 +336,7 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
             waiting.clear()
             apply_now(update.call.with_arrays(update.arrays))
             continue
-        if key in waiting:  # a storage takes updates of different variables together
+        if key in waiting:  # `update_all` takes updates of different variables
             update_all(list(waiting.values()))
             waiting.clear()
         rule = rules.get(update.optimizer)
@@ -348,8 +351,8 @@ def _leaves(draws: Draws) -> list[Any]:
 def _called(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The body's result. It is given jax arrays, as a captured step is, and containers
-    of its own: other calls share these arguments."""
+    """Calls the body with jax arrays, as in a captured step, in new containers: other
+    calls share these arguments."""
     watch_keras_models()
     tell_of_arguments(function.name, args, kwargs, function.programs.said)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
@@ -363,9 +366,9 @@ def _as_jax(leaf: Any) -> Any:
 
 
 def _frozen(array: Any) -> np.ndarray:
-    """A copy that nobody writes to: an eager step may keep what it returned."""
+    """Makes a read-only copy: an eager step may write to what it has returned."""
     copied = np.array(array, order="C")
-    if not copied.dtype.isnative:  # results travel as the bytes that they are
+    if not copied.dtype.isnative:  # results are sent as raw bytes
         copied = copied.astype(copied.dtype.newbyteorder("="))
     copied.flags.writeable = False
     return copied

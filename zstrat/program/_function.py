@@ -1,10 +1,10 @@
 """``zs.function``: Python that is traced once and then runs as a compiled program.
 
-A step that is a method has programs of its own for each object, so the bound `Function`
-is kept in the object, in one private entry of its ``__dict__``. It is kept by the
-unbound function and not by a name: a subclass and its parent may have a ``step`` each.
+A step that is a method has programs of its own for each object, so the object keeps the
+bound `Function`, in one private entry of its ``__dict__``. The key there is the unbound
+function, not its name: a subclass and its parent may have a ``step`` each.
 
-Law of the file: a copy of the object, shallow, deep or pickled, begins with none.
+Law of the file: a copy of the object, shallow, deep or pickled, starts without any.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _lock: Final = threading.Lock()
 in_python_step: Final[ContextVar[bool]] = ContextVar(
     "zstrat_python_step", default=False
 )
-"""Whether the body of a step runs in Python, because it goes by where its data end."""
+"""Whether the body of a step runs in Python, because it branches on the end of data."""
 
 
 class BoundFunctions:
-    """What is kept in ``owner``."""
+    """The bound step functions that ``owner`` keeps."""
 
     __slots__ = ("_bound", "owner")
 
@@ -52,7 +52,7 @@ class BoundFunctions:
         self._bound: dict[Function, Function] = {}
 
     def of(self, unbound: Function, instance: object) -> Function:
-        """The function bound to the instance; the same object at every call."""
+        """Returns the function bound to the instance; the same object each time."""
         found = self._bound.get(unbound)
         if found is None:
             body = unbound.body.__get__(instance)
@@ -65,30 +65,31 @@ class BoundFunctions:
 
 
 def bound_functions(instance: object, name: str) -> BoundFunctions:
-    """The functions that are kept in the instance.
+    """Returns the bound functions of an instance; adds them if it has none.
 
     Raises:
-        TypeError: It is a class, or has no ``__dict__`` to keep them in.
+        TypeError: It is a class, or has no ``__dict__``.
     """
     if isinstance(instance, type):
         raise TypeError(
-            f"the step function {name!r} is a class method: a zs.function is bound to "
-            "objects. Make it a function outside of the class, or a static method "
-            "(@staticmethod above @zs.function), and name the class in its body"
+            f"the step function {name!r} is a class method, but a zs.function can be "
+            "bound only to objects. Make it a function outside of the class, or a "
+            "static method (@staticmethod above @zs.function), and name the class in "
+            "its body"
         )
     try:
         kept = vars(instance)
     except TypeError:
         raise TypeError(
             f"the step function {name!r} is a method of {type(instance).__name__}, "
-            "whose objects have only __slots__ and no place for their programs: add "
+            "whose objects have __slots__ and cannot keep their programs: add "
             "'__dict__' to __slots__, or make it a function outside of the class"
         ) from None
     found = kept.get(_ENTRY)
     if found is None or found.owner is not instance:
         with _lock:
             found = kept.get(_ENTRY)
-            # A shallow copy came with the original's.
+            # A shallow copy has the entry of the original.
             if found is None or found.owner is not instance:
                 found = kept[_ENTRY] = BoundFunctions(instance)
     bound: BoundFunctions = found
@@ -96,17 +97,17 @@ def bound_functions(instance: object, name: str) -> BoundFunctions:
 
 
 class Function:
-    """A step function. Made by `function`.
+    """A step function; `function` makes them.
 
     - Inside another step it is inlined.
     - Scheduled by a coordinator it runs on a worker.
-    - As a dataset function, or in one, it is its body: it returns no arrays.
-    - Called elsewhere it runs here: values are pulled from each variable's storage,
-      computed with, and updates are sent back; the result's arrays are ``jax.Array``.
+    - As a dataset function, or in one, it runs its plain body.
+    - Called elsewhere it runs here: it reads values from each variable's storage,
+      computes, and sends the updates; the result's arrays are ``jax.Array``.
 
-    What the body captures (globals, closure) is taken when it is first traced or
-    shipped, as ``tf.function`` does: later changes of a captured Python value are not
-    seen. `Variable` objects are shared, not copied.
+    The body captures globals and closure variables when it is first traced or shipped,
+    as with ``tf.function``: later changes of a captured Python value have no effect.
+    `Variable` objects are shared, not copied.
     """
 
     # A decorator around it (functools.wraps) copies its __dict__, and could not be
@@ -128,23 +129,26 @@ class Function:
         self._init_caches()
 
     def _init_caches(self) -> None:
-        # Not the attributes of a callable object: they would replace our own.
+        # Without the attributes of a callable object, which would replace ours.
         functools.update_wrapper(self, self.body, updated=())
         self.programs = CompiledPrograms(self.name, self.body)
         self._shipped: tuple[bytes, bytes] | None = None
         self._is_python = False
-        """Whether it was found to go by where its data end: it is not traced here."""
+        """Whether the body branches on the end of its data, so that it runs in
+        Python."""
 
     @property
     def trace_count(self) -> int:
-        """How many signatures were traced in this process. The body runs once for each;
-        once more if it reads a variable first inside of a function that jax traces by
-        itself (`lax.scan`, an inner `jax.jit`)."""
+        """Number of signatures that were traced in this process.
+
+        The body runs once for each; twice if it first reads a variable inside of a
+        function that jax traces by itself (`lax.scan`, an inner `jax.jit`).
+        """
         return self.programs.trace_count
 
     @property
     def code(self) -> bytes:
-        """The pickled function, as it is shipped; the same bytes at every call.
+        """The pickled function, as it is shipped; the same bytes each time.
 
         Raises:
             TypeError: It captures something that cannot be pickled; says what.
@@ -153,14 +157,14 @@ class Function:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that name `code`. Raises as `code` does."""
+        """A digest of `code`, 16 bytes. Raises as `code` does."""
         return self._code_and_digest()[1]
 
     def plan(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> Plan:
-        """What the function does when it is called with these arguments.
+        """Returns the plan of a call with these arguments.
 
-        Traces it if that was not done for their signature. Iterators that are real are
-        drawn from and given everything back.
+        Traces the function if their signature is new. Elements that it draws from real
+        iterators are given back.
 
         Raises:
             ValueError: The function is eager: it has no plan.
@@ -168,12 +172,12 @@ class Function:
             Exception: Whatever the body raises while it is traced.
 
         Warns:
-            DowncastWarning: An argument loses bits.
+            DowncastWarning: A downcast by jax changes an argument.
         """
         if self.eager:
             raise ValueError(
-                f"{self.name!r} is an eager step function: it is not traced and has no "
-                "plan"
+                f"{self.name!r} is an eager step function, which is not traced and has "
+                "no plan: leave out eager=True"
             )
         kwargs = {} if kwargs is None else kwargs
         call = cut(args, kwargs)
@@ -184,12 +188,12 @@ class Function:
         return program.plan
 
     def within(self, strategy: Scoping) -> Function:
-        """This step with a body that enters the scope of ``strategy``, and the settings
-        of jax of this thread: what a coordinator ships."""
+        """Returns this step with a body that enters the scope of ``strategy``, under
+        this thread's settings of jax; coordinators ship it."""
         body = ScopedBody(self.body, strategy, jax_settings())
         scoped = _blank()
         scoped.__setstate__({"body": body, "eager": self.eager, "name": self.name})
-        functools.update_wrapper(scoped, self.body, updated=())  # words name it so
+        functools.update_wrapper(scoped, self.body, updated=())  # for messages
         return scoped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +205,7 @@ class Function:
             if not self._is_python:
                 try:
                     return run_here(self, args, kwargs)
-                except _refusals.LoopsOverData as found:  # nothing was drawn or done
+                except _refusals.LoopsOverData as found:  # it has done nothing yet
                     self._turn_to_python(found)
             return self._in_python(args, kwargs)
         except Exception as error:  # to the caller
@@ -216,26 +220,26 @@ class Function:
             in_python_step.reset(before)
 
     def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
-        """Runs the step in Python from now on, and says so."""
+        """Runs the step in Python from now on, and warns."""
         self._is_python = True
         warnings.warn(
             f"the step function {self.name!r} runs in Python, operation by operation, "
-            f"because it goes by where {found.name} ends (at {found.where}), and a "
+            f"because it branches on where {found.name} ends (at {found.where}), and a "
             "traced step cannot. Each strategy.run and each zs.function in it is still "
-            "a program of its own; to compile all that is done with an element, make "
-            "it a zs.function and call it in the loop",
+            "compiled; to compile the whole body of the loop, make it a zs.function "
+            "and call that in the loop",
             UserWarning,
             stacklevel=3,
         )
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
-        """A step function that is a method: one `Function` per instance, kept in it."""
+        """Returns the `Function` of a method for an instance, which keeps it."""
         if instance is None:
             return self
         return bound_functions(instance, self.name).of(self, instance)
 
     def __reduce__(self) -> Any:
-        # The state comes after the object: a body may refer to its own function.
+        # The state comes after the object, as a body may refer to its own function.
         state = {"body": self.body, "eager": self.eager, "name": self.name}
         return _blank, (), state
 
@@ -264,50 +268,51 @@ def function(
 def function(
     fn: Callable[..., Any] | None = None, *, eager: bool = False
 ) -> Function | Callable[[Callable[..., Any]], Function]:
-    """Makes a step function. Use as a decorator, with or without arguments.
+    """Makes a step function. Use it as a decorator, with or without arguments.
 
-    The body is traced by jax when it is first called with arguments of new types, so
-    Python in it runs then and not at each step. In it,
+    jax traces the body when it is first called with arguments of new types, so Python
+    in it runs then and not at each step. In the body,
 
     - variables are read (``v.value()``, arithmetic) and updated (``assign``,
       ``scatter_...``, ``optimizer.apply_gradients``) at its top level, not under
       ``jax.grad`` or ``lax.cond``;
-    - rows of tables are looked up there too (``zs.embedding_lookup``,
+    - rows of tables are looked up there, too (``zs.embedding_lookup``,
       ``v.sparse_read``), before the step updates the table; ids may be computed from
-      anything. Rows whose ids depend on values that the step reads, or on rows, cost
-      one more request to the parameter servers for each such level, all others come
-      with its other reads;
-    - ``next(iterator)`` draws an element of a dataset, as often as Python says; where
-      there is none, the step raises OutOfRangeError. A loop over a dataset or iterator,
-      and `Optional.has_value`, go by where the data end, which no trace knows: such a
-      step runs in Python where it is called, each ``strategy.run`` in it as one
-      program, and a warning says so; on a worker it is refused, unless it is ``eager``;
+      anything. Ids that depend on values that the step reads, or on rows, cost one more
+      request to the parameter servers for each such level; all other rows come with the
+      other reads;
+    - ``next(iterator)`` draws an element of a dataset, as often as Python calls it; at
+      the end of the data the step raises OutOfRangeError. A loop over a dataset or
+      iterator, and `Optional.has_value`, branch on the end of the data, which a trace
+      does not know: such a step runs in Python where it is called, with a warning, and
+      each ``strategy.run`` in it as one program; workers refuse it, unless it is
+      ``eager``;
     - arrays and Python ints, floats and complexes among the arguments are traced;
       booleans, strings and other hashable values are static, and each value is traced
-      anew;
-    - variables among the arguments, also in lists and dicts, are not traced anew: one
-      trace is for all that are alike in shape, dtype, strategy and parts, if the same
-      variable stands at the same places (``f(v, v)`` is another pattern than
-      ``f(v, w)``). Each variable is traced by itself in a body that applies an
-      optimizer or looks rows up, that asks a variable for its name or device, or that
-      holds it itself besides (as a global, say), and where processes compute together.
-      An object that holds variables is static;
+      by itself;
+    - variables among the arguments, also in lists and dicts, share one trace if they
+      have equal shape, dtype, strategy and components, and if equal positions have
+      equal variables (``f(v, v)`` is another pattern than ``f(v, w)``). Each variable
+      is traced by itself in a body that applies an optimizer or looks up rows, that
+      reads the name or device of a variable, or that refers to it in another way, too
+      (as a global, say), and if several processes compute together. An object that
+      holds variables is static;
     - the result may be any pytree of arrays, Python numbers, strings and None.
 
-    A step that looks up, or updates, a row that is not there fails with an IndexError;
-    of variables on its own devices (`MirroredStrategy`, say) it gives nan, or leaves
-    the update out.
+    A step that looks up, or updates, a row outside of the table raises IndexError. With
+    variables on its own devices (`MirroredStrategy`, say) it returns nan, or skips the
+    update.
 
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for
-            debugging with print and pdb. Results are the same; it is slow: each read
-            is a round trip. Updates are made together, before the next read and at the
-            end of the body; those that wait when it raises are dropped. What a lost
-            worker had made stays: the step that is run again has to make the same
-            updates at the same places, else it fails with `RetryDiffersError`.
+            debugging with print and pdb. Results are the same, but it is slow: each
+            read is a round trip. Updates are sent together, before the next read and at
+            the end of the body; if the body raises, those not yet sent are dropped.
+            Updates of a lost worker stay: the second run of the step must make the same
+            updates at the same points, else it fails with `RetryDiffersError`.
 
     Raises:
-        TypeError: ``fn`` is no function, or a coroutine or generator function.
+        TypeError: ``fn`` is not a function, or a coroutine or generator function.
     """
     if fn is None:
         return functools.partial(Function, eager=eager)

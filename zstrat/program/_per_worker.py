@@ -1,10 +1,10 @@
-"""A variable of which each worker has one of its own: ``per_worker_variable=True``.
+"""`PerWorkerVariable`: one value for each worker (``per_worker_variable=True``).
 
-Each of them is a variable on a parameter server, so that a worker that is started again
-goes on with the value that it had. A step means the one of the worker that it runs on.
+Each value is a variable on a parameter server, so that a worker that is restarted finds
+its value again. In a step it is the value of the worker that runs the step.
 
-Law of the file: a step is told its worker by `worker_context` alone, and its trace is
-told that it asked, so that no other worker uses that program.
+Law of the file: a step knows its worker only from `worker_context`, and its trace
+records that it asked, so that no other worker uses that program.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 class PerWorkerVariable(AbstractVariable):
-    """Variables that are not kept equal, one for each worker of a coordinator.
+    """A variable with an independent value for each worker of a coordinator.
 
-    In a step that a coordinator has scheduled it is a variable like others: what is
-    read and updated is the one of that worker. It is used in the body, not given as an
-    argument, and no optimizer moves it. Elsewhere `read_all` has all values.
+    In a scheduled step it behaves like other variables: the step reads and updates the
+    value of its worker. The body must capture it; it cannot be an argument, and
+    optimizers do not update it. Elsewhere `read_all` returns all values.
 
     Args:
-        variables: Those of the workers, in their order.
+        variables: One for each worker, in order.
     """
 
     __slots__ = ("_variables",)
@@ -58,8 +58,8 @@ class PerWorkerVariable(AbstractVariable):
         self._spec = replace(variables[0].spec, name=name, trainable=False)
 
     def read_all(self) -> list[np.ndarray]:
-        """The values of all workers, in their order: read-only arrays. A worker that
-        runs a step meanwhile has the value from before it, or after it.
+        """Reads the values of all workers, in order: read-only arrays. The value of a
+        worker that runs a step meanwhile is from before or after an update.
 
         Raises:
             RuntimeError: Called in a step.
@@ -67,8 +67,8 @@ class PerWorkerVariable(AbstractVariable):
         """
         if recorder.get() is not None:
             raise RuntimeError(
-                f"read_all of {self._spec} in a step, which knows the value of its own "
-                "worker: write value() there, or call read_all outside of steps"
+                f"read_all of {self._spec} in a step, which can read only the value of "
+                "its own worker: write value(), or call read_all outside of steps"
             )
         refuse_read(self._spec)
         return read_all(self._variables)
@@ -88,13 +88,13 @@ class PerWorkerVariable(AbstractVariable):
 
     def require_optimizable(self) -> None:
         raise ValueError(
-            f"variable {self.name!r} has a value on each worker "
-            "(per_worker_variable=True), which no optimizer moves: leave "
+            f"variable {self.name!r} has a value for each worker "
+            "(per_worker_variable=True), which optimizers cannot update: leave "
             "per_worker_variable out, or assign to it"
         )
 
     def _own(self) -> Variable:
-        """The variable of the worker that runs the step.
+        """Returns the variable of the worker that runs the step.
 
         Raises:
             RuntimeError: No step is traced or run.
@@ -108,10 +108,10 @@ class PerWorkerVariable(AbstractVariable):
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"variable {self.name!r} has a value on each worker "
-            "(per_worker_variable=True): read and update it in the body of a "
-            "zs.function that a coordinator schedules, where it is the worker's own "
-            "(it cannot be an argument); elsewhere read_all() gives all values"
+            f"variable {self.name!r} has a value for each worker "
+            "(per_worker_variable=True): read and update the worker's own in the body "
+            "of a zs.function that a coordinator schedules (it cannot be an argument); "
+            "elsewhere read_all() returns all values"
         )
 
     def _read_now(self) -> np.ndarray:
@@ -146,7 +146,7 @@ class PerWorkerVariable(AbstractVariable):
 
 
 class _OnWorkers(UnboundStorage):
-    """The storage of what a step reads that was called, and not scheduled."""
+    """The storage in a step that is called here instead of scheduled."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_not_scheduled(variable))
@@ -166,8 +166,8 @@ class _OnWorkers(UnboundStorage):
 
 def _not_scheduled(variable: VariableHandle) -> str:
     return (
-        f"{variable.spec} is that of a worker (per_worker_variable=True), and this "
-        "step was called here, where there is none: schedule it with a "
+        f"{variable.spec} has a value for each worker (per_worker_variable=True), but "
+        "this step was called outside of a worker: schedule it with a "
         "ClusterCoordinator"
     )
 

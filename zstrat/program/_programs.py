@@ -1,11 +1,11 @@
-"""The programs of one step function, by what its calls look like.
+"""`CompiledPrograms`: the programs of one step function, by the signature of its calls.
 
-A call is named by its arguments (`CutCall.key`), then by the elements that it draws
-and, if the body asked for it, by the worker's context. Each name is traced once. A
-function that is traced again and again is slow in silence, so it is counted and warned
-about, with words that say what changed.
+The key of a program is that of the arguments (`CutCall.key`), then the types of the
+elements that the call draws and, if the body asked for it, the worker's context. Each
+key is traced once. A function that is traced again and again is slow, so traces are
+counted, and a warning says what changed.
 
-Law of the file: programs are found and added under one lock; a lookup takes none.
+Law of the file: programs are added under one lock; a lookup takes none.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
-"""Signatures of one function. Each keeps an executable of about a megabyte; a function
-with more is traced anew by mistake, and was warned about long before."""
+"""Limit of programs of one function. Each keeps an executable of about a megabyte; a
+function with more retraces by mistake, and has warned about it long before."""
 
 MAX_SHARED: Final = 8
-"""Traces of calls that are alike but for what they draw: as many shapes of batches as a
-step usually meets. One more is traced for each variable again."""
+"""Limit of shared traces of calls that differ in the elements that they draw: a step
+usually gets fewer shapes of batches."""
 
 HereProgram = StagedProgram | WholeProgram
-"""Of variables that live here, or of several processes."""
+"""Programs on variables of this process's devices, or of several processes."""
 
 AnyProgram = CompiledProgram | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
-"""Numbers of traces at which it is said (TF warns at the fifth); then at each multiple
-of the last one."""
+"""Numbers of traces at which the function warns (TF warns at the fifth); then at each
+multiple of the last one."""
 
 
 class RetraceWarning(UserWarning):
@@ -69,9 +69,12 @@ class RetraceWarning(UserWarning):
 
 @dataclass(slots=True)
 class ProgramsOfCall:
-    """The programs of calls with the same arguments. ``draws`` is what the last traced
-    one drew, ``captured`` the iterators that any drew from and that are no arguments;
-    ``asks_context`` is true once any of them asked."""
+    """The programs of calls with equal keys of arguments.
+
+    ``draws`` are the draws of the last traced one; ``captured`` the iterators that it
+    draws from which are not arguments; ``asks_context``: one of them asked for the
+    worker's context.
+    """
 
     draws: tuple[int, ...] = ()
     captured: tuple[StepIterator, ...] = ()
@@ -79,17 +82,17 @@ class ProgramsOfCall:
     programs: dict[Hashable, AnyProgram] = field(default_factory=dict)
 
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
-        """The program for these elements in the current worker context."""
+        """Finds the program for these elements in the current worker context."""
         found = self.programs.get(self._name(elements))
         return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one, of variables that are elsewhere."""
+        """Whether there is one whose variables are stored differently now."""
         found = self.programs.get(self._name(elements))
         return found is not None and not found.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
-        """Keeps a program that was just traced."""
+        """Adds a program that was just traced."""
         self.draws, self.captured = program.plan.draws, program.plan.captured
         self.asks_context = self.asks_context or program.plan.asked_context
         self.programs[self._name(elements)] = program
@@ -101,8 +104,7 @@ class ProgramsOfCall:
 
 @dataclass(frozen=True, slots=True)
 class SharedTrace:
-    """The programs that were traced for some variables, which others may take: those of
-    the call ``key``."""
+    """The programs of the call ``key``, which calls with other variables may share."""
 
     key: Hashable
     given: GivenVariables
@@ -111,8 +113,8 @@ class SharedTrace:
 
 _UNEQUAL: Final = "an argument compares unequal"
 _GIVEN: Final = (
-    "its variables are in another pattern (one of them twice, say), or the step holds "
-    "one of them itself"
+    "its variables are in another pattern (one of them twice, say), or the step itself "
+    "refers to one of them"
 )
 
 
@@ -122,9 +124,9 @@ class CompiledPrograms:
     def __init__(self, step: str, fn: Callable[..., Any]) -> None:
         self.trace_count = 0
         self.kept = 0
-        """Programs that are found again; may be read on any thread."""
+        """Number of programs; may be read on any thread."""
         self.said: set[str] = set()
-        """Places, with dtypes, of which it was said that jax cuts what is there."""
+        """Places and dtypes whose downcasts have been warned about."""
         self._has_created = False
         self._step = step
         self._fn = fn
@@ -138,8 +140,8 @@ class CompiledPrograms:
         self._lock = threading.RLock()
 
     def may_create(self) -> bool:
-        """Whether the body may create variables now: once, before it is traced, as that
-        of ``tf.function``. True is said only once."""
+        """Whether the body may create variables now; True only once, before the first
+        trace, as in ``tf.function``."""
         with self._lock:
             first = not (self.trace_count or self._has_created)
             self._has_created = True
@@ -148,7 +150,7 @@ class CompiledPrograms:
     def find(
         self, call: CutCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[AnyProgram, Draws]:
-        """The program for a call, and the elements that it draws.
+        """Finds or traces the program for a call, and draws its elements.
 
         Raises:
             OutOfRangeError: A dataset has no more elements; nothing was drawn.
@@ -158,7 +160,7 @@ class CompiledPrograms:
             try:
                 return self._found(call, args, kwargs)
             except Outdated:
-                pass  # while it was traced; each variable is parted once
+                pass  # during the trace; each variable gets its copies only once
 
     def _found(
         self, call: CutCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -177,7 +179,7 @@ class CompiledPrograms:
     def _alike(
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
-        """The program of a call with other variables, for those of this one."""
+        """Makes the program from a shared trace of other variables, if there is one."""
         found = None if given is None else self._shared.get(given.likeness)
         if given is None or found is None or has_captured(self._fn, call, given):
             return None
@@ -187,7 +189,7 @@ class CompiledPrograms:
                 known = self._calls.setdefault(call.key, ProgramsOfCall())
                 known.asks_context = shared.programs.asks_context
                 known.add(draws.elements, program)
-                self._calls.move_to_end(shared.key)  # it is in use
+                self._calls.move_to_end(shared.key)  # it was used now
                 self._forget_oldest()
                 return program
         return None
@@ -251,8 +253,7 @@ class CompiledPrograms:
                 with stand_ins.watching():
                     return discover(self._step, self._fn, seen, draws.supply)
             except LookedForError:
-                # The body has looked at what stood for a variable: it is traced for its
-                # own ones.
+                # The body looks up a stand-in in a dict: trace it with the variables.
                 draws.begin_again()
         return discover(self._step, self._fn, call, draws.supply)
 
@@ -267,22 +268,17 @@ class CompiledPrograms:
         return StagedProgram(plan, body)
 
     def _forget_oldest(self) -> None:
-        while self._count_programs() > MAX_PROGRAMS:
+        self.kept = sum(len(call.programs) for call in self._calls.values())
+        while self.kept > MAX_PROGRAMS:
             oldest = next(iter(self._calls.values()))
             oldest.programs.pop(next(iter(oldest.programs)))
+            self.kept -= 1
             if not oldest.programs:
                 self._calls.popitem(last=False)
-                self._forget_shared(oldest)
-
-    def _count_programs(self) -> int:
-        self.kept = sum(len(each.programs) for each in self._calls.values())
-        return self.kept
-
-    def _forget_shared(self, oldest: ProgramsOfCall) -> None:
-        for likeness, found in [*self._shared.items()]:
-            found[:] = [each for each in found if each.programs is not oldest]
-            if not found:
-                del self._shared[likeness]
+                for likeness, traces in [*self._shared.items()]:
+                    traces[:] = [x for x in traces if x.programs is not oldest]
+                    if not traces:
+                        del self._shared[likeness]
 
     def _note_trace(
         self,
@@ -312,12 +308,12 @@ class CompiledPrograms:
             )
         if is_stale:
             changed.append(
-                "replicas have begun to keep a copy each of one of its variables, or "
-                "the processes of its strategy are others (formed anew, say)"
+                "each replica has a copy of one of its variables now, or the processes "
+                "of its strategy have changed"
             )
         warnings.warn(
             f"the step function {self._step!r} was traced {self.trace_count} times, "
-            "and each trace is compiled. Since the last one: "
+            "and each trace is compiled. Changes since the last one: "
             f"{'; '.join(changed) or otherwise}. "
             f"{_advice([plain[place] for place in others if place in plain])}",
             RetraceWarning,
@@ -328,7 +324,7 @@ class CompiledPrograms:
 def _for_others(
     shared: SharedTrace, call: CutCall, given: GivenVariables, draws: Draws
 ) -> AnyProgram | None:
-    """A program for other variables; None: it cannot be shared with this call."""
+    """Makes the program for other variables; None if this call cannot share it."""
     origin = shared.programs
     if given.keys == shared.given.keys:
         return None
@@ -341,17 +337,17 @@ def _for_others(
 
 
 def _advice(numbers: Sequence[type]) -> str:
-    """What to do, where Python numbers of these types changed that stay what they
-    are."""
+    """Returns the remedy; ``numbers`` are types of static Python numbers that
+    changed."""
     if not numbers:
         return (
-            "Give arrays of equal shapes and dtypes (pad the last batch), and pass "
-            "what is not an array but changes as a number or array"
+            "Pass arrays of equal shapes and dtypes (pad the last batch), and pass "
+            "other values that change as numbers or arrays"
         )
     name = {int: "np.int32", float: "np.float32"}.get(numbers[0], "np.complex64")
     return (
-        f"A Python {numbers[0].__name__} that strategy.run is given outside of a step "
-        "is one in the function, too, and each value is a program of its own: pass a "
-        f"number that changes from call to call as an array, {name}(...) or "
-        "jnp.asarray(...), or call run in a zs.function that is given the number"
+        f"A Python {numbers[0].__name__} argument of strategy.run outside of a step is "
+        "static, and each value has a program of its own: pass a number that changes "
+        f"from call to call as an array, {name}(...) or jnp.asarray(...), or call run "
+        "in a zs.function that takes the number as an argument"
     )

@@ -1,12 +1,12 @@
-"""What comes out of a step: arrays for the caller and arrays for the variables.
+"""The results of a step: arrays for the caller, and updates of variables.
 
-Of updates of rows each component of a table gets its own (`outgoing`). Gradients and
-sums are added up here, one row per index: they travel once, and the optimizer takes one
-step for each row. What is not additive keeps its duplicates, in their order, and of
-rows that replace only the last one is sent.
+Updates of rows are split over the components of a table (`outgoing`). Gradients and
+sums of equal indices are added up here: each row is sent once, and the optimizer takes
+one step per row. Other updates keep their duplicates, in order; of rows that replace
+others only the last one is sent.
 
-A step of an optimizer is one for all components, those without a row in it included:
-their count of steps goes on, so that training does not depend on the partitioning.
+A step of an optimizer counts for all components, also for those without a row in it:
+their count of steps grows, so that training does not depend on the partitioning.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 class StepUpdate(NamedTuple):
-    """What a step wants done to a variable. ``optimizer`` is 0 for none; ``arrays`` are
-    the operands that `UpdateOp` names, in the dtype and shapes of the plan."""
+    """One update that a step makes. ``optimizer`` is 0 for none; ``arrays`` are the
+    operands of the `UpdateOp`, in the dtype and shapes of the plan."""
 
     spec: VariableSpec
     op: UpdateOp
     optimizer: int
     arrays: tuple[np.ndarray, ...]
     call: GradientCall | None = None
-    """Of gradients of a tree of variables of this process; ``arrays`` are its own."""
+    """The call, for gradients of a tree of variables of this process."""
 
 
 class StepResult(NamedTuple):
-    """``leaves`` are the arrays of the result, as ``layout`` says: ready, read-only."""
+    """The result of a step; ``leaves`` are its arrays, ready and read-only."""
 
     leaves: list[np.ndarray]
     layout: ResultLayout
@@ -52,18 +52,18 @@ class StepResult(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A step that computes: its results, and all other arrays that it makes.
-    ``updates`` waits for these and makes of them what the step wants done."""
+    """A step whose program runs: results and operands, which may not be ready;
+    ``updates`` waits for the operands and makes the updates."""
 
     results: list[jax.Array]
     operands: Sequence[Sequence[jax.Array]]
     updates: Callable[[], list[StepUpdate]]
 
     def to_host(self) -> None:
-        """Starts all transfers from an accelerator before the first is waited for."""
+        """Starts all transfers from an accelerator."""
         found = [array for arrays in (self.results, *self.operands) for array in arrays]
-        # To ask an array of the CPU for it takes longer than to look at its memory, and
-        # one program leaves all that it computes on devices of one kind.
+        # Not on a CPU, where a read is faster than the call. All outputs of one program
+        # are on devices of one kind.
         if len(found) < 2 or next(iter(found[0].devices())).platform == "cpu":
             return
         for array in found:
@@ -73,14 +73,14 @@ class Computed(NamedTuple):
 SUMMED: Final = frozenset(
     {UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_ADD, UpdateOp.SCATTER_SUB}
 )
-"""Updates in which the rows of one index are added."""
+"""Updates that add up the rows of equal indices."""
 
 
 def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepUpdate]:
-    """What a step wants done for one update of its plan; waits for the operands.
+    """Makes the updates for one update of the plan; waits for its operands.
 
     Raises:
-        IndexError: The table has no such row. Names it and the user's line.
+        IndexError: An index is outside of the table; names it and the user's line.
     """
     arrays = tuple([np.asarray(array) for array in operands])
     if update.op is UpdateOp.OPERANDS:
@@ -95,7 +95,8 @@ def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepU
 
 
 def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
-    """What the updates of an optimizer share: once for each parameter server."""
+    """Makes the update with operands that the updates of an optimizer share, once for
+    each parameter server."""
     firsts = {spec.ps: spec for spec in reversed(update.specs)}
     return [
         StepUpdate(spec, update.op, update.optimizer, arrays)
@@ -106,7 +107,7 @@ def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUp
 def parted(
     update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
 ) -> list[StepUpdate]:
-    """The updates of components whose share of summed rows is known."""
+    """Makes the updates of components from rows that are summed and split already."""
     found = [
         StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
         for spec, where, indices in parts
@@ -117,10 +118,10 @@ def parted(
 def split(
     update: PlannedUpdate, indices: np.ndarray, rows: np.ndarray
 ) -> list[StepUpdate]:
-    """The updates of the components, from indices ``[n]`` of the table and rows.
+    """Splits indices ``[n]`` of a table, and rows, over the components.
 
     Raises:
-        IndexError: The table has no such row. Names it and the user's line.
+        IndexError: An index is outside of the table; names it and the user's line.
     """
     table = update.table
     assert table is not None
@@ -152,7 +153,7 @@ def split(
 def _counted(
     update: PlannedUpdate, found: list[StepUpdate], rows: np.ndarray
 ) -> list[StepUpdate]:
-    """Adds updates of no rows for the components that an optimizer's step lacks."""
+    """Adds updates without rows for the other components of an optimizer's step."""
     specs = update.specs
     if update.op is not UpdateOp.OPTIMIZE_ROWS or len(found) == len(specs):
         return found

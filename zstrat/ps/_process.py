@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ._thread import MakeThread
     from .handover._handover import HandedOverStore
-    from .replication._log_shipping import Connect
+    from .replication._log_link import Connect
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
@@ -231,6 +231,15 @@ class PsProcess:
         whole = Inherited(self.me.incarnation, owner, own, left)
         return patience if await self._handover.leave(whole, patience) else 0.0
 
+    def validate(self) -> None:
+        """Checks what holds between two events, of all stores that are here.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        for service in (self.service, *[c.service for c in self._copies.values()]):
+            service.role.validate()
+
     def statistics_of_copies(self) -> list[PlainTree]:
         """The statistics of each copy, with its store and address."""
         return [
@@ -274,10 +283,11 @@ class PsProcess:
 
     def _left(self) -> Iterator[OrphanedCopy]:
         lost_at, number = self.service.coordinator_lost_at, self.me.index
-        if (own := self.service.copy_of_lost_program(number, lost_at)) is not None:
+        if (own := self.service.role.copy_of_lost_program(number, lost_at)) is not None:
             yield own
         for store, copy in self._copies.items():
-            if (left := copy.service.copy_of_lost_program(store, lost_at)) is not None:
+            left = copy.service.role.copy_of_lost_program(store, lost_at)
+            if left is not None:
                 yield left._replace(address=copy.hosted.address)
 
     def _look(self) -> None:
@@ -353,7 +363,7 @@ class PsProcess:
         elif message.swaps:
             await self._swap(store, source, copy)
         elif message.beside:
-            service.role.stand_beside()
+            service.role.be_third()
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ._serving import Serving
     from ._waiting_workers import WaitingWorkers
     from .replication._replica_role import ReplicaRole
-    from .replication._role import StoreServingRole
     from .snapshots._snapshot_service import SnapshotService
     from .store._store import Store
 
@@ -45,8 +44,7 @@ class ServerParts:
     store: Store
     serving: Serving
     snapshots: SnapshotService
-    replica_role: ReplicaRole
-    role: StoreServingRole
+    role: ReplicaRole
     joining: Joining
     waiting_workers: WaitingWorkers
     telemetry: ServiceTelemetry
@@ -120,13 +118,13 @@ class ServerSession:
         self.coordinator_lost_at = None
         # Several: one to the store, and one to the process (`Replication`).
         new = self._ownership.open(owner, several=True)
-        replica_role = self._parts.replica_role
+        role = self._parts.role
         if new:
             self._clear()
             if asked.views:  # before anybody asks for what another process has
-                replica_role.give_up(asked.views[0])
-        replica_role.is_to_have_backup |= asked.replicas > 0
-        replica_role.remind()
+                role.give_up(asked.views[0])
+        role.needs_backup |= asked.replicas > 0
+        role.backups.report_losses()
         self._parts.joining.look()
         return self._opened(resumed=not new)
 
@@ -167,10 +165,10 @@ class ServerSession:
             InvalidArgumentError: A program would go on that has no second copies, with
                 what was left in two.
         """
-        owner, replica_role = self._ownership.owner, self._parts.replica_role
+        owner, role = self._ownership.owner, self._parts.role
         if owner is None or owner.session == asked.session or asked.replicas:
             return
-        if asked.name and owner.name == asked.name and replica_role.is_to_have_backup:
+        if asked.name and owner.name == asked.name and role.needs_backup:
             raise InvalidArgumentError(
                 f"{self._task}: the session {asked.name!r} was left with second copies "
                 "of the parameter servers: give replicas=1 to go on with it, or "
@@ -179,9 +177,9 @@ class ServerSession:
 
     def _adopted(self, asked: OpenSession) -> Awaitable[SessionOpened]:
         self._parts.snapshots.clear()
-        replica_role = self._parts.replica_role
-        replica_role.owner_changed(self.coordinator_lost_at, self._timeouts)
-        replica_role.is_to_have_backup = asked.replicas > 0
+        role = self._parts.role
+        role.change_owner(self.coordinator_lost_at)
+        role.needs_backup = asked.replicas > 0
         owner = self._ownership.owner
         if self._on_new_owner is not None and owner is not None:
             self._on_new_owner(owner)
@@ -210,8 +208,7 @@ class ServerSession:
 
     def _clear(self) -> None:
         parts = self._parts
-        parts.replica_role.end(StaleSessionError(f"{self._task}: the session ended"))
-        parts.role.session_over()
+        parts.role.end_session(StaleSessionError(f"{self._task}: the session ended"))
         parts.snapshots.clear()
         parts.store.clear()
         parts.telemetry.reset()

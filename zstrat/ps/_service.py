@@ -39,7 +39,6 @@ from zstrat.wire import (
     JoinSession,
     Message,
     OpenSession,
-    OrphanedCopy,
     Ownership,
     PlainTree,
     PromoteBackup,
@@ -62,7 +61,6 @@ from .engine._engine import OptimizerEngine
 from .replication._backup import Backup
 from .replication._copying import hand_over
 from .replication._replica_role import ReplicaRole, ReplicationRequest
-from .replication._role import ServingState, StoreServingRole
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
@@ -76,7 +74,7 @@ if TYPE_CHECKING:
     from zstrat.wire import ArraySpec, Owner, Sink
 
     from .handover._handover import HandedOverStore
-    from .replication._log_shipping import Connect
+    from .replication._log_link import Connect
 
 log = logging.getLogger("zstrat.ps")
 
@@ -110,7 +108,7 @@ class PsService:
         clock: Seconds, of those times that are not the loop's.
         make_thread: Makes the threads that do what would hold up the loop.
         keeps_state: What is here when it ends is left for another process
-            (`StoreServingRole.state_for_successor`).
+            (`ReplicaRole.state_for_successor`).
         tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """
@@ -153,7 +151,7 @@ class PsService:
             check=check,
             admit=self._require_open,
             # Asked late: the role is made below, of what serving has.
-            objection=lambda: self._replica_role.objection,
+            objection=lambda: self.role.objection,
             clock=clock,
         )
         self._snapshots = SnapshotService(
@@ -164,22 +162,20 @@ class PsService:
             self._thread,
             make_thread,
         )
-        self._replica_role = ReplicaRole(
+        timeouts = settings.timeouts
+        self.role: Final = ReplicaRole(
             task,
             self._store,
+            self._ownership,
             self._serving.turn,
-            tell=tell,
+            timeouts,
+            incarnation=incarnation,
+            notify=tell,
             connect=connect,
-            patience=settings.timeouts.connect,
-            silence=settings.timeouts.liveness,
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)
         self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
-        timeouts = settings.timeouts
-        self.role: Final = StoreServingRole(
-            self._store, self._ownership, self._replica_role, timeouts
-        )
         if backup_of is not None:
             owner, view, named = backup_of
             backup = Backup(
@@ -206,7 +202,6 @@ class PsService:
                 self._store,
                 self._serving,
                 self._snapshots,
-                self._replica_role,
                 self.role,
                 self._joining,
                 self._waiting_workers,
@@ -245,7 +240,7 @@ class PsService:
         Raises:
             ZstratError: The request is refused; nothing has changed.
         """
-        silence, is_serving = self.role.silence, self._is_serving
+        silence, is_serving = self.role.silence, self.role.is_serving
         # A look changes nothing: it is answered even while all else is left to the next
         # process.
         if silence is not None and not isinstance(message, Inspect):
@@ -348,8 +343,8 @@ class PsService:
         if self.role.silence is not None:
             return self.role.silence
         try:
-            if not self._is_serving:
-                raise self._replica_role.refusal
+            if not self.role.is_serving:
+                raise self.role.refusal
             return self._serving.take(folded)
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
@@ -359,7 +354,7 @@ class PsService:
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
         """Works on the body of a large push while it arrives, if that can be."""
-        if not isinstance(message, Push | Exchange) or not self._is_serving:
+        if not isinstance(message, Push | Exchange) or not self.role.is_serving:
             return None
         if remote.role not in ROLES[type(message)]:
             return None
@@ -375,7 +370,7 @@ class PsService:
         self._waiting_workers.lost(remote)
         backup = self.role.backup
         if backup is not None and backup.is_primary(remote):
-            self._replica_role.parted_at = self._clock()
+            self.role.primary_lost()
         self._session.lost(remote)
 
     def take_over(self, owner: Owner) -> None:
@@ -417,13 +412,13 @@ class PsService:
         # leave an answer that waits for the backup, and both may use the thread.
         self.role.give_way()
         if not quietly:
-            self._joining.close(self._replica_role.shutdown_error)
-            self._waiting_workers.close(self._replica_role.shutdown_error)
+            self._joining.close(self.role.shutdown_error)
+            self._waiting_workers.close(self.role.shutdown_error)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._serving.idle.wait()
-        await self._replica_role.close(deadline, quietly=quietly)
+        await self.role.close(deadline)
         saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
         return saved and ended and self._serving.idle.is_set()
@@ -443,7 +438,7 @@ class PsService:
             **self._telemetry.counts,
             "failed": self._failed + self._serving.failed,
         }
-        values["replication"] = self._replica_role.statistics()
+        values["replication"] = self.role.statistics()
         values.update(self._store.statistics())
         values.update(self._snapshots.statistics())
         return values
@@ -463,7 +458,7 @@ class PsService:
             StaleSessionError: The view is over.
         """
         # First: it refuses a view that is over, before anything is dropped.
-        self._replica_role.give_up(view)
+        self.role.give_up(view)
         self._snapshots.clear()
         self._store.clear()
 
@@ -477,29 +472,15 @@ class PsService:
 
         Cancellation: as an error.
         """
-        await self._replica_role.give_way()
+        await self.role.hand_over()
         self._snapshots.clear()
         hand_over(self._store, backup._store)
         backup.role.be_whole()
 
-    def copy_of_lost_program(
-        self, number: int, lost_at: float | None
-    ) -> OrphanedCopy | None:
-        """What a lost program has left here of the store ``number``, if anything.
-
-        Args:
-            lost_at: When the process had lost that program.
-        """
-        return self.role.copy_of_lost_program(number, self._incarnation, lost_at)
-
-    @property
-    def _is_serving(self) -> bool:
-        return self.role.state is ServingState.SERVING
-
     async def _replicate(self, remote: Caller, message: ReplicationRequest) -> Message:
         self._ownership.check(message.session)
         self._require_open()
-        done = await self._replica_role.handle(message)
+        done = await self.role.handle(message)
         if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
             self.role.promoted(remote, message)
         return done
@@ -527,15 +508,14 @@ class PsService:
             message, DetachBackup | PromoteBackup
         ):
             return self._replicate(remote, message)
-        replica_role = self._replica_role
-        raise replica_role.shutdown_error if self._draining else replica_role.refusal
+        raise self.role.shutdown_error if self._draining else self.role.refusal
 
     def _require_place(self, session: int) -> None:
         """For what has waited: the session, or the place, may be another's by now."""
         self._ownership.check(session)
-        if (objection := self._replica_role.objection) is not None:
+        if (objection := self.role.objection) is not None:
             raise objection
 
     def _require_open(self) -> None:
         if self._draining:
-            raise self._replica_role.shutdown_error
+            raise self.role.shutdown_error

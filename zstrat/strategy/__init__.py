@@ -1,4 +1,5 @@
-"""The strategies: where variables live, where steps run, how results meet."""
+"""The strategies: where variables are stored, where steps run, how results are
+reduced."""
 
 from zstrat.doors import fetched_late
 

@@ -1,8 +1,8 @@
-"""What a strategy and the contexts that it hands out know of each other.
+"""The interfaces through which strategies and their contexts know each other.
 
-A strategy makes the contexts of its replicas, and a context says whose it is. Here each
-is known by what the code beneath it asks of it, so that no file of either has to be
-read to understand the other.
+A strategy makes the contexts of its replicas, and a context knows its strategy. These
+classes have the methods that the rest of the package calls, so that neither file
+imports the other.
 
 Law of the file: of this package it imports the `Team` alone, so that every file of the
 package may import it.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy, for the code that runs under it. `zs.distribute.Strategy` is the only
-    subclass, and says what each method does."""
+    """A strategy as the code that runs under it sees it. `zs.distribute.Strategy` is
+    the only subclass and documents the methods."""
 
     is_default: bool = False
     """Whether it is the one that is current where none was entered."""
@@ -35,7 +35,7 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def num_replicas_in_sync(self) -> int:
-        """Over how many replicas gradients are summed before they leave a worker."""
+        """Number of replicas whose gradients are summed before they leave a worker."""
 
     @property
     @abc.abstractmethod
@@ -50,7 +50,7 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def cluster_resolver(self) -> Any:
-        """The resolver that it was made from, None if there is none."""
+        """The resolver that it was made from, or None."""
 
     @abc.abstractmethod
     def run(
@@ -64,44 +64,46 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """One value from the replicas' values."""
+        """Reduces the values of the replicas to one."""
 
     @abc.abstractmethod
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """One entry per local replica."""
+        """Returns one entry per local replica."""
 
     @abc.abstractmethod
     def gather(self, value: Any, axis: Any) -> Any:
-        """The replicas' values one behind the other along ``axis``."""
+        """Concatenates the values of the replicas along ``axis``."""
 
     @abc.abstractmethod
-    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]:
-        """A dataset of global batches, shared out among all replicas."""
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: Any = None
+    ) -> Iterable[Any]:
+        """Shares a dataset of global batches out among all replicas."""
 
     @abc.abstractmethod
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> Iterable[Any]:
-        """The datasets that a function makes, one for each worker."""
+        """Calls a function that makes a dataset in each worker."""
 
     @abc.abstractmethod
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[..., Any]
     ) -> Any:
-        """What ``value_fn`` returns for each replica."""
+        """Calls ``value_fn`` for each replica."""
 
     @abc.abstractmethod
     def _devices(self) -> Sequence[jax.Device]:
-        """Devices of this process to run replicas on, one each; fewer is fine."""
+        """Returns devices of this process for replicas, one each; fewer is fine."""
 
     @abc.abstractmethod
     def _team(self) -> Team:
-        """The replicas that compute together."""
+        """Returns the replicas that compute together."""
 
 
 class AbstractReplicaContext(abc.ABC):
-    """The context of a replica, for the code that keeps it or finds it current.
-    `ReplicaContext` is the only subclass."""
+    """The context of a replica, as the code that stores or looks up the current one
+    sees it. `ReplicaContext` is the only subclass."""
 
     @property
     @abc.abstractmethod

@@ -1,17 +1,27 @@
 """A scope, and what a replica function knows about itself.
 
 Both are entered: `_frames` keeps the stack.
+
+A scope warns a program that trains a Keras model in it. Keras makes its own variables
+and trains with them in its own process, whatever strategy is current. Nothing of Keras
+is imported here: its methods are wrapped when a scope is entered in a program that has
+imported it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import warnings
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import jax
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.program import KerasWarning as KerasWarning
 from zstrat.variables import creator
 
 from ._abstract import AbstractReplicaContext, AbstractStrategy
@@ -24,8 +34,7 @@ from ._frames import (
     refuse_mixing,
     refuse_replica_context,
 )
-from ._keras import watch_keras
-from .reduce._options import called_with
+from ._options import called_with
 from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
 from .replica._barriers import gathering, merging, own, reducing
 from .replica._columns import as_of_several, require_axes
@@ -41,7 +50,7 @@ _Entered = TypeVar("_Entered", bound=AbstractStrategy)
 
 
 class Scope(Generic[_Entered]):
-    """What ``strategy.scope()`` returns: a context manager that yields the strategy.
+    """The result of ``strategy.scope()``: a context manager that yields the strategy.
 
     May be entered again inside itself; creates variables where its strategy says.
     """
@@ -60,12 +69,12 @@ class Scope(Generic[_Entered]):
                 refuse_mixing(self._strategy, outer.strategy)
         elif outer is not None and outer.replica is not None:
             refuse_replica_context("scope()")
-        # A scope within an update context is in that still: it knows its copy.
+        # A scope within an update context still knows its copy.
         frame = Frame(self._strategy, update=None if outer is None else outer.update)
         self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
-        # Asked, not imported: a program without Keras must not pay for it.
+        # Not imported: a program without Keras must not pay for it.
         if "keras" in sys.modules:
             watch_keras()
         return self._strategy
@@ -79,11 +88,11 @@ class Scope(Generic[_Entered]):
 
 
 class ReplicaContext(AbstractReplicaContext):
-    """What a replica function knows about itself.
+    """The context of a replica function.
 
     Several replicas of a worker are one traced program, in which the id is a traced
-    int32 and `all_reduce` a collective over the worker's devices; or they take turns,
-    each with its id as an int, and meet for what they do together.
+    int32 and `all_reduce` a collective over the worker's devices; or they run
+    sequentially, each with its id as an int, and wait for each other at barriers.
     """
 
     def __init__(self, strategy: AbstractStrategy, replica_id: int | jax.Array) -> None:
@@ -98,8 +107,8 @@ class ReplicaContext(AbstractReplicaContext):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas compute together, in all processes; on parameter servers
-        those of one worker."""
+        """Number of replicas that compute together, in all processes; on parameter
+        servers those of one worker."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -139,9 +148,9 @@ class ReplicaContext(AbstractReplicaContext):
         many rows.
 
         ``options`` are `CommunicationOptions` of this call, for what goes between
-        processes; what they leave out is as the strategy was made. They must be the
+        processes; options that are left out are those of the strategy. They must be the
         same in all processes. In a step the call is then a collective by itself. A
-        strategy of one process has nobody to wait for: there they change nothing. So
+        strategy of one process waits for no others: there they change nothing. Neither
         do ``bytes_per_pack`` and ``implementation`` for `IndexedSlices`, and
         ``bytes_per_pack`` where XLA carries out what steps do.
 
@@ -149,12 +158,12 @@ class ReplicaContext(AbstractReplicaContext):
         one between the processes of the strategy, if there are several.
 
         Raises:
-            ValueError: ``reduce_op`` is no reduction; replicas that run sequentially
+            ValueError: ``reduce_op`` is not a reduction; replicas that run sequentially
                 bring different structures or shapes; in a step, processes bring
                 different numbers of rows; ``options`` ask for an implementation that
                 the strategy was not made for, or, in a step that XLA carries out, for a
                 timeout.
-            TypeError: ``options`` are no `CommunicationOptions`.
+            TypeError: ``options`` are not `CommunicationOptions`.
             InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
             RuntimeError: This is not the replica context that is current; or, where
                 replicas run sequentially, a function that jax transforms calls it.
@@ -175,9 +184,9 @@ class ReplicaContext(AbstractReplicaContext):
         Replicas that are one program give arrays of the same shape. Their lengths along
         ``axis`` may differ where replicas run sequentially, and from process to process
         outside of a step. A compiled step has one shape for all processes: with
-        implementation=XLA it is theirs to keep to it, else what differs is refused.
-        Differentiable, if nothing differs: a replica's gradient is its part of the sum
-        of the incoming gradients.
+        implementation=XLA the processes have to see to it, else a difference is
+        refused. Differentiable, if nothing differs: a replica's gradient is its part of
+        the sum of the incoming gradients.
 
         Args:
             axis: An integer, or an integer array without dimensions. Negative: from the
@@ -186,7 +195,7 @@ class ReplicaContext(AbstractReplicaContext):
                 ones change nothing here, where every process talks to every other.
 
         Raises:
-            TypeError: ``axis`` is no integer; ``options`` are no
+            TypeError: ``axis`` is not an integer; ``options`` are nott
                 `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0 or no such axis; replicas that run
@@ -254,14 +263,13 @@ class ReplicaContext(AbstractReplicaContext):
         if frame is None or frame.replica is None:
             raise RuntimeError(
                 "Need to be inside `call_for_each_replica()`: a replica context is "
-                f"used in the replica function that it was given to, the body of "
-                f"{self._strategy!r}.run"
+                f"used in its own replica function, the body of {self._strategy!r}.run"
             )
         if frame.strategy is not self._strategy:
             refuse_mixing(self._strategy, frame.strategy)
         raise RuntimeError(
-            "Mismatching ReplicaContext: this is that of another replica function of "
-            f"{self._strategy!r}; ask get_replica_context()"
+            "Mismatching ReplicaContext: this is the context of another replica "
+            f"function of {self._strategy!r}; call get_replica_context()"
         )
 
     def __enter__(self) -> ReplicaContext:
@@ -273,3 +281,59 @@ class ReplicaContext(AbstractReplicaContext):
     def __exit__(self, *exc: object) -> None:
         pop(self._entered[-1])
         self._entered.pop()
+
+
+_LOCAL: Final = (
+    "compile",
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+_WORDS: Final = (
+    "model.{name} of Keras in strategy.scope() of {strategy!r:.100}: the variables of "
+    "a Keras model are its own, and its methods train and compute in this process "
+    "alone, without the strategy. Outside of the scope there is no such warning. To "
+    "train with the strategy give their values to zs.create_variables, compute with "
+    "model.stateless_call in a zs.function, and put the trained values back: "
+    "examples/keras_ps.py of zstrat does"
+)
+
+
+_watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+"""Classes of models whose methods are wrapped already."""
+
+
+_inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_fit", default=False)
+"""Whether one of these methods runs, which may call others."""
+
+
+def watch_keras() -> None:
+    """Has the methods of Keras' models that train or compute by themselves warn if a
+    strategy is current."""
+    model = getattr(sys.modules.get("keras"), "Model", None)
+    if model is None or model in _watched:
+        return
+    _watched.add(model)
+    for name in _LOCAL:
+        if (method := getattr(model, name, None)) is not None:
+            setattr(model, name, _warning(name, method))
+
+
+def _warning(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def warned(*args: Any, **kwargs: Any) -> Any:
+        frame = current()
+        is_ours = frame is not None and not frame.strategy.is_default
+        if frame is not None and is_ours and not _inside.get():
+            words = _WORDS.format(name=name, strategy=frame.strategy)
+            warnings.warn(words, KerasWarning, stacklevel=2)
+        token = _inside.set(True)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    return warned

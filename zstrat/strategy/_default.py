@@ -25,13 +25,12 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 @final
 class DefaultExtended(StrategyExtended):
-    """The other face of the default strategy: everything is in one place."""
+    """``extended`` of the default strategy: everything is on one device."""
 
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy, (_DEVICE,), (_DEVICE,), None)
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(part.device == _DEVICE for part in v.components)
+        super().__init__(
+            strategy, (_DEVICE,), (_DEVICE,), lambda part: part.device == _DEVICE
+        )
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
@@ -43,7 +42,7 @@ class DefaultExtended(StrategyExtended):
 
 @final
 class DefaultStrategy(Strategy):
-    """Current when no other strategy is. Made once, by this module."""
+    """The strategy that is current when no other is. This module makes the only one."""
 
     is_default = True
 
@@ -96,35 +95,35 @@ _DEFAULT: Final = DefaultStrategy()
 
 
 def default_strategy() -> Strategy:
-    """The one default strategy of this process."""
+    """Returns the one default strategy of this process."""
     return _DEFAULT
 
 
 def get_strategy() -> Strategy:
-    """The current strategy, the default one outside of every scope."""
+    """Returns the current strategy: outside of every scope the default one."""
     frame = current()
     # No other class is an `AbstractStrategy`.
     return _DEFAULT if frame is None else cast("Strategy", frame.strategy)
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is current."""
+    """Returns whether a strategy other than the default one is current."""
     return not get_strategy().is_default
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is in a scope and not in a replica function."""
+    """Returns whether this code is in a scope and not in a replica function."""
     frame = current()
     return frame is not None and frame.replica is None
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy current without ``with strategy.scope()``, for all threads and
-    tasks that enter none; None: the default one.
+    tasks that enter no scope. None makes the default one current.
 
     Raises:
         RuntimeError: Called inside a scope or a replica function.
-        TypeError: It is no strategy.
+        TypeError: It is not a strategy.
     """
     if strategy is None or strategy is _DEFAULT:
         install(None, None)
@@ -135,21 +134,21 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def get_loss_reduction() -> ReduceOp:
-    """What a loss is to be reduced over the replicas with: SUM. (TF has MEAN inside of
-    its estimators.)"""
+    """Returns the reduction of a loss over the replicas: SUM. (In estimators of TF it
+    is MEAN.)"""
     return ReduceOp.SUM
 
 
 def get_update_replica_id() -> int | None:
-    """Which component of a variable the function that ``extended.update`` called is
-    for; None elsewhere."""
+    """Returns which component of a variable the function that ``extended.update``
+    called is for, or None elsewhere."""
     frame = current()
     return None if frame is None else frame.update
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica function that runs, None directly in a scope. Outside
-    of everything: that of the default strategy."""
+    """Returns the context of the replica function that runs, or None directly in a
+    scope. Outside of every scope it is that of the default strategy."""
     frame = current()
     if frame is None:
         return _DEFAULT.replica_context
@@ -157,5 +156,5 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def get_cross_replica_context() -> Strategy | None:
-    """The current strategy in its cross-replica context, else None."""
+    """Returns the current strategy in its cross-replica context, or None."""
     return get_strategy() if in_cross_replica_context() else None

@@ -1,11 +1,10 @@
-"""Devices by TF's names: which one is meant, and how each is called.
+"""Devices and their names in TF.
 
 A name may be short (``GPU:0``, ``/gpu:0``, ``/device:CPU:1``) or full
 (``/job:localhost/replica:0/task:0/device:CPU:0``). Numbers count the devices of a kind
 in this process.
 
-Law of the file: decides by what it is given; who asks jax for its devices is said by
-`local_devices`.
+Law of the file: `local_devices` alone asks jax for devices.
 """
 
 from __future__ import annotations
@@ -25,100 +24,108 @@ _SHORT: Final = re.compile(
     re.IGNORECASE,
 )
 _LOCAL: Final = ("localhost", "worker", "chief")
-"""Jobs whose task 0 may be this process."""
+"""Jobs of which this process may be task 0."""
 
 
 def device_named(name: str | jax.Device) -> jax.Device:
-    """The device of this process that is meant.
+    """Returns the device of this process that a name means.
 
     Args:
-        name: TF's name, or a device, which is taken as it is.
+        name: The name of TF, or a device, which is returned as it is.
 
     Raises:
-        ValueError: It is no name of a device, or there is no such device; says which
-            ones there are.
+        ValueError: It is not the name of a device, or there is no such device; lists
+            the devices.
     """
     if isinstance(name, jax.Device):
         return name
-    found = _SHORT.fullmatch(name) if isinstance(name, str) else None
-    there = local_devices()
-    if found is None:
+    match = _SHORT.fullmatch(name) if isinstance(name, str) else None
+    devices = local_devices()
+    if match is None:
         raise ValueError(
-            f"{name!r} is no name of a device: expected one like 'GPU:0', "
-            f"'/device:CPU:1' or {task_names(there)[0]!r}, or a jax.Device"
+            f"{name!r} is not the name of a device: expected one like 'GPU:0', "
+            f"'/device:CPU:1' or {task_names(devices)[0]!r}, or a jax.Device"
         )
-    if (found["job"] or "localhost").lower() not in _LOCAL or int(found["task"] or 0):
+    if (match["job"] or "localhost").lower() not in _LOCAL or int(match["task"] or 0):
         raise ValueError(
             f"{name!r} is a device of another process; the devices of this one are "
-            f"{', '.join(task_names(there))}"
+            f"{', '.join(task_names(devices))}"
         )
-    kind = found["kind"].lower()
-    of_kind = [device for device in there if _kind(device.platform) == kind]
-    number = 0 if found["number"] == "*" else int(found["number"])
+    kind = match["kind"].lower()
+    of_kind = [device for device in devices if _kind(device.platform) == kind]
+    number = 0 if match["number"] == "*" else int(match["number"])
     if number >= len(of_kind):
         raise ValueError(
             f"there is no device {name!r} in this process; there are "
-            f"{', '.join(task_names(there))}. Virtual devices of the CPU are made with "
-            "JAX_NUM_CPU_DEVICES=8, before jax is used"
+            f"{', '.join(task_names(devices))}. Virtual devices of the CPU are made "
+            "with JAX_NUM_CPU_DEVICES=8, before jax is used"
         )
     return of_kind[number]
 
 
 def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.Device]:
-    """The devices that are meant, one for each replica.
+    """Returns the devices that names mean, one for each replica.
 
     Args:
         argument: What errors call ``names``.
 
     Raises:
-        ValueError: It is no list, or an empty one; a device is not there, or is named
-            twice.
+        ValueError: It is not a list, or an empty one; a device does not exist, or is
+            named twice.
     """
     if isinstance(names, str) or not names:
         raise ValueError(
-            f"{argument} {names!r}: expected a list of one device or more, as "
-            "['GPU:0', 'GPU:1']; without it the strategy chooses them"
+            f"{argument} {names!r}: expected a list of one device or more, such as "
+            "['GPU:0', 'GPU:1']; without it the strategy chooses the devices"
         )
-    found = [device_named(name) for name in names]
-    if len(set(found)) < len(found):
+    devices = [device_named(name) for name in names]
+    if len(set(devices)) < len(devices):
         raise ValueError(
-            f"duplicates in {argument} {names!r}: each replica has a device of its own"
+            f"duplicates in {argument} {names!r}: expected a different device for each "
+            "replica"
         )
-    return found
+    return devices
 
 
 def local_devices() -> list[jax.Device]:
-    """All devices of this process that jax knows: of its platform, and the CPUs."""
-    found = list(jax.local_devices())
-    if found and found[0].platform != "cpu":
-        with contextlib.suppress(RuntimeError):  # jax was told to leave the CPU alone
-            found += jax.local_devices(backend="cpu")
-    return found
+    """Lists all devices of this process that jax knows: those of its platform, and the
+    CPUs."""
+    devices = list(jax.local_devices())
+    if devices and devices[0].platform != "cpu":
+        with contextlib.suppress(RuntimeError):  # jax is configured without the CPU
+            devices += jax.local_devices(backend="cpu")
+    return devices
 
 
-def relative_name(platform: str, number: int) -> str:
-    """``/device:GPU:0``: a device within its task, by jax's word for its kind."""
-    return f"/device:{_kind(platform).upper()}:{number}"
+def device_names(platform: str, count: int) -> list[str]:
+    """Names devices within their task, by jax's word for the kind: ``/device:GPU:0``,
+    ..."""
+    return [f"/device:{_kind(platform).upper()}:{n}" for n in range(count)]
 
 
 def short_name(device: jax.Device) -> str:
-    """The short name of a device of this process; the number counts the devices of its
-    kind."""
+    """Returns the short name of a device of this process; its number counts the devices
+    of its kind."""
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id
-    return relative_name(kind, number)
+    return f"/device:{kind.upper()}:{number}"
 
 
 def task_names(
     devices: Sequence[jax.Device], job: str = "localhost", task: int = 0
 ) -> tuple[str, ...]:
-    """The full names of devices of this process, which is that task."""
+    """Returns the full names of devices of this process, which is that task."""
     where = f"/job:{job}/replica:0/task:{task}"
     return tuple(f"{where}{short_name(device)}" for device in devices)
 
 
+def ps_names(count: int) -> list[str]:
+    """TF's names of the parameter servers."""
+    return [f"/job:ps/task:{n}" for n in range(count)]
+
+
 def _kind(platform: str) -> str:
-    # jax calls the platform of AMD's and Nvidia's by their makers.
+    # jax names the platforms of AMD's and Nvidia's devices after their makers.
     kind = platform.lower()
     return "gpu" if kind in ("cuda", "rocm") else kind

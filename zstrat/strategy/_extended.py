@@ -1,33 +1,31 @@
-"""The other face of a strategy: what algorithms need that know of replicas.
+"""``strategy.extended``: the methods for algorithms that know of replicas.
 
-``strategy.extended`` has the methods of both versions of TF's class. What they do is
-the same for all strategies; a subclass, which is final, gives the devices and who owns
-variables, and says what its strategy does otherwise.
+It has the methods of both versions of TF's class, which do the same for all strategies;
+a strategy gives its devices and variables when it makes one.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
-array for all replicas is one component, so what is done to every copy is done once; of
-one of which each replica has its own copy, each copy is a component.
+array for all replicas is one component, so what is done to every copy is done once.
+Where each replica has a copy of its own, each copy is a component.
 """
 
 from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zstrat.program import drawn
-from zstrat.variables import AbstractVariable, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
 from ._frames import current, require_cross_replica, require_scope
+from ._options import called_with
 from ._v1 import MultiStepContext
-from .mirrored._copies import reducible
-from .mirrored._updating import agreed, components_of, updated
+from .mirrored._copies import agreed, components_of, container_of, reducible, updated
 from .reduce._across import reduce_across
 from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
-from .reduce._options import called_with
-from .reduce._places import for_each
+from .reduce._on_devices import for_each
 from .reduce._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
@@ -39,15 +37,8 @@ if TYPE_CHECKING:
 
     from ._abstract import AbstractStrategy
 
+    Colocated = Callable[[AbstractVariable], AbstractContextManager[None]]
     Pairs = Sequence[tuple[Any, Any]]
-
-
-class OwnsVariables(Protocol):
-    """Who creates the variables of a strategy."""
-
-    def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
-        ...
 
 
 class StrategyExtended:
@@ -55,23 +46,38 @@ class StrategyExtended:
 
     Args:
         workers, parameters: Names of `worker_devices` and `parameter_devices`.
-        owner: Who creates the variables; None: nobody here does.
+        owns: Tells whether the strategy created a variable; None: it creates none.
+        colocated: Makes the context in which new variables go where a given one is;
+            None: all variables are in one place.
+        ops: Reduces values of the local devices outside of steps.
+        between_graph, initializes, saves: See `experimental_between_graph`,
+            `experimental_should_init` and `should_checkpoint`.
     """
 
     experimental_require_static_shapes: bool = False
-    """Whether the data end before a step in which a replica has none. If not, it gets
-    batches of no rows there."""
+    """Whether a dataset ends before the first step in which a replica has no data. If
+    not, that replica gets batches without rows."""
 
     def __init__(
         self,
         strategy: AbstractStrategy,
         workers: Sequence[str],
         parameters: Sequence[str],
-        owner: OwnsVariables | None,
+        owns: Callable[[VariableHandle], bool] | None = None,
+        *,
+        colocated: Colocated | None = None,
+        ops: CrossDeviceOps | None = None,
+        between_graph: bool = False,
+        initializes: bool = True,
+        saves: bool = True,
     ) -> None:
         self._strategy = strategy
         self._workers, self._parameters = tuple(workers), tuple(parameters)
-        self._owner = owner
+        self._owns = owns
+        self._colocated = colocated
+        self._ops = ops or ReductionToOneDevice()
+        self._between_graph = between_graph
+        self._initializes, self._saves = initializes, saves
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -84,43 +90,35 @@ class StrategyExtended:
         return self._parameters
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        """Whether ``v`` was created in the scope of this very strategy."""
-        owner = self._owner
-        return owner is not None and all(owner.owns(part) for part in v.components)
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        """New variables go where that one is, which was created in this scope."""
-        del variable  # all variables of most strategies are in one place
-        return nullcontext()
-
-    def _cross_device_ops(self) -> CrossDeviceOps:
-        """What brings the values of the local devices together."""
-        return _TO_ONE_DEVICE
+        """Returns whether ``v`` was created in the scope of this strategy."""
+        owns = self._owns
+        return owns is not None and all(owns(part) for part in v.components)
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs a program of its own."""
-        return False
+        return self._between_graph
 
     @property
     def experimental_should_init(self) -> bool:
         """Whether this process makes the first values of variables."""
-        return True
+        return self._initializes
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves."""
-        return True
+        """Whether this process saves: the chief, or the first worker where there is no
+        chief, and an evaluator, which is alone."""
+        return self._saves
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes metrics."""
-        return True
+        """Whether this process writes metrics: the one that saves."""
+        return self._saves
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Variables created inside go where that one is.
+        """Places the variables that are created inside where that one is.
 
         Raises:
             ValueError: It was not created in this strategy's scope.
@@ -134,17 +132,22 @@ class StrategyExtended:
                 "`colocate_vars_with` must only be passed a variable created in this "
                 f"tf.distribute.Strategy.scope(), not {colocate_with_variable!r}"
             )
+        if self._colocated is None:
+            return nullcontext()
         return self._colocated(colocate_with_variable)
 
     def value_container(self, value: Any) -> Any:
-        """The variable that ``value`` is a component of, or ``value``."""
-        return value
+        """Returns the variable that ``value`` is a copy or a part of, or ``value``."""
+        if not isinstance(value, Variable):
+            return value
+        whole = value.sharded_container
+        return container_of(value) if whole is None else whole
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable; the aggregate, if each replica has its own.
+        """Reads a variable; the aggregate, if each replica has a value of its own.
 
         Raises:
-            ValueError: ``v`` is no variable.
+            ValueError: ``v`` is not a variable.
         """
         return _variable(v, "read").value()
 
@@ -161,18 +164,18 @@ class StrategyExtended:
         and for each copy, in replica order, where replicas have copies of their own.
 
         In a replica function this is a ``merge_call``: each replica calls it, with
-        arguments that are equal in all of them.
+        equal arguments.
 
         Args:
-            args, kwargs: Of mirrored values each component gets its own; one value is
-                for all of them.
+            args, kwargs: Of a mirrored value each component gets its own; one value is
+            for all components.
             group: Whether what ``fn`` returns comes back as it is, of several
                 components as a value per replica, or as the variable if it is they;
                 if not, each leaf of it is a list with one entry per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or there is a value per replica among
-                the arguments, or replicas give different ones: reduce them first; or a
+            ValueError: ``var`` is not a variable; or an argument is a value per
+                replica, or replicas pass different ones: reduce them first; or a
                 mirrored value has neither one value nor one for each component.
             RuntimeError: In the scope of another strategy.
         """
@@ -204,16 +207,15 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(*args, **kwargs)`` in the update context, for what an optimizer
-        keeps that belongs to no variable alone.
+        """Calls ``fn(*args, **kwargs)`` in the update context, for the state of an
+        optimizer that belongs to no single variable.
 
         Args:
-            colocate_with: What `non_slot_devices` returned. It moves nothing: values
-                of this process are where it is.
-            args, kwargs, group: As in `update`.
+            colocate_with: A result of `non_slot_devices`. It moves nothing: values of
+                this process are there already. args, kwargs, group: As in `update`.
 
         Raises:
-            ValueError: There is a value per replica among the arguments.
+            ValueError: An argument is a value per replica.
             RuntimeError: In a replica function, or in the scope of another strategy.
         """
         del colocate_with
@@ -222,16 +224,16 @@ class StrategyExtended:
             return updated(self._strategy, [fn], args, dict(kwargs or {}), group)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
-        """Where what belongs to all of these variables is kept: the device of the first
-        one by name.
+        """Returns where state that belongs to all of these variables is stored: the
+        device of the first variable by name.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The list is empty.
         """
         if not var_list:
             raise ValueError(
-                "non_slot_devices() was given no variables: what is kept beside them "
-                "is where the first of them is"
+                "non_slot_devices() was given no variables: expected one or more; the "
+                "state is stored where the first of them is"
             )
         return min(var_list, key=lambda variable: variable.name).components[0].device
 
@@ -242,23 +244,24 @@ class StrategyExtended:
         destinations: Any,
         options: object = None,
     ) -> Any:
-        """The sum or mean of the replicas' values, on other devices: `Mirrored` on
-        several, and for a value of several replicas, with one value for each.
+        """Sums or averages the values of the replicas, on other devices. The result is
+        `Mirrored` on several devices, and for a value per replica as the destination:
+        one value for each.
 
         Args:
             value: A pytree of values, distributed or not.
             destinations: Where the result is wanted: a value per replica or a variable
                 (where it lives), an array, or TF's name of a device.
             options: `CommunicationOptions` of this call, as of
-                `ReplicaContext.all_reduce`; in one process what its `CrossDeviceOps`
-                are given, of which zstrat's own, as TF's, make nothing.
+                `ReplicaContext.all_reduce`; in one process they are passed to its
+                `CrossDeviceOps`; those of zstrat, as of TF, ignore them.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             ValueError: An unknown operation or destination, or the sum of a value that
                 is the same on several replicas; ``options`` as in
                 `ReplicaContext.all_reduce`.
-            TypeError: There are several processes, and ``options`` are no
+            TypeError: There are several processes, and ``options`` are not
                 `CommunicationOptions`.
             AssertionError: ``destinations`` is a list or tuple.
         """
@@ -270,7 +273,8 @@ class StrategyExtended:
         value_destination_pairs: Pairs,
         options: object = None,
     ) -> list[Any]:
-        """`reduce_to` of several values at once, in order; Raises as it does."""
+        """Reduces several values at once, in order, as `reduce_to` does; Raises as it
+        does."""
         require_cross_replica(self._strategy, "reduce_to()")
         op = reduction(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
@@ -278,31 +282,31 @@ class StrategyExtended:
             _require_one_place(destination)
         team = self._strategy._team()
         if team.channel is not None:
-            # Of one process they are for its own `CrossDeviceOps`.
+            # In one process they are for its own `CrossDeviceOps`.
             team = called_with(team, options, "reduce_to")
         values = [reducible(op, value) for value, _ in pairs]
         where = [destination for _, destination in pairs]
         if team.channel is not None:
             return _wanted(reduce_across(team, op, values, None), where)
         if recorder.get() is not None:
-            # Part of a program, which knows by itself where things are.
+            # Part of a program, which places values by itself.
             return _wanted(reduce_values(op, values, None, team.size), where)
         given = [(x, pair[1]) for x, pair in zip(values, pairs, strict=True)]
-        return self._cross_device_ops().reduced(op, given, team.size, options)
+        return self._ops.reduced(op, given, team.size, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """The value on other devices; Python numbers stay what they are.
+        """Copies the value to other devices; Python numbers stay what they are.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             AssertionError: ``destinations`` is None, a list or a tuple.
-            ValueError: It is no place.
+            ValueError: It is not a destination.
         """
         require_cross_replica(self._strategy, "broadcast_to()")
         _require_one_place(destinations)
         if isinstance(tensor, int | float):
             return tensor
-        return self._cross_device_ops().broadcast(tensor, destinations)
+        return self._ops.broadcast(tensor, destinations)
 
     def call_for_each_replica(
         self,
@@ -352,11 +356,12 @@ class StrategyExtended:
         return context
 
 
-def _wanted(found: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
-    """Results that stay where they are, as their destinations have them."""
+def _wanted(results: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
+    """Converts results, which stay where they are, to the form of their
+    destinations."""
     return [
         jax.tree.map(lambda x, where=where: for_each(x, where), one, is_leaf=is_whole)
-        for one, where in zip(found, destinations, strict=True)
+        for one, where in zip(results, destinations, strict=True)
     ]
 
 
@@ -373,6 +378,3 @@ def _require_one_place(destination: Any) -> None:
             f"destinations {destination!r}: expected one distributed value, variable, "
             "array or name of a device; batch_reduce_to takes several values at once"
         )
-
-
-_TO_ONE_DEVICE: Final = ReductionToOneDevice()

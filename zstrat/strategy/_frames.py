@@ -4,8 +4,8 @@ Outside everything the code is in the replica context of the default strategy. A
 is the cross-replica context of its strategy; the body of ``run`` is the replica
 context; what ``extended.update`` calls is in the update context, which is a
 cross-replica context that knows its copy. A context variable holds the stack, so each
-thread and each asyncio task has its own; the default is the strategy that
-`experimental_set_strategy` made current, if any.
+thread and each asyncio task has its own. Code that has entered nothing is under the
+strategy that `experimental_set_strategy` made current, if any.
 
 Law of the file: frames are pushed and popped here alone, and popped in reverse order;
 anything else is an error that names both strategies.
@@ -45,28 +45,23 @@ class Frame:
 
     @property
     def fingerprint(self) -> StrategyFingerprint:
-        """What a step that is called here is traced for."""
-        return StrategyFingerprint(
-            weakref.ref(self.strategy), (self._side, self.update)
-        )
-
-    @property
-    def _side(self) -> int | str:
-        if self.replica is None:
-            return "cross-replica"
-        number = self.replica.replica_id_in_sync_group
-        return number if isinstance(number, int) else "traced"
+        """The context that a step called here is traced for."""
+        side: int | str = "cross-replica"
+        if self.replica is not None:
+            number = self.replica.replica_id_in_sync_group
+            side = number if isinstance(number, int) else "traced"
+        return StrategyFingerprint(weakref.ref(self.strategy), (side, self.update))
 
 
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
 
 
 _default: Frame | None = None
-"""The current context of code that has entered none."""
+"""The current context of code that has entered none; see `install`."""
 
 
 def current() -> Frame | None:
-    """The innermost context, None outside of all."""
+    """Returns the innermost context, or None outside of all."""
     frames = _frames.get()
     return frames[-1] if frames else _default
 
@@ -96,8 +91,8 @@ def pop(frame: Frame) -> None:
 
 
 def leave_for(before: Context) -> None:
-    """Leaves all that was entered since then, whatever kept its own end from doing so:
-    our context variables are as they were there. Others are the program's."""
+    """Restores our context variables as they were in ``before``, whatever kept a scope
+    from ending. The variables of the program stay as they are."""
     for variable in copy_context():
         if variable.name.startswith("zstrat"):
             is_known = variable in before
@@ -108,7 +103,7 @@ def leave_for(before: Context) -> None:
 
 def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
     """Makes the strategy current for all threads and tasks that have entered nothing;
-    None: the default strategy is.
+    None makes the default strategy current.
 
     Raises:
         RuntimeError: This code has entered something.
@@ -126,7 +121,7 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[None]:
-    """Inside of it that is the innermost context."""
+    """Makes the context the innermost one inside."""
     push(frame)
     try:
         yield
@@ -135,7 +130,8 @@ def entered(frame: Frame) -> Iterator[None]:
 
 
 def in_real_replica_context() -> bool:
-    """Whether this code is in a replica function of a strategy (not of the default)."""
+    """Returns whether this code is in a replica function of a strategy other than the
+    default one."""
     frame = current()
     return (
         frame is not None
@@ -145,8 +141,8 @@ def in_real_replica_context() -> bool:
 
 
 def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
-    """Refuses what is done between replicas inside of one, or in the scope of another
-    strategy. Code that has entered nothing may do it.
+    """Refuses an operation between replicas inside of one replica, or in the scope of
+    another strategy. Code that has entered nothing may do it.
 
     Raises:
         RuntimeError: Says where this code is.
@@ -161,7 +157,7 @@ def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
 
 
 def require_scope(strategy: AbstractStrategy, what: str) -> None:
-    """Refuses what is done in the scope of the strategy alone.
+    """Refuses an operation outside of the scope of the strategy.
 
     Raises:
         RuntimeError: Says where this code is.
@@ -177,7 +173,7 @@ def require_scope(strategy: AbstractStrategy, what: str) -> None:
 
 
 def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoReturn:
-    """The error of one strategy in the scope of another one."""
+    """Raises the error of one strategy in the scope of another one."""
     raise RuntimeError(
         f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "
         f"{other!r}, whose scope this code is in: leave that scope first"
@@ -185,7 +181,7 @@ def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoRetu
 
 
 def refuse_replica_context(what: str) -> NoReturn:
-    """The error of a method that needs the cross-replica context."""
+    """Raises the error of a method that needs the cross-replica context."""
     raise RuntimeError(
         f"{what} requires being in cross-replica context, but it is called inside a "
         "replica function (the body of strategy.run): call it before or after run, or "

@@ -1,5 +1,4 @@
-"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`:
-what they have in common, and those that are no more than that.
+"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`.
 
 Variables are on one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a
 copy on each (`MirroredStrategy`).
@@ -8,14 +7,11 @@ copy on each (`MirroredStrategy`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
-
-from zstrat.variables import Variable
+from typing import TYPE_CHECKING, Any, final
 
 from ._devices import device_named, devices_named, local_devices, task_names
 from ._extended import StrategyExtended
 from ._strategy import Strategy
-from .mirrored._copies import container_of
 from .mirrored._mirrored_store import MirroredVariables
 from .reduce._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from .replica._local_run import LocalMesh
@@ -31,16 +27,13 @@ if TYPE_CHECKING:
     from .replica._collective import Team
 
 
-_Face = TypeVar("_Face", bound=StrategyExtended)
-
-
-class LocalStrategy(Strategy, Generic[_Face]):
-    """Base of these. A subclass, which is final, sets what is declared here when it is
-    made, and says where elements of datasets go."""
+class LocalStrategy(Strategy):
+    """Base of the strategies of one process. A subclass, which is final, sets the
+    attributes that are declared here, and says where elements of datasets go."""
 
     _mesh: LocalMesh
     _variables: Creator
-    _extended: _Face
+    _extended: StrategyExtended
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -49,7 +42,7 @@ class LocalStrategy(Strategy, Generic[_Face]):
         return self._mesh.replicas
 
     @property
-    def extended(self) -> _Face:
+    def extended(self) -> StrategyExtended:
         return self._extended
 
     def _creator(self) -> Creator:
@@ -68,38 +61,7 @@ class LocalStrategy(Strategy, Generic[_Face]):
 
 
 @final
-class LocalExtended(StrategyExtended):
-    """Where replicas run and variables live.
-
-    Args:
-        workers: The device of each replica.
-        parameters: Those that variables are on.
-        variables: Who creates them.
-        ops: What brings values together outside of steps.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        workers: Sequence[jax.Device],
-        parameters: Sequence[jax.Device],
-        variables: MirroredVariables,
-        ops: CrossDeviceOps | None = None,
-    ) -> None:
-        names = task_names(workers), task_names(parameters)
-        super().__init__(strategy, *names, variables)
-        self._ops = ops or ReductionToOneDevice()
-
-    def value_container(self, value: Any) -> Any:
-        """The variable that ``value`` is a copy of, or ``value``."""
-        return container_of(value) if isinstance(value, Variable) else value
-
-    def _cross_device_ops(self) -> CrossDeviceOps:
-        return self._ops
-
-
-@final
-class OneDeviceStrategy(LocalStrategy[LocalExtended]):
+class OneDeviceStrategy(LocalStrategy):
     """Variables and replica functions on one device.
 
     Args:
@@ -110,10 +72,11 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
     """
 
     def __init__(self, device: str | jax.Device) -> None:
-        found = [device_named(device)]
-        self._mesh = LocalMesh(self, found)
-        self._variables = MirroredVariables(found, self._mesh.team)
-        self._extended = LocalExtended(self, found, found, self._variables)
+        devices = [device_named(device)]
+        self._mesh = LocalMesh(self, devices)
+        self._variables = variables = MirroredVariables(devices, self._mesh.team)
+        names = task_names(devices)
+        self._extended = StrategyExtended(self, names, names, variables.owns)
 
     def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
@@ -123,7 +86,7 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
 
 
 @final
-class CentralStorageStrategy(LocalStrategy[LocalExtended]):
+class CentralStorageStrategy(LocalStrategy):
     """Synchronous training on several devices that share one copy of the variables.
 
     Variables are on the only device if there is one, and else on the CPU of the host. A
@@ -153,10 +116,12 @@ class CentralStorageStrategy(LocalStrategy[LocalExtended]):
         else:
             store = _host()
         self._mesh = LocalMesh(self, replicas)
-        self._variables = MirroredVariables(
+        self._variables = variables = MirroredVariables(
             self._mesh.devices, self._mesh.team, store=store
         )
-        self._extended = LocalExtended(self, replicas, [store], self._variables)
+        self._extended = StrategyExtended(
+            self, task_names(replicas), task_names([store]), variables.owns
+        )
 
     def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
@@ -176,13 +141,13 @@ def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _host() -> jax.Device:
-    """The CPU of this process, or its first device where jax has none."""
+    """Returns the CPU of this process, or its first device where jax has no CPU."""
     there = local_devices()
     return next((x for x in there if x.platform == "cpu"), there[0])
 
 
 @final
-class MirroredStrategy(LocalStrategy[LocalExtended]):
+class MirroredStrategy(LocalStrategy):
     """Synchronous training on several devices of one process.
 
     Each device has a replica, and a copy of every variable; gradients are summed over
@@ -191,13 +156,13 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
     Args:
         devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
             out: all of this process, accelerators if there are any.
-        cross_device_ops: What brings values together outside of steps
-            (``extended.reduce_to``); in steps it is XLA. Left out: `NcclAllReduce`, or
-            `ReductionToOneDevice` if there is a CPU among the devices.
+        cross_device_ops: Reduces values outside of steps (``extended.reduce_to``); in
+            steps XLA does. Left out: `NcclAllReduce`, or `ReductionToOneDevice` if
+            there is a CPU among the devices.
 
     Raises:
         ValueError: There is no such device, one is named twice, or none at all.
-        TypeError: ``cross_device_ops`` is none.
+        TypeError: ``cross_device_ops`` is not a `CrossDeviceOps`.
     """
 
     def __init__(
@@ -205,16 +170,16 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        found = _chosen(devices)
+        chosen = _chosen(devices)
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             raise TypeError(
                 "cross_device_ops must be a zs.CrossDeviceOps, such as "
                 f"zs.ReductionToOneDevice(), got {cross_device_ops!r:.80}"
             )
-        self._mesh = LocalMesh(self, found)
-        self._variables = MirroredVariables(found, self._mesh.team)
-        ops = cross_device_ops or _usual(found)
-        self._extended = LocalExtended(self, found, found, self._variables, ops)
+        self._mesh = LocalMesh(self, chosen)
+        self._variables = variables = MirroredVariables(chosen, self._mesh.team)
+        names, ops = task_names(chosen), cross_device_ops or _usual(chosen)
+        self._extended = StrategyExtended(self, names, names, variables.owns, ops=ops)
 
     def _inputs(self) -> ProcessInputs:
         return replace(
@@ -233,8 +198,8 @@ def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
-    """What TF takes: one device if there is a CPU among them, else an all-reduce, which
-    XLA carries out on whatever accelerators they are."""
+    """Chooses as TF does: one device if there is a CPU among them, else an all-reduce,
+    which XLA carries out on any accelerators."""
     if any(device.platform == "cpu" for device in devices):
         return ReductionToOneDevice()
     return NcclAllReduce()

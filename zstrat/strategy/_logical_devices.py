@@ -1,10 +1,9 @@
-"""The logical devices of each replica, and how values are laid over them.
+"""The logical devices of each replica, and how values are laid out over them.
 
 Replicas and logical devices are the axes of one mesh. A replica function is mapped over
 the axis of the replicas by hand; along the others XLA lays out the program by itself,
-from what it is told of some values: that is an annotation. It changes no value. Law of
-the file: an annotation is checked wherever it is made, and laid down only where a
-replica is being traced.
+from annotations of some values, which change no value. Law of the file: an annotation
+is always checked, and takes effect only where a replica is being traced.
 
 A split ``[1, 2, 4]`` over 8 logical devices cuts the array into 8 tiles, which go to
 the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices
@@ -44,7 +43,8 @@ _constrained: Final[Any] = jax.lax.with_sharding_constraint
 
 
 def logical_axes(count: int) -> tuple[str, ...]:
-    """Names of the axes that ``count`` logical devices have behind that of replicas."""
+    """Names the axes of ``count`` logical devices, which follow the axis of the
+    replicas."""
     return tuple(f"logical_{n}" for n in range(len(axes_for(count))))
 
 
@@ -72,11 +72,11 @@ class LogicalDevices:
         return found
 
     def require_number(self, logical_device_id: int) -> int:
-        """A number of a logical device.
+        """Returns the number of a logical device, checked.
 
         Raises:
-            TypeError: It is no integer.
-            ValueError: There is none with it.
+            TypeError: It is not an integer.
+            ValueError: There is no device of that number.
         """
         logical_device_id = operator.index(logical_device_id)
         if not 0 <= logical_device_id < self.count:
@@ -89,7 +89,7 @@ class LogicalDevices:
         return logical_device_id
 
     def assigned(self, tensor: Any, logical_device_id: int) -> Any:
-        """The tensor, whole on that logical device (and on the others).
+        """Places the whole tensor on that logical device (and on the others).
 
         Raises:
             ValueError: In SPMD mode, or there is no such logical device.
@@ -104,11 +104,11 @@ class LogicalDevices:
         return self._laid(tensor, (), f"assigned_to_logical_device_{number}")
 
     def replicated(self, tensor: Any) -> Any:
-        """The tensor, whole on all logical devices."""
+        """Places the whole tensor on all logical devices."""
         return self._laid(tensor, (), "replicated_to_logical_devices")
 
     def split(self, tensor: Any, partition_dimensions: Any) -> Any:
-        """The tensor, a tile on each logical device.
+        """Places a tile of the tensor on each logical device.
 
         Raises:
             ValueError: See `require_split`.
@@ -127,7 +127,7 @@ class LogicalDevices:
             return _constrained(jnp.asarray(tensor), sharding)
 
     def _where(self, tensor: Any, split: Sequence[int]) -> Any:
-        """How to lay it, as jax is told there; None where nothing is laid down."""
+        """Returns the sharding for jax; None where nothing is laid out."""
         if self.count == 1:
             return None
         mapped = jax.sharding.get_abstract_mesh()
@@ -153,12 +153,13 @@ def _named(extents: Sequence[int], split: Sequence[int]) -> Any:
 def require_split(
     shape: Sequence[int], partition_dimensions: Any, count: int
 ) -> tuple[int, ...]:
-    """The split of an array of that shape over so many logical devices, checked.
+    """Checks and returns the split of an array of that shape over so many logical
+    devices.
 
     Raises:
-        ValueError: It is no list of positive integers, one for each dimension; does not
-            divide one of them; or makes more or fewer tiles than there are devices.
-            Checked in this order.
+        ValueError: It is not a list of positive integers, one for each dimension; an
+            entry does not divide its dimension; or it makes more or fewer tiles than
+            there are devices. Checked in this order.
     """
     splits = _integers(partition_dimensions)
     if len(splits) != len(shape):
@@ -183,12 +184,13 @@ def require_split(
 
 
 def axes_for(count: int) -> tuple[int, ...]:
-    """Extents of the axes of ``count`` logical devices, each a prime number."""
+    """Returns the extents of the axes of ``count`` logical devices, each a prime
+    number."""
     return tuple(_primes(count))
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
-    """The axes, by number, that each dimension of the split is laid over."""
+    """Returns the axes, by number, that each dimension of the split is laid over."""
     in_row = _in_row(extents, split)
     return _anyhow(extents, split) if in_row is None else in_row
 
@@ -196,7 +198,7 @@ def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...
 def _in_row(
     extents: Sequence[int], split: Sequence[int]
 ) -> list[tuple[int, ...]] | None:
-    """Axes in their order, None if no axis ends where a dimension does."""
+    """Takes the axes in their order; None if no axis ends where a dimension does."""
     found, axis = [], 0
     for parts in split:
         first, taken = axis, 1
@@ -212,11 +214,11 @@ def _in_row(
 def _anyhow(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
     left, found = list(range(len(extents))), []
     for parts in split:
-        mine = []
+        axes = []
         for prime in _primes(parts):
-            mine.append(next(axis for axis in left if extents[axis] == prime))
-            left.remove(mine[-1])
-        found.append(tuple(mine))
+            axes.append(next(axis for axis in left if extents[axis] == prime))
+            left.remove(axes[-1])
+        found.append(tuple(axes))
     return found
 
 

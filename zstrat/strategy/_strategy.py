@@ -1,9 +1,9 @@
-"""A strategy: where variables live, where steps run, how results meet.
+"""A strategy: where variables are stored, where steps run, how results are reduced.
 
-The methods are the same for all strategies; a subclass, which is final, says how many
-replicas there are, on which devices, and who creates variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._one_program`). Of a
-strategy that holds a connection, ``with`` closes it at its end.
+The methods are the same for all strategies; a subclass, which is final, defines the
+number of replicas, their devices, and the creator of variables. Replica functions run
+in one program over the local devices (`zstrat.strategy.replica._regions`). A
+strategy that holds a connection is a context manager that closes it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from zstrat.variables import StrategyCreator, Variable, is_staging, recorder
 
 from ._context import ReplicaContext, Scope
 from ._frames import leave_for, require_cross_replica
+from ._options import RunOptions
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
 from .mirrored._copies import by_copies, copies_of, reducible
 from .reduce._across import gather_across, reduce_across
-from .reduce._options import RunOptions
 from .reduce._values import ValueContext, gather_values, reduce_values, reduction
-from .replica import _spread
-from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._fibers import NeedsSequential
-from .replica._one_program import as_one_program
-from .replica._per_replica import PerReplica, local_results, select_replica
-from .replica._regroup import regroup
+from .replica._mapped import mesh_of
+from .replica._one_program import (
+    ReplicaCall,
+    UnevenParts,
+    as_one_program,
+    require_known,
+)
+from .replica._per_replica import PerReplica, local_results, regroup, select_replica
 from .replica._replica_recorder import as_sole_replica
-from .replica._sequential import run_sequentially
-from .replica._sequential_region import uneven
+from .replica._sequential import run_sequentially, uneven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
     from ._extended import StrategyExtended
+    from ._options import InputOptions
     from .input._distributed_dataset import DistributedDataset
-    from .input._input_options import InputOptions
 
 _log: Final = logging.getLogger(__name__)
 
@@ -55,42 +57,45 @@ class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
     _is_pace_reported = False
-    """It was said that replicas outside of a step are slow."""
+    """Whether the warning was logged that replicas outside of a step are slow."""
 
     @property
     @abc.abstractmethod
     def extended(self) -> StrategyExtended:
-        """What algorithms need that know of replicas: places, reductions, updates."""
+        """The methods for algorithms that know of replicas: devices, reductions,
+        updates."""
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver that the strategy was made from, None if there is none."""
+        """The resolver that the strategy was made from, or None."""
         return None
 
     @abc.abstractmethod
     def _creator(self) -> Creator | None:
-        """Who creates variables in scope; None: they live in this process."""
+        """Returns the creator of variables in scope; None if they live in this
+        process."""
 
     def _team(self) -> Team:
-        """The replicas that compute together."""
+        """Returns the replicas that compute together."""
         return Team(self.num_replicas_in_sync)
 
     def _inputs(self) -> ProcessInputs:
-        """Who draws from datasets in this process, and where elements go."""
+        """Describes the inputs of the replicas of this process."""
         team = self._team()
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """Who draws, as dataset functions are told (`_inputs` for whole datasets)."""
+        """Describes the same for the datasets of functions (`_inputs` is for whole
+        datasets)."""
         return self._inputs()
 
     def _used(self, method: str) -> None:
-        """Told when a method of a step runs; a strategy may warn."""
+        """Called when a method of a step runs; a strategy may warn."""
         del method
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Makes the strategy current; variables created inside are its own.
+        """Makes the strategy current; it owns the variables that are created inside.
 
         May be nested in itself.
 
@@ -100,7 +105,7 @@ class Strategy(FirstVersion):
         return Scope(self, self._own_creator())
 
     def _own_creator(self) -> Creator | None:
-        """Who creates variables in scope, told for whom."""
+        """Returns the creator of variables in scope, bound to this strategy."""
         own = self._creator()
         if isinstance(own, StrategyCreator):
             own.belong_to(self)
@@ -122,17 +127,17 @@ class Strategy(FirstVersion):
         by member.
 
         All replicas run as one program if ``fn`` is a pure function of arrays: it is
-        traced once. In a step (`zs.function`) it is part of the step. The strategies of
-        one process compile it elsewhere, too, and find it again by its code and what it
-        has captured. A global or captured name, of its own or of a function or class of
-        its module that it calls by its name, may be bound anew: it is compiled again,
-        then. What changes inside of an object, or is in a container or another
-        module, is not seen, and what Python does in it beside computing (prints, lists
-        that grow) happens when it is traced, as in ``tf.function``. Python numbers
-        among its arguments stay numbers in it, there, and each value is compiled as a
-        program of its own: pass one that changes from call to call (the number of the
-        step, a learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning`
-        tells. Numbers in a `PerReplica` that differ between the replicas are arrays.
+        traced once. In a step (`zs.function`) it is part of the step. Outside of a step
+        the strategies of one process compile it, too, and cache it by its code and what
+        it has captured. If a global or captured name is bound again, of the function
+        itself or of a function or class of its module that it calls by its name, it is
+        compiled again. A change inside of an object, of a container or in another
+        module goes unnoticed, and side effects of Python in it (prints, lists that
+        grow) happen when it is traced, as in ``tf.function``. Outside of a step Python
+        numbers among its arguments stay numbers, and each value is compiled separately:
+        pass a number that changes from call to call (the number of the step, a learning
+        rate) as an array, ``np.float32(rate)``, say. A `RetraceWarning` points it out.
+        Numbers in a `PerReplica` that differ between the replicas are arrays.
 
         Replicas run sequentially, if ``fn`` is not pure, that is, if
 
@@ -145,18 +150,18 @@ class Strategy(FirstVersion):
         - replicas are given arrays of different shapes;
         - it is a ``zs.function(eager=True)``, or called in one.
 
-        That is found out by tracing, so that what Python does up to there happens once
+        Tracing finds that out, so side effects of Python up to that point happen once
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
         call; several compute one operation at a time, which is slow, and logging says
-        so. Context variables that replicas set sequentially do not reach the caller.
+        so. Context variables that sequential replicas set do not reach the caller.
 
-        ``options`` change nothing: TF's are for the compiler, and jax compiles for each
-        shape as it comes.
+        ``options`` change nothing: those of TF are for the compiler, and jax compiles
+        for each shape that it is given.
 
         Raises:
-            TypeError: ``options`` are no `RunOptions`.
-            ValueError: ``args`` is no list or tuple; a drawn batch does not split
+            TypeError: ``options`` are not `RunOptions`.
+            ValueError: ``args`` is not a list or tuple; a drawn batch does not split
                 evenly; a variable of parameter servers whose aggregation is NONE is
                 updated by several replicas.
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -183,7 +188,7 @@ class Strategy(FirstVersion):
             raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """One value from the replicas' values, leaf by leaf of a pytree.
+        """Reduces the values of the replicas to one, leaf by leaf of a pytree.
 
         ``axis`` None reduces across replicas alone; an integer (or several) also over
         that axis of each replica's value, a mean then counting every element once.
@@ -191,9 +196,9 @@ class Strategy(FirstVersion):
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
-            ValueError: An unknown operation, an axis outside the rank, or the sum of a
-                value that is not distributed over several replicas.
-            TypeError: ``axis`` is no integer.
+            ValueError: An unknown operation, an axis outside the rank, or SUM of a
+                value that is not distributed, over several replicas.
+            TypeError: ``axis`` is not an integer.
         """
         require_cross_replica(self, "reduce()")
         self._used("reduce")
@@ -204,14 +209,15 @@ class Strategy(FirstVersion):
         return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: Any) -> Any:
-        """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
+        """Concatenates the values of the replicas along ``axis``, leaf by leaf of a
+        pytree.
 
         ``axis`` is an integer, or an integer array without dimensions. It shapes the
         result, so it cannot be among the numbers that a step is called with: bind it,
         ``zs.function(functools.partial(fn, axis=0))``.
 
         Raises:
-            TypeError: ``axis`` is no integer.
+            TypeError: ``axis`` is not an integer.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             NotImplementedError: The value is an IndexedSlices.
@@ -224,8 +230,9 @@ class Strategy(FirstVersion):
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """One entry per local replica; ``(value,)`` for what is not distributed. Of a
-        variable of several devices its copies, each a variable."""
+        """Returns one entry per local replica, ``(value,)`` for a value that is not
+        distributed. Of a variable of several devices it returns the copies, each a
+        variable."""
         if isinstance(value, Variable):
             return copies_of(value)
         return local_results(by_copies(value, lambda v: PerReplica(copies_of(v))))
@@ -243,8 +250,8 @@ class Strategy(FirstVersion):
           with one worker, each batch is cut by itself into equal pieces, the last of
           which may be shorter. Otherwise rows are distributed in batches of the global
           size divided by the number of replicas, the first ones larger if that has a
-          remainder; if nobody knows that size (behind `map` and `rebatch`), as under
-          DATA. With one replica nothing is cut.
+          remainder; if that size is unknown (after `map` and `rebatch`), as under DATA.
+          With one replica nothing is cut.
         - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
           says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
         - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
@@ -252,11 +259,11 @@ class Strategy(FirstVersion):
 
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
         one element with one replica in this process, else a pytree of its structure
-        with a `PerReplica` at each leaf. At the end of the data, replicas without any
-        get batches of no rows as long as others have some. A strategy that needs static
-        shapes leaves such a step out, but takes a shorter one in which all have some:
-        use ``batch(size, drop_remainder=True)`` there. (Before the end of the data such
-        a step is an error there.)
+        with a `PerReplica` at each leaf. At the end of the data, replicas without data
+        get batches without rows as long as others have data. A strategy that needs
+        static shapes leaves such a step out, but takes a shorter one in which all have
+        rows: use ``batch(size, drop_remainder=True)`` there. (Before the end of the
+        data such a step is an error there.)
 
         Several workers agree on the end in the first draw of each pass, or in every
         one: whatever the policy, all workers begin passes equally often, and where they
@@ -266,8 +273,8 @@ class Strategy(FirstVersion):
             ValueError: The dataset is not batched, or sparse; its policy does not fit
                 (FILE with fewer files than workers); the replicas are not the same
                 number in each worker. Some of it is found while iterating only.
-            TypeError: ``dataset`` is no dataset, distributed already, or (while
-                iterating) has objects in it that are no data.
+            TypeError: ``dataset`` is not a dataset, is distributed already, or (while
+                iterating) contains objects that are not data.
             NotImplementedError: ``options`` asks for PER_REPLICA.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
@@ -280,24 +287,26 @@ class Strategy(FirstVersion):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """The datasets that ``dataset_fn`` makes, one for each worker.
+        """Calls ``dataset_fn`` in each worker and distributes the datasets that it
+        makes.
 
-        It is called once in each worker, at once, with an `InputContext` that says
-        which one that is, and returns what this worker's replicas draw, in batches of
+        It is called once in each worker, at once, with an `InputContext` that has the
+        index of the worker, and returns what this worker's replicas draw, in batches of
         the size for one replica (``context.get_per_replica_batch_size``): each step
         takes one element for each of them. Nothing is batched or sharded. What it may
         return, and the end of the data: see `experimental_distribute_dataset`; but in
         one process, where all elements are promised the same shape (drop_remainder;
-        behind a ``map``: where all had it), a step that lacks some ends the data, as in
-        TF. Whatever it returns, all workers begin passes, and draw, equally often.
+        after a ``map``: where all had it), a step that lacks elements ends the data, as
+        in TF. Whatever it returns, all workers begin passes, and draw, equally often.
 
         Raises:
-            TypeError: It is not callable, returns no dataset, or (while iterating) one
-                with objects in it that are no data.
+            TypeError: It is not callable, does not return a dataset, or (while
+                iterating) returns one with objects that are not data.
             ValueError: While iterating: sparse elements, which TPUStrategy does not put
                 on devices in advance.
             NotImplementedError: ``options`` asks for PER_REPLICA, which calls
-                ``dataset_fn`` once for each replica, and this is no MirroredStrategy.
+                ``dataset_fn`` once for each replica, and this is not a
+                MirroredStrategy.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             Exception: Whatever ``dataset_fn`` raises.
@@ -308,8 +317,9 @@ class Strategy(FirstVersion):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """A `PerReplica` of what ``value_fn`` returns for each replica's context; of
-        containers, the container with a `PerReplica` of each member.
+        """Returns a `PerReplica` of the values that ``value_fn`` returns for the
+        context of each replica; of containers, the container with a `PerReplica` of
+        each member.
 
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -327,13 +337,13 @@ class Strategy(FirstVersion):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        # A strategy stands for a set of devices or a cluster, which there is once.
+        # A strategy stands for a set of devices or a cluster, of which there is one.
         return self
 
     def _run_in_scope(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        # Not in a context of its own: a generator that `fn` draws from may keep a token
+        # Not in a separate context: a generator that `fn` draws from may keep a token
         # of the caller's, as numpy.errstate does.
         before = copy_context()
         try:
@@ -344,26 +354,26 @@ class Strategy(FirstVersion):
                 leave_for(before)
                 raise
         except BaseException:
-            # Ctrl-C strikes on the way out, too, and in the first one, and must not
-            # leave the caller in this scope.
+            # Ctrl-C may strike on the way out, too, and in the first handler, and must
+            # not leave the caller in this scope.
             leave_for(before)
             raise
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """What the replicas of this process return, brought together."""
+        """Runs the replicas of this process and merges what they return."""
         team = self._team()
         if team.local > 1:
             devices = self._devices()
             call = ReplicaCall(self, team, fn, args, kwargs)
             try:
-                # In a step the step itself refuses text; outside of one nobody else
-                # looks.
+                # In a step the step itself refuses text; outside of one only this check
+                # does.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
                     self._report_pace(fn)
-                return as_one_program(call, _spread.mesh_of(devices, team.local))
+                return as_one_program(call, mesh_of(devices, team.local))
             except NeedsSequential:  # raised by the trace: nothing was computed yet
                 return regroup(run_sequentially(call, devices))
             except UnevenParts:
@@ -379,18 +389,18 @@ class Strategy(FirstVersion):
         self._is_pace_reported = True
         _log.warning(
             "%s.run of %s outside of a step: its replicas compute one operation at a "
-            "time, which is compiled anew in each call. Call run in a zs.function",
+            "time, which is compiled again in each call. Call run in a zs.function",
             type(self).__name__,
             getattr(fn, "__name__", "a function"),
         )
 
 
 class Closing(abc.ABC):
-    """Something that has an end, which ``with`` brings about."""
+    """A resource that ``with`` closes."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends it; a second time it does nothing."""
+        """Closes it; a second time it does nothing."""
 
     def __enter__(self) -> Self:
         return self

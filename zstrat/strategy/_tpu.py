@@ -17,7 +17,6 @@ import numpy as np
 
 from zstrat.cluster import ClusterResolver, TPUClusterResolver
 from zstrat.program import Function, in_python_step
-from zstrat.program.gradients import is_live
 from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 _entered: Final[ContextVar[tuple[tuple[TPUExtended, int], ...]]] = ContextVar(
     "zstrat_logical_devices", default=()
 )
-"""Whose logical device is current, and which, the innermost one last. One stack for all
-strategies: a context variable of each would outlive it. Law of the file: whoever sets
-it resets it."""
+"""Strategies and their current logical devices, the innermost one last. One stack for
+all strategies: a context variable of each would outlive it. Law of the file: code that
+sets it resets it."""
 
 
 @final
@@ -52,7 +51,7 @@ class TPUExtended(StrategyExtended):
     Args:
         devices: Those of each replica.
         assignment: What they were chosen by, None for all there are.
-        variables: Who creates them.
+        variables: The creator of variables.
         hosts: Of the whole system, with how many cores each.
     """
 
@@ -66,7 +65,7 @@ class TPUExtended(StrategyExtended):
         variables: MirroredVariables,
         hosts: tuple[int, int],
     ) -> None:
-        super().__init__(strategy, (), (), variables)
+        super().__init__(strategy, (), (), variables.owns)
         self._devices = devices
         self._assignment = assignment
         self._hosts, self._cores_per_host = hosts
@@ -92,7 +91,7 @@ class TPUExtended(StrategyExtended):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """How many replicas a host has room for; no more than there are."""
+        """Number of replicas that fit on a host; no more than there are."""
         if self._assignment is None:
             return self._cores_per_host
         room = self._cores_per_host // self._assignment.num_cores_per_replica
@@ -100,8 +99,7 @@ class TPUExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """Inside, this is the logical device that `worker_devices` of this strategy
-        names.
+        """Makes this the logical device that `worker_devices` of this strategy names.
 
         Variables that are created inside are on all logical devices, as all others.
 
@@ -120,7 +118,7 @@ class TPUExtended(StrategyExtended):
             _entered.reset(before)
 
     def _current(self) -> int:
-        """The current logical device of this strategy."""
+        """Returns the current logical device of this strategy."""
         own = [number for whose, number in _entered.get() if whose is self]
         return own[-1] if own else 0
 
@@ -138,7 +136,7 @@ _TENSORS = (
 
 
 @final
-class TPUStrategy(LocalStrategy[TPUExtended]):
+class TPUStrategy(LocalStrategy):
     """Synchronous training on TPUs.
 
     Each replica has a copy of every variable, and gradients are summed over the
@@ -147,7 +145,8 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
 
     TensorFlow can put one operation on one logical device. XLA lays out a program over
     all devices of a mesh, so here every logical device computes whatever is not split,
-    and an annotation places a value, and says not who computes it. Values are the same.
+    and an annotation says how a value is laid out, not which device computes it. Values
+    are the same.
 
     Args:
         tpu_cluster_resolver: Of the TPU. Left out: the one of this machine.
@@ -157,7 +156,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
             device (which is all that it changes: programs are always SPMD here).
 
     Raises:
-        TypeError: An argument is not what it should be.
+        TypeError: An argument has the wrong type.
         ValueError: The assignment is of a system with other devices than there are.
         NotImplementedError: Replicas are on devices of other processes.
     """
@@ -195,9 +194,13 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
             names=task_names(self._mesh.devices),
         )
         hosts = len(tasks), len(tasks[0])
-        self._extended = TPUExtended(
+        self._extended: TPUExtended = TPUExtended(
             self, self._logical, assignment, self._variables, hosts
         )
+
+    @property
+    def extended(self) -> TPUExtended:
+        return self._extended
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -207,11 +210,11 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> Any:
-        """The tensor, which that logical device has.
+        """Assigns a tensor to a logical device.
 
-        jax has no public word for "on this device of the mesh alone". So the value is
-        laid whole on *all* logical devices of the replica, this one among them, and the
-        number is kept as a name in the program that is compiled.
+        jax has no public way to say "on this device of the mesh alone". So the whole
+        value is placed on *all* logical devices of the replica, this one among them,
+        and the number is kept as a name in the program that is compiled.
 
         Args:
             tensor: An array.
@@ -227,7 +230,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """The tensor, cut into tiles, one on each logical device, row by row.
+        """Cuts the tensor into tiles, one on each logical device, row by row.
 
         The gradient of the result is laid out alike. Of numbers with several primes one
         order of the devices does not serve all splits (of 6: ``[2, 3]`` and
@@ -244,7 +247,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
         return self._logical.split(tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """The tensor, whole on every logical device."""
+        """Places the whole tensor on every logical device."""
         return self._logical.replicated(tensor)
 
     def _inputs(self) -> ProcessInputs:
@@ -259,9 +262,9 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
         for leaf in jax.tree.leaves(result, is_leaf=is_distributed):
             if not isinstance(leaf, _TENSORS) and not is_distributed(leaf):
                 raise TypeError(
-                    f"a function that TPUStrategy runs must return a nest of tensors; "
-                    f"{leaf!r:.80} ({type(leaf).__name__}) is none: return arrays, "
-                    "numbers or None"
+                    "a function that TPUStrategy runs must return a nest of tensors; "
+                    f"{leaf!r:.80} ({type(leaf).__name__}) is not a tensor: return "
+                    "arrays, numbers or None"
                 )
         return result
 
@@ -275,7 +278,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
 def _assigned(
     tasks: Sequence[Sequence[jax.Device]], assignment: DeviceAssignment | None
 ) -> np.ndarray:
-    """The devices ``[replicas, logical devices]``."""
+    """Returns the devices ``[replicas, logical devices]``."""
     if assignment is None:
         # TF's rule: without an assignment each core is a replica by itself.
         every = [device for devices in tasks for device in devices]
@@ -292,12 +295,12 @@ def _assigned(
             "initialize_tpu_system returns here"
         )
     shape = assignment.num_replicas, assignment.num_cores_per_replica
-    found = np.empty(shape, object)
+    chosen = np.empty(shape, object)
     for replica, core in np.ndindex(shape):
         place = assignment.coordinates(replica, core)
         task = topology.task_ordinal_at_coordinates(place)
-        found[replica, core] = tasks[task][assignment.tpu_ordinal(replica, core)]
-    return found
+        chosen[replica, core] = tasks[task][assignment.tpu_ordinal(replica, core)]
+    return chosen
 
 
 def _require_own(devices: np.ndarray) -> None:
@@ -312,13 +315,14 @@ def _require_own(devices: np.ndarray) -> None:
 
 
 def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or what traces it: in a step that runs in Python for its loops.
+    """Returns the function, or in a step that runs in Python for its loops a step
+    function that traces it.
 
     Raises:
         NotImplementedError: Nothing would trace it.
     """
     recording = recorder.get()
-    if is_staging() or (recording is not None and not is_live(recording)):
+    if is_staging() or (recording is not None and not recording.live):
         return fn
     plain = fn
     # A partial of a step function is traced as the function is.

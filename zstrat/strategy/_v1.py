@@ -1,11 +1,10 @@
-"""What TF's first version of strategies had besides: on every strategy here.
+"""The methods that only TF's first version of strategies has, for every strategy here.
 
-Law of `FirstVersion`: no behaviour of its own; each method is another one by its old
-name, or changes nothing, and refuses what would need it to.
+Law of `FirstVersion`: it adds no behaviour. Each method is another one under its old
+name, or changes nothing, and refuses arguments that would need a change.
 
-A `MultiStepContext` is what a loop over a step function brings back. The function gets
-it, and may be in the cross-replica context or in that of a replica when it hands
-something out.
+A `MultiStepContext` is the result of a loop over a step function. The function gets it
+too, and may set outputs in the cross-replica context or in that of a replica.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zstrat.variables import VariableAggregation
 
 from ._abstract import AbstractStrategy
 from ._frames import current
-from .input._input_options import InputReplicationMode
+from ._options import InputReplicationMode
 from .reduce._values import reduction
 
 if TYPE_CHECKING:
@@ -35,31 +34,31 @@ if TYPE_CHECKING:
     from zstrat.data import InputContext
 
     from ._abstract import AbstractReplicaContext
-    from .input._input_options import InputOptions
+    from ._options import InputOptions
 
 
 class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
-    the class has not."""
+    the class does not have."""
 
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """`distribute_datasets_from_function`, by the name that it had before."""
+        """Calls `distribute_datasets_from_function`, which had this name before."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def colocate_vars_with(
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[Any]:
-        """`extended.colocate_vars_with`."""
-        found: AbstractContextManager[Any]
-        found = self.extended.colocate_vars_with(colocate_with_variable)
-        return found
+        """Calls `extended.colocate_vars_with`."""
+        context: AbstractContextManager[Any]
+        context = self.extended.colocate_vars_with(colocate_with_variable)
+        return context
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
-        """An iterator of ``experimental_distribute_dataset(dataset)``."""
+        """Returns an iterator of ``experimental_distribute_dataset(dataset)``."""
         return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -67,9 +66,9 @@ class FirstVersion(AbstractStrategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode | None = None,
     ) -> Iterator[Any]:
-        """An iterator of ``distribute_datasets_from_function(input_fn)``; `input_fn`
-        may also return a function without arguments that makes the elements one by one,
-        and raises StopIteration or `OutOfRangeError` where there are no more.
+        """Returns an iterator of ``distribute_datasets_from_function(input_fn)``.
+        `input_fn` may also return a function without arguments that makes the elements
+        one by one, and raises StopIteration or `OutOfRangeError` at the end.
 
         Args:
             replication_mode: PER_WORKER, which is also the default.
@@ -92,32 +91,32 @@ class FirstVersion(AbstractStrategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None
     ) -> Dataset:
-        """``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of arrays, row
-        by row. ``session`` changes nothing: there are none, and the arrays stay here.
-        """
+        """Returns ``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of
+        arrays, row by row. ``session`` changes nothing: there are no sessions, and the
+        arrays stay here."""
         del session
         return Dataset.from_tensor_slices(numpy_input)
 
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
     ) -> Any:
-        """``run(fn, args=(input_iterator.get_next(),))``, of an iterator that has no
-        such method ``next(input_iterator)``.
+        """Calls ``run(fn, args=(input_iterator.get_next(),))``;
+        ``next(input_iterator)`` for an iterator without that method.
 
         Raises:
-            OutOfRangeError: The iterator of a dataset has no more elements.
-            StopIteration: Another iterator has none.
+            OutOfRangeError: The iterator of a dataset has ended.
+            StopIteration: Another iterator has ended.
         """
         args = () if input_iterator is None else (drawn(input_iterator),)
         return self.run(fn, args=args)
 
     def unwrap(self, value: Any) -> list[Any]:
-        """`experimental_local_results`, as a list."""
+        """Returns `experimental_local_results` as a list."""
         return list(self.experimental_local_results(value))
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all that ``value`` consists of has been computed. ``name``
-        changes nothing: there is no graph with a node that could have it."""
+        """Waits until all arrays in ``value`` have been computed. ``name`` changes
+        nothing: there is no graph with a node to name."""
         del name
         wait: Any = jax.block_until_ready  # untyped
         wait(self.unwrap(value))
@@ -129,19 +128,20 @@ class FirstVersion(AbstractStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy is told its cluster when it is made, and there
-        are no sessions to configure.
+        """Changes nothing: a strategy gets its cluster when it is made, and there are
+        no sessions to configure.
 
         Raises:
-            ValueError: The cluster has several tasks that train together, of which this
-                strategy was not told: each would train alone.
+            ValueError: The cluster has several tasks that train together, which this
+                strategy does not know: each would train alone.
         """
         del session_config, task_id
         if not self.is_default and task_type not in ("evaluator", "ps"):
             _require_known(self.cluster_resolver, normalize_cluster_spec(cluster_spec))
 
     def update_config_proto(self, config_proto: Mapping[str, Any] | Any) -> Any:
-        """A copy of the configuration: there is no session that would read it."""
+        """Returns a copy of the configuration: there is no session that would read
+        it."""
         return copy.deepcopy(config_proto)
 
 
@@ -151,14 +151,15 @@ def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
     if training > 1 and normalize_cluster_spec(known) != spec:
         raise ValueError(
             f"configure: the cluster has {training} tasks that train together, and "
-            "this strategy was made for another one, or for one process: tell it when "
-            "it is made, zs.MultiWorkerMirroredStrategy(resolver), or leave "
-            "cluster_spec out for a training in each process"
+            "this strategy was made for another one, or for one process: pass the "
+            "cluster when you make the strategy, "
+            "zs.MultiWorkerMirroredStrategy(resolver), or leave cluster_spec out to "
+            "train in each process alone"
         )
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:
-    """What the function makes, until it says that there is no more."""
+    """Yields what the function makes, until it signals the end."""
     while True:
         try:
             element = make()
@@ -188,13 +189,14 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """By name what `set_last_step_output` was last given, reduced if it was to be:
-        what one replica context gave without it is one value per replica."""
+        """By name the last argument of `set_last_step_output`, reduced if it asked for
+        that. An output of a replica context that was not reduced is one value per
+        replica."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """What `set_non_tensor_output` was last given, by name."""
+        """By name the last argument of `set_non_tensor_output`."""
         return self._non_tensor_outputs
 
     def set_last_step_output(
@@ -210,12 +212,12 @@ class MultiStepContext:
         Args:
             reduce_op: "SUM" or "MEAN": the output is reduced over the replicas. Also a
                 `VariableAggregation`, as in TF 1.12. In the cross-replica context it
-                may be left out, and the output is kept as it is.
+                may be left out; then the output is kept as it is.
             aggregation: TF 1.12's name of the same.
 
         Raises:
             AssertionError: In a replica context without a reduction.
-            ValueError: ``reduce_op`` is none.
+            ValueError: ``reduce_op`` is not a reduction.
         """
         how = _reduction(aggregation if reduce_op is None else reduce_op)
         replica = _replica()

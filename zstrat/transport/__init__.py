@@ -33,7 +33,9 @@ from ._loop import warn_of_blocking as warn_of_blocking
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending
-from ._rate_limit import RateLimit as RateLimit
+from ._pump import moved_bytes as moved_bytes
+from ._pump import transports as transports
+from ._rate_limited_log import RateLimitedLog as RateLimitedLog
 from ._remote import Handler as Handler
 from ._remote import Remote as Remote
 from ._shared_memory import Arena as Arena
@@ -45,5 +47,3 @@ from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
 from ._to_its_end import on_own_thread as on_own_thread
 from ._to_its_end import to_its_end as to_its_end
-from ._traffic import moved_bytes as moved_bytes
-from ._traffic import transports as transports

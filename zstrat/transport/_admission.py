@@ -1,28 +1,27 @@
-"""Who may reach a task, and as what; and which of two that claim to be one is the one.
+"""Decides which peers an endpoint admits, in which role, and which of two is replaced.
 
-A task without keys believes what a peer claims, so only this machine may reach it. With
-keys, the role of a connection is that of its key. That is decided before anything is
-served.
+A task without keys trusts what a peer claims, so only this machine may reach it. With
+keys, the role of a connection is the role of its key. Both are checked before any
+request is served.
 
-`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once;
-workers that have no number yet may be several.
-The process that is here and answers stays; another one that claims to be the same task
-is refused until the first is lost. A process whose connection broke is replaced by the
-newcomer, and its incarnation is refused from then on, so that a process which was
-frozen and wakes up does not push its successor aside. There may be several coordinators
-and observers; which coordinator is obeyed, the session decides.
+`Roster` decides without I/O. A worker, ps or evaluator exists once; several workers may
+have no number yet. If two processes claim to be the same task, the one that is present
+and answers stays, and the other one is refused until the first is lost. A process whose
+connection broke is replaced by the other one, and its incarnation is refused from then
+on, so that a process which was frozen and wakes up does not replace its successor.
+There may be several coordinators and observers; the session decides which coordinator
+is obeyed.
 
-A task that greets and may be here becomes a `Remote`, and is lost once. A remote
-outlives its connection: the same task may come back on another one before it is lost.
+A task that is admitted becomes a `Remote`, and is lost once. A remote outlives its
+connection: the same task may come back on another one before it is lost.
 
-Law of the file: it alone makes remotes and ends them.
+Law of the file: it alone creates remotes and ends them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import BusyError, PermissionDeniedError, ProtocolError, ZstratError
@@ -30,7 +29,6 @@ from zstrat.wire import Hello, Job
 from zstrat.wire.connection import Closed, described
 
 from ._address import Address, check_directory, check_unused, is_local
-from ._rate_limit import RateLimit
 from ._remote import Remote
 
 if TYPE_CHECKING:
@@ -49,85 +47,62 @@ _LOG: Final = logging.getLogger("zstrat.transport")
 async def check_exposure(
     address: Address, task: str, security: Security | None, settings: Settings
 ) -> None:
-    """Whether ``task`` may be bound there.
+    """Checks that ``task`` may bind the address.
 
     Raises:
-        PermissionDeniedError: Other machines can reach it, and there are neither keys
-            nor ``settings.insecure``.
-        PermissionError, FileNotFoundError: Others may enter the folder of an ipc
-            address, or there is none.
-        OSError: A process listens at that ipc address, or it is no socket.
-
-    Cancellation: nothing has happened.
+        PermissionDeniedError: Other machines can reach the address, and there are
+            neither keys nor ``settings.insecure``.
+        PermissionError, FileNotFoundError: Other users may enter the folder of an ipc
+            address, or the folder does not exist.
+        OSError: A process listens at that ipc address, or its file is not a socket.
     """
     if address.scheme == "ipc":
         check_directory(address)
         check_unused(address)
     elif security is None and not settings.insecure and not await is_local(address):
         raise PermissionDeniedError(
-            f"{task} will not bind {address.host}:{address.port}: "
-            "other machines can reach it, it has no keys, and whoever reaches it "
-            "can run code here; make keys with `zstrat keygen DIR` and name them "
-            "with ZSTRAT_KEYS=DIR (a daemon: --keys DIR), or bind 127.0.0.1, or "
-            "set ZSTRAT_INSECURE=1 (a daemon: --insecure) if only you use the "
-            "network"
+            f"{task} refuses to bind {address.host}:{address.port} without keys: every "
+            "machine that reaches this address could run code here. Create keys with "
+            "`zstrat keygen DIR` and set ZSTRAT_KEYS=DIR (a daemon: --keys DIR), or "
+            "bind 127.0.0.1, or set ZSTRAT_INSECURE=1 (a daemon: --insecure) if only "
+            "you use the network"
         )
 
 
 def role_of(
     hello: Hello, security: Security | None, user: str | None
 ) -> tuple[Job, ZstratError | None]:
-    """The role of whoever greets with the key ``user``, and why it is refused if so."""
+    """Returns the role of a peer with the key ``user``, and the error if refused."""
     job = Job(hello.job)
     if security is None or user is None:
         return job, None
     role = security.role_of(user)
     if role is None:
-        return job, PermissionDeniedError(f"{described(hello)} has no key of ours")
-    if job is Job.OBSERVER:  # any key may ask to only look
+        return job, PermissionDeniedError(
+            f"{described(hello)} has a key that is not in the key folder of this task"
+        )
+    if job is Job.OBSERVER:  # any key may observe
         return job, None
     index = security.index_of(user)
     if job is role and index in (None, hello.index):
         return job, None
     if job is role:
         return role, PermissionDeniedError(
-            f"{described(hello)} has the key of {role}:{index}: it cannot be another"
+            f"{described(hello)} has the key of {role}:{index}: each task needs its own"
         )
     return role, PermissionDeniedError(
-        f"{described(hello)} has the key of the role {role}: it cannot be a {job}"
+        f"{described(hello)} has the key of the role {role}, expected that of {job}"
     )
-
-
-class RefusalLog:
-    """Counts whom ``task`` refused; logs no more often than a person can read."""
-
-    def __init__(self, task: str, clock: Callable[[], float]) -> None:
-        self._task, self._rate_limit = task, RateLimit(clock)
-
-    @property
-    def count(self) -> int:
-        return self._rate_limit.count
-
-    def add(self, reason: str) -> None:
-        """Counts a refused connection, and logs the reason if it may."""
-        if self._rate_limit.may_log():
-            _LOG.warning(
-                "%s refused a connection: %s (%d so far)",
-                self._task,
-                reason,
-                self.count,
-            )
 
 
 _SINGLE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 
 FENCED: Final = 1024
-"""Replaced incarnations that are remembered: each is a restart of some task."""
+"""Replaced incarnations that are remembered. Each is one restart of a task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What stays the same when a connection breaks and comes back."""
+class Identity(NamedTuple):
+    """The part of a HELLO that is the same on the next connection of a link."""
 
     job: str
     index: int
@@ -135,50 +110,47 @@ class Identity:
     link: int
 
 
-class Verdict(NamedTuple):
-    """``replaced`` are the identities that have to go, whether admitted or not."""
-
-    refusal: ZstratError | None
-    replaced: tuple[Identity, ...] = ()
-
-
 def identity_of(hello: Hello) -> Identity:
     return Identity(hello.job, hello.index, hello.incarnation, hello.link)
 
 
 class Roster:
-    """The tasks that are here, and the incarnations that were replaced."""
+    """The tasks that are present, and the incarnations that were replaced."""
 
     def __init__(self) -> None:
         self._present: dict[Identity, Hello] = {}
         self._fenced: OrderedDict[tuple[str, int, int], str] = OrderedDict()
-        """Who has replaced them, in words: nothing else of a HELLO is kept."""
+        """Description of the process that replaced each one."""
 
-    def admit(self, hello: Hello, answers: Callable[[Identity], bool]) -> Verdict:
-        """Decides about a task that says HELLO; if admitted, it is present.
+    def admit(
+        self, hello: Hello, answers: Callable[[Identity], bool]
+    ) -> tuple[ZstratError | None, tuple[Identity, ...]]:
+        """Admits or refuses a task that says HELLO. An admitted task is present.
 
         Args:
-            answers: Whether the connection of somebody who is present is whole.
+            answers: Returns whether the connection of a present task is intact.
+
+        Returns:
+            The reason of a refusal, and the identities that the task replaces.
         """
         winner = self._fenced.get((hello.job, hello.index, hello.incarnation))
         if winner is not None:
-            return Verdict(
-                ProtocolError(
-                    f"{described(hello)} was replaced by {winner}, which "
-                    "greeted later: stop one of the two, or give it another index"
-                )
+            error = ProtocolError(
+                f"{described(hello)} was replaced by {winner}, which greeted later: "
+                "stop one of the two, or give it another index"
             )
+            return error, ()
         is_single = hello.job in _SINGLE and hello.index >= 0
         replaced = self._rivals(hello) if is_single else ()
-        # Two rounds: a newcomer that is refused must not have replaced anybody.
+        # Two passes: a peer that is refused must not have replaced any task.
         for rival in replaced:
             if answers(rival):
-                return Verdict(_taken(self._present[rival], hello))
+                return _taken(self._present[rival], hello), ()
         for rival in replaced:
             del self._present[rival]
             self._fence(rival, hello)
         self._present[identity_of(hello)] = hello
-        return Verdict(None, replaced)
+        return None, replaced
 
     def leave(self, identity: Identity) -> None:
         self._present.pop(identity, None)
@@ -199,25 +171,25 @@ class Roster:
 
 def _taken(there: Hello, hello: Hello) -> ZstratError:
     return BusyError(
-        f"{described(hello)} is not let in: {described(there)} is here as the same "
+        f"{described(hello)} is refused: {described(there)} is connected as the same "
         "task, and answers. Stop one of the two, or give it another index; if you did "
         "not start it, somebody has the key of your tasks (`zstrat keygen --per-task`)"
     )
 
 
 ENDED: Final = 4096
-"""Connections that were hung up and are remembered: what they said until then may still
-be read, and would be taken for the words of as many strangers."""
+"""Closed connections that are remembered. Messages that they sent before may still be
+read, and would otherwise be taken for first messages of new peers."""
 
 
-class Attendance:
-    """The tasks that are connected to the endpoint of ``task``, as remotes.
+class Admission:
+    """The remotes of the endpoint of ``task``: admits, replaces and ends them.
 
     Args:
-        connections: Of that endpoint, by routing id; those that end are taken out.
-        ended: Routing ids of connections that ended, as messages of theirs may still
-            arrive.
-        on_lost: Told once of each remote that is gone, and why.
+        connections: Connections of the endpoint, by routing id; ended ones are removed.
+        ended: Routing ids of ended connections, whose messages may still arrive.
+        refused: Called with the reason of each refused connection.
+        on_lost: Called once with each remote that is lost, and the reason.
     """
 
     def __init__(
@@ -225,12 +197,12 @@ class Attendance:
         task: str,
         connections: dict[bytes, Connection],
         ended: OrderedDict[bytes, None],
-        refusals: RefusalLog,
+        refused: Callable[[str], None],
         on_lost: Callable[[Remote, str], None],
         security: Security | None,
     ) -> None:
         self._task, self._connections, self._ended = task, connections, ended
-        self._refusals, self._on_lost = refusals, on_lost
+        self._refused, self._on_lost = refused, on_lost
         self._security = security
         self._remotes: dict[Identity, Remote] = {}
         self._roster = Roster()
@@ -238,22 +210,21 @@ class Attendance:
 
     @property
     def names(self) -> list[str]:
-        """How errors call the tasks that are connected."""
+        """Names of the connected tasks, as in errors."""
         return [remote.name for remote in self._remotes.values()]
 
     def greet(self, connection: Connection, hello: Hello, now: float) -> None:
-        """Lets the task behind a connection in, or refuses it with the reason.
+        """Admits the task of a connection, or refuses it with the reason.
 
-        A task that comes back before it was lost keeps its `Remote`; one that takes the
-        place of another process ends that one's.
+        A task that reconnects before it is lost keeps its `Remote`; a task that
+        replaces another process ends the remote of that one.
         """
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
-        verdict = self._roster.admit(hello, self._answers) if error is None else None
-        if verdict is not None:
-            for identity in verdict.replaced:
+        if error is None:
+            error, replaced = self._roster.admit(hello, self._answers)
+            for identity in replaced:
                 self._replace(identity, hello)
-            error = verdict.refusal
         if error is not None:
             self._end(connection, peer.refuse(error))
             return
@@ -261,19 +232,20 @@ class Attendance:
         remote = self._remotes.get(identity)
         if remote is None:
             remote = self._remotes[identity] = Remote(hello, role, connection)
-        else:  # it came back before it was lost
-            self._leave(remote.connection)
+        else:  # it reconnected before it was lost
+            remote.connection.outlet.peer.leave("it has a newer connection")
+            self._drop(remote.connection)
             remote.connection = connection
         connection.remote = remote
         self.counts["greetings"] += 1
         peer.accept(hello, now)
 
     def forget(self, connection: Connection, reason: str) -> None:
-        """The connection is over, and with it the task behind it is lost."""
+        """Removes an ended connection; its task is lost with it."""
         self._drop(connection)
         remote = connection.remote
         if remote is None:
-            self._refusals.add(reason)
+            self._refused(reason)
             return
         connection.remote = None
         remote.alive = False
@@ -287,7 +259,7 @@ class Attendance:
             _LOG.exception("%s: on_lost of %s", self._task, remote.name)
 
     def close(self) -> None:
-        """Ends all remotes without telling anybody, as the endpoint is closed."""
+        """Ends all remotes without calling `on_lost`, as the endpoint is closed."""
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()
@@ -302,10 +274,6 @@ class Attendance:
             reason = f"it was replaced by a newer process: {described(winner)}"
             connection = remote.connection
             self._end(connection, connection.outlet.peer.leave(reason))
-
-    def _leave(self, old: Connection) -> None:
-        old.outlet.peer.leave("it has a newer connection")
-        self._drop(old)
 
     def _drop(self, connection: Connection) -> None:
         self._connections.pop(connection.routing, None)

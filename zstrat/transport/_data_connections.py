@@ -42,9 +42,9 @@ from zstrat.config import MiB
 from ._address import bindable, is_name, looked_up, parse
 from ._admission import check_exposure
 from ._curve import DOMAIN, Authenticator
-from ._listener import Accepted, accepted, allowed, refuse_newcomers
+from ._descriptors import Accepted, accepted, allowed, refuse_newcomers
+from ._pump import count_direct
 from ._socket import EventKind, bound_to, event_of, new_context, new_socket
-from ._traffic import count_direct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

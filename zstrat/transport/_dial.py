@@ -1,11 +1,11 @@
-"""Sockets to one address, one after the other: each stands for one connection.
+"""Dials one address: opens a socket per connection, one after the other.
 
-When a connection ends, its socket is closed with all that libzmq still held for it, and
-the next one is made after a pause that grows with every attempt. Events and messages of
-the present socket go to the owner of the `Dial`.
+When a connection ends, its socket is closed with everything that libzmq still holds for
+it, and the next one is opened after a pause that grows with every attempt. Events and
+messages of the present socket go to the owner of the `Dial`.
 
-What listens there can be asked, beside that, whether it is a task, or at least speaks
-ZeroMQ: then it greets before it knows who has come, keys or not.
+A second socket can find out whether ZeroMQ is spoken at the address (`Dial.ask`): a
+ZeroMQ listener greets before it knows who connects, with keys or without.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts after a connection that ended; doubled each time."""
 
 _SIGNATURE: Final = b"\xff"
-"""How the greeting of ZMTP begins: a text, or the greeting of another protocol, does
-not."""
+"""First byte of ZMTP's greeting. Text and other protocols do not begin with it."""
 
 
 class Dial:
     """Connects to ``where``.
 
     Args:
-        arm: Gives a socket its keys, before it connects.
-        happened: Told what befalls the connection.
-        received: Gets the messages.
-        failed: Told why no socket could be opened; another attempt follows.
-        sockets: Where they come from, as ``context`` does.
+        arm: Sets the keys of a socket before it connects.
+        happened: Called with each event of the connection.
+        received: Called with each message.
+        failed: Called with the reason if no socket could be opened; another attempt
+            follows.
+        sockets: Creates the sockets; ``context`` must be one of its contexts.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class Dial:
         self._retry: asyncio.TimerHandle | None = None
         self._look_up: asyncio.Task[None] | None = None
         self.pump: Pump | None = None
-        """Of the socket that there is."""
+        """Reads the present socket; None: there is no socket now."""
         self._question: Pump | None = None
-        # Nothing else stands before a socket in a folder.
+        # Nothing, such as a proxy, comes before a socket in a folder.
         self._speaks: Final = where.scheme == "ipc"
         self.is_task = self._speaks
-        """Whether it has spoken ZeroMQ when it was asked last."""
+        """Whether ZeroMQ was spoken at the address when `ask` was called last."""
 
     def now(self) -> None:
         """Opens a socket, which connects by itself as soon as somebody listens."""
         self._retry = None
         try:
             self._open()
-        except (zmq.ZMQError, OSError) as error:  # to who dials: no descriptor is left
+        except (zmq.ZMQError, OSError) as error:  # no descriptor is left, for example
             self._failed(error)
             self.later()
 
@@ -92,19 +92,19 @@ class Dial:
     def _again(self) -> None:
         try:
             self.now()
-        except ValueError as error:  # to who dials: a key was there, and has gone
+        except ValueError as error:  # a key file has gone meanwhile
             self._failed(error)
             self.later()
 
     def look_up(
         self, has_changed: Callable[[], None], learned: Callable[[str], None]
     ) -> None:
-        """Looks the name of the task up after a failed attempt, in a task beside.
+        """Resolves the name of the task in the background, after a failed attempt.
 
         Args:
-            has_changed: Called if the name has addresses of IPv6 alone: the next socket
-                is one of IPv6 then.
-            learned: Told the words for an address at which nothing answers.
+            has_changed: Called if the name has only IPv6 addresses: then the next
+                socket is an IPv6 socket.
+            learned: Called with a description of why nothing answers at the address.
         """
         if self._look_up is None and is_name(self._where):
             look_up = self._looked_up(has_changed, learned)
@@ -117,7 +117,7 @@ class Dial:
             found, has_both = await looked_up(self._where)
         except OSError as error:
             learned(unknown(self._where.host, error))
-            self._look_up = None  # asked again at the next failure
+            self._look_up = None  # tried again at the next failure
             return
         learned(NOTHING_AT_IPV4 if has_both else NOTHING)
         if found != self._where:
@@ -125,20 +125,20 @@ class Dial:
             has_changed()
 
     def ask(self) -> None:
-        """Connects once without a handshake, to see whether what listens there greets
-        as ZeroMQ does; `is_task` has the answer as soon as it is known."""
+        """Connects once without a handshake, to find out whether ZeroMQ is spoken at
+        the address; sets `is_task` when an answer comes."""
         if self._speaks:
             return
         self.end_question()
         try:
             socket = self._socket(zmq.STREAM)
-        except (zmq.ZMQError, OSError):  # none is left: it stays unknown who answers
+        except (zmq.ZMQError, OSError):  # no descriptor is left: `is_task` stays False
             return
         self._question = self._sockets.pump(socket, self._heard)
         socket.connect(self._where.endpoint)
 
     def end_question(self) -> None:
-        """Forgets what `ask` has found, and closes its socket."""
+        """Resets what `ask` found, and closes its socket."""
         self.is_task = self._speaks
         if self._question is not None:
             self._question.close(0)
@@ -149,19 +149,19 @@ class Dial:
             self.is_task = True
 
     def succeeded(self) -> None:
-        """Notes that the task has answered, so that the next pause is short again."""
+        """Notes that the task has answered, and makes the next pause short again."""
         self._pause = _FIRST_PAUSE
         self.end_question()
 
     def drop(self, linger: float) -> None:
-        """Closes the socket; what was sent has ``linger`` seconds to leave."""
+        """Closes the socket; sent messages have ``linger`` seconds to leave."""
         if self.pump is not None:
             self._monitor.close()
             self.pump.close(linger)
             self.pump = None
 
     def close(self, linger: float) -> None:
-        """`drop`, and no other attempt."""
+        """Drops the socket, and stops dialling."""
         for waits in (self._retry, self._look_up):
             if waits is not None:
                 waits.cancel()

@@ -16,7 +16,8 @@ import sys
 import threading
 from collections import deque
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.threads import ThreadBell
 
@@ -32,13 +33,6 @@ OUT: Final = 1
 _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
 
 
-class _Shown(NamedTuple):
-    """Text for one stream (1: standard output, 2: standard error)."""
-
-    stream: int
-    text: str
-
-
 @final
 class Echo:
     """Text on its way to ``sys.stdout`` and ``sys.stderr`` as they are when it gets
@@ -46,8 +40,8 @@ class Echo:
 
     def __init__(self) -> None:
         self.place: contextvars.Context | None = None
-        """Of somebody who waits now: in a notebook it says which cell that is."""
-        self.waiting: deque[_Shown] = deque()
+        """Of a caller that waits now: in a notebook it says which cell that is."""
+        self.waiting: deque[tuple[int, str]] = deque()
         self.is_behind = False
         """Something is not written yet, or is being written: it is to be waited for, by
         `show`."""
@@ -82,9 +76,9 @@ class Echo:
                     "many at once. The log of the task has them.)\n"
                 )
             lines += [f"{task}| {_quiet(line)}\n" for line in text.split("\n")[:-1]]
-            shown = _Shown(stream, "".join(lines))
-            self.waiting.append(shown)
-            self._size += len(shown.text)
+            text = "".join(lines)
+            self.waiting.append((stream, text))
+            self._size += len(text)
             self.is_behind = True
             if self._thread is None:
                 self._start()
@@ -101,8 +95,8 @@ class Echo:
                     if not shown:
                         self.is_behind = False
                         return
-                for stream, run in groupby(shown, lambda each: each.stream):
-                    _write(stream, "".join([each.text for each in run]))
+                for stream, run in groupby(shown, itemgetter(0)):
+                    _write(stream, "".join([text for _, text in run]))
 
     def close(self) -> None:
         """No more text comes; what waits is written. From any thread."""

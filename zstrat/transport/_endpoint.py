@@ -1,17 +1,18 @@
-"""The socket that a task binds, and the peers that are connected to it.
+"""The socket that a task binds, and its connections.
 
-A connection is known by the routing id that libzmq gave it, which is never used twice;
-ids that a client chose itself are refused. Behind it stands the `Remote`, which
-survives a connection that breaks and comes back. This file carries out what `Peer`
-decides: `Attendance` knows who is there, and `Handling` hands requests to one handler.
+A connection is identified by the routing id that libzmq assigned, which is never used
+twice; connections whose client chose the id are refused. The task of a connection is a
+`Remote`, which survives if the connection breaks and comes back. This file carries out
+what `Peer` decides, `Admission` keeps the remotes, and `RequestDispatcher` passes
+requests to one handler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import random
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,12 +35,14 @@ from zstrat.wire.connection import (
 )
 
 from ._address import bindable, parse
-from ._admission import Attendance, RefusalLog, check_exposure
+from ._admission import Admission, check_exposure
 from ._curve import Authenticator
-from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
+from ._descriptors import Accepted, allowed
+from ._listener import IN_ALL, BoundSocket, Newcomers
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
-from ._remote import Connection, Handler, Handling, Parting, Remote
+from ._rate_limited_log import RateLimitedLog
+from ._remote import Connection, Goodbyes, Handler, Remote, RequestDispatcher
 from ._shared_memory import channel_of
 from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
 
@@ -52,7 +55,9 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 Absorber = Callable[["Remote", Message, "Sequence[ArraySpec]"], "Sink | None"]
-"""Called at the header of each large request, see `zstrat.wire.connection._body`."""
+"""Called with the header of each large request; see `zstrat.wire.connection._body`."""
+
+_LOG: Final = logging.getLogger("zstrat.transport")
 
 
 def _ignore(remote: Remote, reason: str) -> None:
@@ -69,9 +74,9 @@ class Endpoint:
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
             broke the protocol, with the reason.
         security: Keys of this task; without them only this machine may be served.
-        on_waited: Called with the times from which and to which what it said to one
-            peer had to wait, each time.
-        sockets: Where they come from.
+        on_waited: Called with the start and the end of each time span in which messages
+            to a peer had to wait for it.
+        sockets: Creates sockets and contexts; a simulation has its own.
     """
 
     def __init__(
@@ -94,11 +99,11 @@ class Endpoint:
         self._connections: dict[bytes, Connection] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         task = task_name(me)
-        self._refusals = RefusalLog(task, time.monotonic)
-        self._attendance = Attendance(
-            task, self._connections, self._ended, self._refusals, on_lost, security
+        self._refusals = RateLimitedLog(_LOG)
+        self._admission = Admission(
+            task, self._connections, self._ended, self._refused, on_lost, security
         )
-        self._handling = Handling(task, handler)
+        self._dispatcher = RequestDispatcher(task, handler)
         self._newcomers: Newcomers[Accepted] = Newcomers(
             settings.timeouts.handshake,
             random.randrange,
@@ -113,7 +118,7 @@ class Endpoint:
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._parting: Parting | None = None
+        self._goodbyes: Goodbyes | None = None
 
     async def bind(self, address: str) -> str:
         """Binds and serves from now on; returns the address that others connect to.
@@ -123,19 +128,22 @@ class Endpoint:
                 any free one.
 
         Raises:
-            ValueError: It is no address.
-            PermissionDeniedError: It can be reached from other machines, and there are
+            ValueError: ``address`` is not an address.
+            PermissionDeniedError: Other machines can reach the address, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: This process may have too few descriptors (EMFILE). Or the address
-                is taken or not one of this machine's, or nobody knows
-                its name (EADDRNOTAVAIL: that may change), or others than the owner may
-                enter the directory of an ipc address.
-            ClosedError: It was bound before, or is closed.
+            OSError: The limit of open files is too low (EMFILE); the address is taken,
+                does not belong to this machine, or its name cannot be resolved
+                (EADDRNOTAVAIL: that may change); or other users may enter the folder of
+                an ipc address.
+            ClosedError: The endpoint was bound before, or is closed.
 
         Cancellation: nothing is bound.
         """
         if self._closed or self._pump is not None:
-            raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")
+            raise ClosedError(
+                f"{task_name(self._me)}: this endpoint was bound before or is closed: "
+                "create another one"
+            )
         _require_descriptors(task_name(self._me))
         where = await bindable(parse(address), task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
@@ -166,7 +174,7 @@ class Endpoint:
     async def close(
         self, reason: str = "it was shut down", returns: float = 0.0
     ) -> None:
-        """Says goodbye to all, cancels handlers that still run, frees the address.
+        """Cancels running handlers, says goodbye to all peers, and frees the address.
 
         Args:
             returns: As in `zstrat.wire.Goodbye`.
@@ -179,10 +187,13 @@ class Endpoint:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._attendance.close()
+        self._admission.close()
         try:
-            await self._handling.end()
-            await self._part(reason, returns)
+            await self._dispatcher.close()
+            connections = list(self._connections.values())
+            self._connections.clear()
+            self._goodbyes = Goodbyes()
+            await self._goodbyes.say_to(connections, reason, returns)
         finally:
             self._monitor.close()
             if self._binding is not None:
@@ -192,20 +203,14 @@ class Endpoint:
                 self._authenticator.close()
             await self._sockets.end(self._context)
 
-    async def _part(self, reason: str, returns: float) -> None:
-        connections = list(self._connections.values())
-        self._connections.clear()
-        self._parting = Parting()
-        await self._parting.say(connections, reason, returns)
-
     def statistics(self) -> dict[str, object]:
         """Counts since the start, and what is connected now."""
         return {
-            "remotes": self._attendance.names,
-            "handlers": len(self._handling),
+            "remotes": self._admission.names,
+            "handlers": len(self._dispatcher),
             "counts": {
-                **self._attendance.counts,
-                "messages": self._handling.messages,
+                **self._admission.counts,
+                "messages": self._dispatcher.messages,
                 "refused": self._refusals.count,
                 "impostors": self._impostors,
                 "newcomers": len(self._newcomers),
@@ -219,7 +224,7 @@ class Endpoint:
         if security is None:
             return False
         if security.role_of(key) is None:
-            security.look_again()  # it may have come with new keys before our next tick
+            security.look_again()  # the peer may have new keys before our next tick
         return security.role_of(key) is not None
 
     @property
@@ -232,7 +237,7 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
-            if routing in self._ended:  # it is hung up on, and greets on the next one
+            if routing in self._ended:  # what it sent before it was hung up on
                 return
             connection = self._stranger(routing, frames)
             if connection is None:
@@ -254,7 +259,7 @@ class Endpoint:
             self._catch_up_soon(connection)
 
     def _catch_up(self, connection: Connection) -> None:
-        """Goes on with what was held back from a peer that did not read."""
+        """Handles messages that were held back because their peer did not read."""
         outlet, left = connection.outlet, _AT_ONCE
         peer, connection.catches_up = outlet.peer, False
         while left > 0 and peer.may_resume:
@@ -274,20 +279,21 @@ class Endpoint:
             self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
-        """Makes a connection for a peer that wrote for the first time; `Peer` judges
-        what it wrote. None if it is refused unread."""
-        # A client that chose its own id could come back as somebody else's.
+        """Creates the connection of a peer whose first message has come; `Peer` checks
+        the message. Returns None if the connection is refused unread."""
+        # A client that chooses its id could take over the id of another connection.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
-            self._refusals.add("it sent an empty message, or chose its own routing id")
+            self._refused("it sent an empty message, or chose its own routing id")
             return None
         assert self._pump is not None
-        # What broke before this HELLO was sent must be known before it is judged.
+        # Connections that broke before this HELLO was sent must be known as broken
+        # before it is checked: the HELLO may be of the task that had one of them.
         self._monitor.drain()
         try:
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
-        except zmq.ZMQError:  # it does not speak ZMTP 3: not one of our tasks
-            self._refusals.add("it speaks another version of ZeroMQ's protocol than 3")
+        except zmq.ZMQError:  # it does not speak ZMTP 3, so it is not a zstrat task
+            self._refused("it speaks another version of ZeroMQ's protocol than 3")
             return None
         line = self._sockets.accepted(descriptor)
         peer: Peer[None] = Peer(
@@ -316,7 +322,7 @@ class Endpoint:
                 line = self._sockets.accepted(event.value)
                 crowded = self._newcomers.came(event.value, line, line.address, now)
                 if crowded is not None:
-                    self._refusals.add(
+                    self._refused(
                         "too many connections wait, and this one did not greet"
                     )
                     crowded.hang_up()
@@ -326,17 +332,16 @@ class Endpoint:
             case EventKind.BROKEN:
                 self._gone += 1
                 self._newcomers.gone(event.value)
-                if self._parting is not None:
-                    self._parting.gone(event.value)
+                if self._goodbyes is not None:
+                    self._goodbyes.gone(event.value)
                 for connection in self._connections.values():
                     if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
-            case (
-                EventKind.FAILED
-            ):  # a load balancer or an engine that looks who listens
+            case EventKind.FAILED:
+                # A load balancer or a cluster engine probes the port.
                 self._probes += 1
             case _:
-                self._refusals.add(_WITHOUT if self._security is None else _WITH)
+                self._refused(_WITHOUT if self._security is None else _WITH)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._interval, self._tick)
@@ -349,10 +354,10 @@ class Endpoint:
         now = self._loop.time()
         POOL.age(now)
         for line in self._newcomers.late(now):
-            self._refusals.add("it did not greet")
+            self._refused("it did not greet")
             line.hang_up()
         for line in self._endless():
-            self._refusals.add("it sends a message without an end")
+            self._refused("it sends a message without an end")
             line.hang_up()
             self._gone = _CROWD
         if self._gone >= _CROWD and self._trimmed_at + _FREED <= now:
@@ -366,10 +371,17 @@ class Endpoint:
             if connection.outlet.is_gone:
                 connection.outlet.peer.disconnected("", now)
 
+    def _refused(self, reason: str) -> None:
+        """Counts a refused connection, and logs the reason if lines are rare."""
+        text = "%s refused a connection: %s"
+        self._refusals.write(logging.WARNING, text, task_name(self._me), reason)
+
     def _endless(self) -> list[Accepted]:
-        """The connections that have sent more than any message is long without ending
-        one. libzmq keeps the parts of a message until the last has come, so they could
-        fill the memory."""
+        """Returns connections with an unfinished message longer than any valid one.
+
+        libzmq keeps the parts of a message until the last one has come, so such a
+        connection could fill the memory.
+        """
         limits, brief = self._settings.limits, self._brief
         usual = _BODIES_UNREAD * limits.window * limits.chunk
         found = [
@@ -386,18 +398,18 @@ class Endpoint:
     def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:
             case Requested(number, message, sink):
-                self._handling.serve(connection, number, message, sink)
+                self._dispatcher.dispatch(connection, number, message, sink)
             case Noticed(message):
-                self._handling.serve(connection, None, message)
+                self._dispatcher.dispatch(connection, None, message)
             case Greeted(hello):
-                self._attendance.greet(connection, hello, self._loop.time())
+                self._admission.greet(connection, hello, self._loop.time())
                 if connection.remote is not None:
                     self._newcomers.gone(connection.accepted.descriptor)
                     if connection.remote.role is not Job.OBSERVER:
                         connection.outlet.peer.incoming = self._settings.limits
             case Closed(reason=reason):
-                self._attendance.forget(connection, reason)
-            case _:  # Opened, Answered, Failed: only an initiator's peer says these
+                self._admission.forget(connection, reason)
+            case _:  # Opened, Answered, Failed: only the initiator's peer has these
                 raise AssertionError(order)
 
     def _absorb(
@@ -411,47 +423,47 @@ class Endpoint:
 
 BRIEF: Final = 8 * 1024
 """Most bytes of a header, and of a body, from a peer that has not greeted or is an
-observer. They have nothing long to say, while a long header holds up the loop for tens
-of milliseconds and a body takes memory."""
+observer. These peers need no long messages, and a long header blocks the loop for tens
+of milliseconds, while a body takes memory."""
 
 UNFINISHED: Final = 16 * 2**20
-"""Most bytes of a message that is not whole, from a peer that has not greeted or is an
-observer. This is many times `BRIEF`, because messages that came behind it and were not
-read yet are counted, too."""
+"""Most bytes of an unfinished message from a peer that has not greeted or is an
+observer. This is many times `BRIEF`, because whole messages that were not read yet are
+counted, too."""
 
 _BODIES_UNREAD: Final = 16
 """The same bound for all other peers, in windows of chunks. No message is longer than a
-chunk, but so many may arrive unread while the loop is busy."""
+chunk, but that many may arrive unread while the loop is busy."""
 
 _FREED: Final = 1.0
 """Seconds after which libzmq has dropped what a connection had sent."""
 
 _CROWD: Final = 64
-"""Connections that have ended whose memory is worth to be given back."""
+"""Ended connections after which it pays to return memory to the system."""
 
 _AT_ONCE: Final = 64
-"""Most messages that were held back and are handled in one turn of the loop; each
-`_LONG_HEADER` bytes of a header count as one more, as its items have to be made."""
+"""Most held-back messages that are handled in one turn of the loop. Each `_LONG_HEADER`
+bytes of a header count as one more, for the time that decoding takes."""
 
 _LONG_HEADER: Final = 4096
 
 LEAST_DESCRIPTORS: Final = 64
-"""A task has about 25 of its own, and each peer takes some. With fewer libzmq ends the
-process, or nobody who connects is ever heard."""
+"""A task has about 25 of its own, and each peer takes some. With fewer, libzmq aborts
+the process, or never reads from peers that connect."""
 
 
 def _require_descriptors(task: str) -> None:
     if allowed() < LEAST_DESCRIPTORS:
         raise OSError(
             errno.EMFILE,
-            f"{task}: this process may have {allowed()} files open, and a task takes "
-            f"{LEAST_DESCRIPTORS} or more: raise `ulimit -n`",
+            f"{task}: this process may open {allowed()} files, expected at least "
+            f"{LEAST_DESCRIPTORS}: raise `ulimit -n`",
         )
 
 
 _BINDING: Final = {
-    errno.EADDRINUSE: ": end the process that has it, or take another port",
-    errno.EADDRNOTAVAIL: ": it is no address of this machine, at least not yet",
+    errno.EADDRINUSE: ": stop the process that uses it, or choose another port",
+    errno.EADDRNOTAVAIL: ": it is not an address of this machine, or not yet",
 }
 
 _WITH: Final = (

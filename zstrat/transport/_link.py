@@ -1,8 +1,9 @@
-"""The way from this process to one task: connects, greets, connects again, for ever.
+"""The link from this process to one task: connects, greets, and reconnects until
+closed.
 
-One socket is one connection (`_dial`), so that nothing of the old can mix with the new.
-`Peer` decides about a connection, `Continuity` about the task behind it; this file
-carries out what they say.
+One socket is one connection (`_dial`), so that messages of an old connection cannot mix
+with those of a new one. `Peer` decides about a connection and `Continuity` about its
+task; this file carries out what they decide.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._curve import Security
-    from ._listener import Accepted
+    from ._descriptors import Accepted
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
 _LAST_READ_SECONDS: Final = 0.01
-"""Seconds in which what arrived before the end of a connection can still be read."""
+"""Seconds in which messages that came before the end of a connection can be read."""
 
 Reply = asyncio.Future[Message]
 
@@ -64,8 +65,8 @@ def _ignore(_: object) -> None:
 
 
 class TaskLink(Protocol):
-    """What is asked of a `Link` by who is given one, or what stands for it in a test
-    (`zstrat.testing.FakeLink`)."""
+    """The part of `Link` that its users need; `zstrat.testing.FakeLink` is another
+    one."""
 
     address: str
 
@@ -87,8 +88,8 @@ class TaskLink(Protocol):
 
 
 class MakeTaskLink(Protocol):
-    """Makes the link to one task; it is not started yet. ``functools.partial(Link,
-    ...)``, with all other arguments, is one."""
+    """Creates the link to one task, not yet started: ``functools.partial(Link, ...)``
+    with all other arguments."""
 
     def __call__(
         self,
@@ -103,24 +104,24 @@ class MakeTaskLink(Protocol):
 
 
 class Link:
-    """One DEALER to one task. All methods belong to the thread of its loop.
+    """A DEALER connected to one task. All methods must be called on its loop's thread.
 
     Args:
         address: Where the task listens, as `Endpoint.bind` returned it.
         me: The HELLO of this process.
         name: What errors call the task: ``/job:ps/task:0``.
         on_notice: Called with every notice, in order.
-        on_open: Called after every greeting, the first and each later one. What was in
-            flight before it, notices too, may be lost even if the incarnation in the
-            HELLO is the same.
+        on_open: Called after every greeting. Messages that were in flight before it,
+            including notices, may be lost even if the incarnation in the HELLO is the
+            same.
         on_lost: Called once per loss: silence, a goodbye, a new incarnation, or a
-            broken connection that did not come back in ``timeouts.reconnect``.
-        on_flushed: Called when messages left or may leave, on the way out of whatever
-            made them leave: `backlog` may have become less.
-        security: Keys of this process; needs ``expect``, which says whose key the task
+            broken connection that did not come back within ``timeouts.reconnect``.
+        on_flushed: Called when messages have left or may leave, so that `backlog` may
+            be smaller.
+        security: Keys of this process. Needs ``expect``, to know which key the task
             must have.
-        expect: Job and index that must answer; an index of None is any.
-        sockets: Where they come from.
+        expect: Job and index of the task; an index of None accepts any.
+        sockets: Creates sockets and contexts; a simulation has its own.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Link:
         self._sockets = sockets
         self._where = parse(address)
         if self._where.scheme == "tcp" and not self._where.port:
-            raise ValueError(f"address {address!r}: a link needs a port above 0")
+            raise ValueError(f"address {address!r}: expected a port above 0")
         self._me = replace(me, link=next(_NUMBERS))
         self._settings, self._security, self._expect = settings, security, expect
         self._idle_timeout = settings.timeouts.request
@@ -150,7 +151,8 @@ class Link:
         self._on_flushed = on_flushed
         if security is not None and expect is None:
             raise ValueError(
-                f"{name}: say whom to expect, to know which key it must have"
+                f"{name}: a link with keys needs expect=(job, index), to know "
+                "which key the task must have"
             )
         self._continuity = Continuity(settings.timeouts.reconnect)
         self._outlet: Outlet | None = None
@@ -160,17 +162,21 @@ class Link:
         self._armed_for = float("inf")
         self._connected_at = 0.0
         self._line: Accepted | None = None
-        """What was connected last."""
+        """The latest connection."""
         self._failed = 0
-        """Handshakes, which may have been with a key that the task has no more."""
+        """Number of failed handshakes: the next one may try another key of the task."""
         self._is_started = self._is_closed = False
         self.is_refused = False
-        """The last attempt to connect has failed at once: nothing listens there."""
+        """The last attempt to connect failed at once: nothing listens at the
+        address."""
 
     def start(self) -> None:
-        """Begins to connect, and connects again after each loss until `close`."""
+        """Starts to connect, and reconnects after each loss until `close`."""
         if self._is_started or self._is_closed:
-            raise ClosedError(f"the link to {self.name} can be started once")
+            raise ClosedError(
+                f"the link to {self.name} was started before or is closed: create "
+                "another one"
+            )
         self._loop = asyncio.get_running_loop()
         self._dial = Dial(
             self._sockets.lease(),
@@ -191,13 +197,13 @@ class Link:
 
     @property
     def is_heard(self) -> bool:
-        """Whether it is open, its connection is whole, and the task was heard within
-        two beats."""
+        """Whether the link is open, its connection is intact, and a message has come
+        within two beats."""
         return self._outlet is not None and self._outlet.peer.is_heard
 
     @property
     def trouble(self) -> str:
-        """Why it is not open, as far as that is known."""
+        """Why the link is not open, as far as known."""
         return self._opening.trouble
 
     @property
@@ -212,12 +218,10 @@ class Link:
             deadline: Loop time.
 
         Raises:
-            DeadlineExceededError: It did not in time; names task and address.
-            VersionMismatchError, ProtocolError: It refused us, or we refused it.
-            PermissionDeniedError: It does not take our key.
+            DeadlineExceededError: The task did not greet in time; names its address.
+            VersionMismatchError, ProtocolError: One side refused the other.
+            PermissionDeniedError: The task refuses the key of this process.
             ClosedError: The link was closed.
-
-        Cancellation: nothing is lost.
         """
         self._check_usable()
         if self._outlet is not None and self.is_open:
@@ -226,19 +230,18 @@ class Link:
         return await self._opening.wait(deadline)
 
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
-        """Sends a request; the future gets its one outcome.
+        """Sends a request and returns a future, which gets exactly one outcome.
 
-        That is the answer, the error that the other side raised, `PeerLostError` (the
+        The outcome is the answer, the error that the task raised, `PeerLostError` (the
         request may or may not have run), or `DeadlineExceededError`. Cancelling the
-        future gives up the answer, not the request.
+        future drops the answer, but does not stop the request.
 
         Args:
-            deadline: Loop time, whatever moves; None: it may wait for
-                ``timeouts.request``, and as long again after each progress of the
-                bodies that it waits for.
+            deadline: Loop time, regardless of progress. None: ``timeouts.request``
+                after the last progress of the bodies that the request waits for.
 
         Raises:
-            TypeError, ValueError: The message cannot be sent.
+            TypeError, ValueError: The message is invalid.
             BusyError: Too many requests are open.
             ClosedError: The link was closed.
         """
@@ -262,18 +265,18 @@ class Link:
     async def request(
         self, message: Message, *, deadline: float | None = None
     ) -> Message:
-        """`submit`, awaited.
+        """Sends a request and returns its answer; see `submit`.
 
-        Cancellation: gives up the answer; the request may be carried out.
+        Cancellation: drops the answer; the request may still run.
         """
         return await self.submit(message, deadline=deadline)
 
     def notify(self, message: Message) -> None:
-        """Sends a notice. It may be lost with the connection, never by itself.
+        """Sends a notice. A notice is lost only if the connection is.
 
         Raises:
             PeerLostError: The task is not connected.
-            BusyError: It does not read, and too many wait for it.
+            BusyError: The task does not read, and too many messages wait for it.
             ClosedError: The link was closed.
         """
         outlet = self._outlet
@@ -285,12 +288,12 @@ class Link:
 
     @property
     def backlog(self) -> int:
-        """Messages that wait to leave; 0 while the link is not open."""
+        """Number of messages that wait to be sent; 0 while the link is not open."""
         outlet = self._outlet
         return 0 if outlet is None else len(outlet.peer.outbox)
 
     async def close(self, reason: str = "it closed the link") -> None:
-        """Says goodbye; open requests and waiters fail with `ClosedError`.
+        """Says goodbye and closes; open requests and waiters fail with `ClosedError`.
 
         Cancellation: the link is closed all the same.
         """
@@ -338,10 +341,10 @@ class Link:
                 if self._outlet is None:
                     self._greet()
                 else:
-                    # libzmq connected again by itself before we heard of the break.
+                    # libzmq reconnected by itself before it reported the break.
                     self._broke(self._outlet)
             case EventKind.BROKEN:
-                # Said before the last message can be read, which may be the goodbye.
+                # Reported before the last message can be read, which may be a goodbye.
                 if self._outlet is not None:
                     self._loop.call_later(_LAST_READ_SECONDS, self._broke, self._outlet)
             case EventKind.UNAUTHORISED:
@@ -368,8 +371,8 @@ class Link:
                 pass
 
     def _has_timed_out(self, event: Event) -> bool:
-        # The number is that of an error of any socket, if there was none of this one;
-        # the time is wrong if the loop has been busy.
+        # Either sign alone may be wrong: the error number is that of any socket if this
+        # one had no error, and the time is too long if the loop was busy.
         waited = self._loop.time() - self._connected_at
         limit = 0.9 * self._settings.timeouts.handshake
         return event.value == errno.EAGAIN or waited > limit
@@ -382,8 +385,8 @@ class Link:
         self._loop.call_soon(self._redial)
 
     def _redial(self) -> None:
-        """Tries again later, as nobody has let us in. The socket would do so by itself,
-        fifty times a second."""
+        """Retries after a pause. The socket would retry by itself, fifty times a
+        second."""
         if self._outlet is None and self._dial.pump is not None and not self._is_closed:
             self._dial.drop(0)
             self._dial.later()
@@ -405,7 +408,7 @@ class Link:
             carrier=self._line,
         )
         self._opening.trouble = (
-            "something listens there, but it does not greet as a task does"
+            "something listens there, but it does not greet as a zstrat task"
         )
         self._outlet = Outlet(peer, pump, on_flushed=self._on_flushed)
         self._outlet.flush()
@@ -446,29 +449,29 @@ class Link:
         if self._outlet is outlet:
             self._arm(outlet.peer.due)
 
-    def _look_after(self) -> None:
-        """Says that the task is lost, if its connection has been away for too long."""
+    def _check_reconnect(self) -> None:
+        """Reports the task as lost if it did not reconnect in time."""
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:
-            self._tell(self._on_lost, PeerLostError(self.name, reason))
-        self._watch_out()  # a timer may come a little before its time
+            self._call(self._on_lost, PeerLostError(self.name, reason))
+        self._watch_reconnect()  # a timer may fire slightly early
 
-    def _watch_out(self) -> None:
+    def _watch_reconnect(self) -> None:
         due = self._continuity.due
         if due is not None and self._watch is None:
-            self._watch = self._loop.call_at(due, self._look_after)
+            self._watch = self._loop.call_at(due, self._check_reconnect)
 
     def _obey(self, orders: Sequence[Order[Reply]]) -> None:
         for order in orders:
-            if type(order) is Answered:  # nearly all are; a match is slower
+            if type(order) is Answered:  # most orders are, and a match is slower
                 future, message = order
                 if not future.done():
                     future.set_result(message)
                 continue
             match order:
                 case Noticed(message):
-                    self._tell(self._on_notice, message)
+                    self._call(self._on_notice, message)
                 case Failed(future, error):
                     if not future.done():
                         future.set_exception(error)
@@ -476,7 +479,7 @@ class Link:
                     self._opened(hello)
                 case Closed():
                     self._ended(order)
-                case _:  # Greeted, Requested: only an acceptor's peer says these
+                case _:  # Greeted, Requested: only the acceptor's peer has these
                     raise AssertionError(order)
 
     def _opened(self, hello: Hello) -> None:
@@ -486,29 +489,29 @@ class Link:
             self._watch = None
         reason = self._continuity.opened(hello)
         if reason is not None:
-            self._tell(self._on_lost, PeerLostError(self.name, reason))
+            self._call(self._on_lost, PeerLostError(self.name, reason))
         self._opening.opened(hello)
-        self._tell(self._on_open, hello)
+        self._call(self._on_open, hello)
 
     def _ended(self, closed: Closed) -> None:
-        """The connection is over: begin the next one."""
+        """Drops an ended connection, and dials the next one after a pause."""
         if self._outlet is not None:
             self._outlet.flush()  # a goodbye with the reason
         self._opening.trouble = closed.reason
         now = self._loop.time()
         self._outlet = None
         self._dial.drop(LINGER)
-        # Who is busy now may let us in later.
+        # A task that is busy now may admit us later.
         if closed.refusal is not None and not isinstance(closed.refusal, BusyError):
             self._opening.refuse(closed.refusal)
         reason = self._continuity.closed(closed.reason, closed.broken, now)
-        self._watch_out()
+        self._watch_reconnect()
         self._dial.later()
         if reason is not None:
             error = PeerLostError(self.name, reason, closed.left, closed.returns)
-            self._tell(self._on_lost, error)
+            self._call(self._on_lost, error)
 
-    def _tell(self, callback: Callable[[Argument], None], what: Argument) -> None:
+    def _call(self, callback: Callable[[Argument], None], what: Argument) -> None:
         try:
             callback(what)
         except Exception:  # to the log: one bad callback must not stop the others

@@ -21,27 +21,16 @@ now, which the number of its inode tells.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
-import errno
 import logging
-import os
-import resource
-import socket
-import struct
-import sys
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
 
 import zmq
 
-from zstrat.wire.connection import Carried
-
 from ._address import SocketFile, socket_file
-from ._other_end import is_held_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ._address import Address
     from ._curve import Security
@@ -210,85 +199,3 @@ class Newcomers(Generic[Line]):
         line = self._waiting[descriptor][0]
         self.gone(descriptor)
         return line
-
-
-class Accepted(NamedTuple):
-    """One connection, by its descriptor and the inode that this had."""
-
-    descriptor: int
-    inode: int
-
-    def hang_up(self) -> None:
-        """Ends the connection, unless it has ended; what was not sent yet is lost."""
-        with suppress(OSError):
-            if os.fstat(self.descriptor).st_ino == self.inode:
-                with borrowed(self.descriptor) as line:
-                    line.shutdown(socket.SHUT_RDWR)
-
-    def carried(self) -> Carried:
-        """Bytes that it has moved; all 0 where the system does not say."""
-        with suppress(OSError, struct.error), borrowed(self.descriptor) as line:
-            size = _TCP_INFO.size
-            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-            mss, unacknowledged, delivered, received, unsent = _TCP_INFO.unpack(info)
-            return Carried(received, delivered, unsent + unacknowledged * mss)
-        return Carried()
-
-    def is_held_by(self, pid: int) -> bool:
-        """As of `zstrat.wire.connection.Carrier`."""
-        with suppress(OSError), borrowed(self.descriptor) as line:
-            return is_held_by(line, pid)
-        return False
-
-    @property
-    def address(self) -> str:
-        """The host at the other end; "" if that cannot be told any more."""
-        with suppress(OSError), borrowed(self.descriptor) as line:
-            name = line.getpeername()
-            return str(name[0]) if name else ""
-        return ""
-
-
-def refuse_newcomers(listener: int) -> None:
-    """Lets no connection begin any more at the descriptor of a socket that listens;
-    those that it has accepted go on.
-
-    Raises:
-        OSError: The system has no such filter.
-    """
-    if sys.platform != "linux":
-        raise OSError(errno.ENOTSUP, "only Linux shuts a port that listens")
-    # A filter of one instruction, "return 0": of each packet that comes, no byte.
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
-    with borrowed(listener) as line:
-        line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
-
-
-_SO_ATTACH_FILTER: Final = 26
-
-_TCP_INFO: Final = struct.Struct("=16xI4xI92xQQ8xI")
-"""Of Linux's `tcp_info`: snd_mss, unacked (in segments), bytes_acked, bytes_received,
-notsent_bytes."""
-
-
-def accepted(descriptor: int) -> Accepted:
-    """The connection that has the descriptor just now."""
-    with suppress(OSError):
-        return Accepted(descriptor, os.fstat(descriptor).st_ino)
-    return Accepted(descriptor, -1)
-
-
-def allowed() -> int:
-    """Descriptors that this process may have."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-@contextmanager
-def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """libzmq's descriptor as a socket, for as long as the block lasts."""
-    line = socket.socket(fileno=descriptor)
-    try:
-        yield line
-    finally:
-        line.detach()

@@ -36,20 +36,20 @@ SILENT: Final = (
     "hangs, or is another program"
 )
 QUICK: Final = 3.0
-"""Seconds from one handshake to the next, at most, of those that fail one after the
-other."""
+"""Most seconds between failed handshakes that count as one series."""
 REFUSALS: Final = 8
-"""Handshakes that a task may end one after the other, two and a half seconds in all,
-before we conclude that it does not let us in. A process that is killed breaks one or
-two."""
+"""Handshakes in a row that a task may break, two and a half seconds in all, until that
+counts as a refusal. A process that is killed breaks one or two."""
 DOUBTFUL_REFUSALS: Final = 16
-"""The same where no task was heard there yet, twenty seconds in all: what ends them may
-stand before a daemon that is about to start (a proxy, a published port)."""
+"""The same where no task has greeted yet, twenty seconds in all: they may be ended by a
+proxy or a published port whose daemon is about to start."""
 
 
 class Opening:
-    """Callers that wait until a task greets. ``target`` is how errors call the task:
-    "/job:ps/task:0 at 10.0.0.1:2222"."""
+    """Callers that wait until a task greets, and what is known if it does not.
+
+    ``target`` is the name of the task in errors: "/job:ps/task:0 at 10.0.0.1:2222".
+    """
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -59,19 +59,17 @@ class Opening:
         self._failed, self._failed_at = 0, 0.0
         self._nothing = NOTHING
         self.trouble = NOTHING
-        """What is wrong so far, for whoever waits in vain."""
+        """What is wrong so far, for the error of callers that wait in vain."""
 
     async def wait(self, deadline: float) -> Hello:
-        """The HELLO of the task, once it is there.
+        """Waits until the task greets, and returns its HELLO.
 
         Args:
             deadline: Loop time.
 
         Raises:
-            DeadlineExceededError: It did not greet in time; says what is known.
-            Exception: It refused us, we refused it, or the link was closed.
-
-        Cancellation: nothing is lost.
+            DeadlineExceededError: The task did not greet in time; says what is known.
+            Exception: One side refused the other, or the link was closed.
         """
         if self._refusal is not None:
             raise again(self._refusal)
@@ -91,7 +89,7 @@ class Opening:
             self._waiters.discard(waiter)
 
     def opened(self, hello: Hello) -> None:
-        """The task greeted."""
+        """Wakes all callers with the HELLO of the task."""
         self._refusal, self._is_logged = None, False
         self._failed = 0
         self.trouble = "it was connected before"
@@ -100,43 +98,44 @@ class Opening:
                 waiter.set_result(hello)
 
     def looked_up(self, nothing: str) -> None:
-        """Notes the words for an address at which nothing answers, now that the name of
-        the task was looked up."""
+        """Sets the description of an address where nothing answers, after a lookup of
+        its name."""
         if self.trouble == self._nothing:
             self.trouble = nothing
         self._nothing = nothing
 
     def connected(self) -> None:
-        """Something accepts connections there."""
+        """Notes that something accepts connections at the address."""
         if self.trouble == self._nothing:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:
-        """Notes that a handshake was not answered, which decides nothing: a frozen
-        process may go on."""
+        """Notes that a handshake was not answered. That does not refuse anybody: a
+        frozen process may continue."""
         self._failed, self.trouble = 0, SILENT
 
     def handshake_failed(self, now: float, by_task: bool) -> None:
-        """The other side ended a connection before it could greet.
+        """Notes that the other side closed a connection before the greeting, and gives
+        up after several such failures in a row.
 
         Args:
-            by_task: It is a task, and nothing that stands before it.
+            by_task: A task closed it, not a proxy between.
         """
         self._failed = self._failed + 1 if now - self._failed_at < QUICK else 1
         self._failed_at, self.trouble = now, HANDSHAKE_FAILED
         if self._failed >= (REFUSALS if by_task else DOUBTFUL_REFUSALS):
-            words = f"{self._target} does not let us in: {HANDSHAKE_FAILED}"
+            words = f"{self._target} refuses this process: {HANDSHAKE_FAILED}"
             self.refuse(PermissionDeniedError(f"{words}; {self._advice}"))
 
     @property
     def asks_who(self) -> bool:
-        """Whether it is time to find out if a task listens there: if one does, the next
-        handshake that fails decides."""
+        """Whether to find out now if a task listens at the address. If one does, the
+        next failed handshake is a refusal."""
         return self._failed >= REFUSALS - 1
 
     @property
     def is_denied(self) -> bool:
-        """Whether the other side does not let us in, by all that is known so far."""
+        """Whether the other side refuses this process, as far as known."""
         denied = isinstance(self._refusal, PermissionDeniedError)
         return denied or self.trouble == HANDSHAKE_FAILED
 
@@ -144,19 +143,19 @@ class Opening:
     def _advice(self) -> str:
         if self.is_denied:
             return (
-                "give ZSTRAT_KEYS= here, and --keys to the task, a copy of the same "
-                "folder that `zstrat keygen` has made"
+                "set ZSTRAT_KEYS= here and --keys of the task to copies of the same "
+                "folder, created by `zstrat keygen`"
             )
         if self.trouble == SILENT:
-            return "look at its process and its log, and whether the port is its own"
+            return "check its process and its log, and that the port is its own"
         return (
-            "check that it runs, that the address is right and that no firewall is in "
-            "between"
+            "check that it runs, that the address is right, and that no firewall "
+            "blocks it"
         )
 
     def refuse(self, error: Exception) -> None:
-        """Ends the wait of all with the reason why one side refuses the other. If
-        nobody waits, the log says it, once until the task greets."""
+        """Fails all callers, and later ones, with the reason of a refusal. If nobody
+        waits, logs the reason, once until the task greets."""
         if not self._waiters and not self._is_logged:
             self._is_logged = True
             _LOG.warning("%s", error)
@@ -164,20 +163,20 @@ class Opening:
         self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Ends the wait of all."""
+        """Fails all callers that wait."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(again(error))
 
 
 def again(error: Exception) -> Exception:
-    """A copy of the error for another caller: one that is raised twice collects the
-    tracebacks of both."""
+    """Copies the error for another caller: an exception that is raised twice collects
+    both tracebacks."""
     return type(error)(*error.args)
 
 
 class Continuity:
-    """Whether the task behind the connections of one link is still the same one."""
+    """Decides whether the task of a link is still the same after a reconnect."""
 
     def __init__(self, reconnect: float) -> None:
         self._reconnect = reconnect
@@ -186,18 +185,18 @@ class Continuity:
 
     @property
     def due(self) -> float | None:
-        """When `tick` has something to decide."""
+        """When `tick` may decide that the task is lost; None: not before `closed`."""
         return None if self._broken is None else self._broken[1] + self._reconnect
 
     def opened(self, hello: Hello) -> str | None:
-        """A task greeted. Returns why the one before it is lost, if it is."""
+        """Notes a greeting. Returns why the previous task is lost, or None."""
         before, self._hello, self._broken = self._hello, hello, None
         if before is None or before.incarnation == hello.incarnation:
             return None
         return f"it was replaced by a new process: {described(hello)}"
 
     def closed(self, reason: str, broken: bool, now: float) -> str | None:
-        """The connection ended. Returns why the task is lost, if it is at once."""
+        """Notes the end of the connection. Returns why the task is lost, or None."""
         if self._hello is None:
             return None
         if broken:
@@ -207,7 +206,7 @@ class Continuity:
         return self._lose(reason)
 
     def tick(self, now: float) -> str | None:
-        """Time has passed. Returns why the task is lost, if it is now."""
+        """Returns why the task is lost, or None if it may still reconnect."""
         if self._broken is None or now < self._broken[1] + self._reconnect:
             return None
         return self._lose(self._broken[0])

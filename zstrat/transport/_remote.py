@@ -1,10 +1,8 @@
-"""The tasks that are connected to an endpoint: what they ask is handled, and how an
-endpoint takes leave of them.
+"""The tasks that are connected to an endpoint, and the dispatch of their requests.
 
-A `Remote` is the task, and a `Connection` is how it is reached at present. When an
-endpoint closes, it says goodbye and lets the peers hang up first: a socket that is
-closed while data of a peer is unread resets the connection, and the goodbye may be lost
-with it.
+A `Remote` is a task, and a `Connection` is how it is reached at present. An endpoint
+that closes says goodbye and lets its peers close their connections first (`Goodbyes`):
+closing a socket with unread data resets the connection, and the goodbye may be lost.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -23,7 +20,7 @@ from zstrat.wire import Done, Message
 from zstrat.wire.connection import OrderState, described, failure, task_name
 
 from ._pool import trim
-from ._rate_limit import RateLimit
+from ._rate_limited_log import RateLimitedLog
 from ._socket import LINGER
 
 if TYPE_CHECKING:
@@ -31,23 +28,23 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Hello, Job, Sink
 
-    from ._listener import Accepted
+    from ._descriptors import Accepted
     from ._pump import Outlet
 
 
 _OPEN: Final = OrderState.OPEN
 
 _MUCH: Final = 2**20
-"""Bytes whose holes in the heap are worth to be given back."""
+"""Unread bytes after which it pays to return memory to the system."""
 
 _SOON: Final = 1.0
-"""Seconds after which all that was kept for a peer that did not read is gone."""
+"""Seconds until everything that was kept for a peer that did not read is freed."""
 
 
 class Remote:
-    """A task connected to an `Endpoint`. Lives until it is lost, once.
+    """A task that is connected to an `Endpoint`. It is lost once.
 
-    ``role`` is what its key says where keys are used, else what it claims.
+    ``role`` is the role of its key where keys are used, else the role that it claims.
     """
 
     __slots__ = ("alive", "connection", "hello", "name", "promised", "role")
@@ -57,31 +54,33 @@ class Remote:
         self.alive = True
         self.connection = connection
         self.promised = 0
-        """Bytes that the handler has promised for the request that it was given."""
+        """Bytes of the answer that the handler has announced for its request."""
 
     @property
     def is_heard(self) -> bool:
-        """Whether its connection is whole and it was heard just now. If not, it may
-        live all the same: only one that is not `alive` is known to be lost."""
+        """Whether its connection is intact and a message has come just now. If not, the
+        task may still live: only one that is not `alive` is known to be lost."""
         return self.alive and self.connection.outlet.peer.is_heard
 
     @property
     def heard(self) -> object:
-        """Another value after each message that comes from it."""
+        """A value that changes with each message from the task."""
         return self.connection, self.connection.outlet.peer.heard
 
     def promise(self, nbytes: int) -> None:
-        """For handlers: the answer to the present request will have so many bytes. They
-        count as waiting for the peer from now on, so that it cannot ask for more and
-        more before it has read any."""
+        """Announces the size of the answer to the present request; for handlers.
+
+        The bytes count as waiting for the peer from now on, so that it cannot ask for
+        more and more before it has read any.
+        """
         self.promised = nbytes
 
     def notify(self, message: Message) -> None:
-        """Queues a notice. Notices may be lost with the connection, none by itself.
+        """Queues a notice. A notice is lost only if the connection is.
 
         Raises:
-            PeerLostError: It is gone.
-            BusyError: It does not read, and too many wait for it.
+            PeerLostError: The task is not connected.
+            BusyError: The task does not read, and too many messages wait for it.
         """
         peer = self.connection.outlet.peer
         if not self.alive or peer.state is not _OPEN:
@@ -94,8 +93,8 @@ class Remote:
 
 
 class Connection:
-    """One connection of a peer. ``accepted`` is the descriptor that carries it,
-    ``user`` the key that the peer has proved to have."""
+    """A connection of a peer. ``accepted`` is its descriptor, and ``user`` the public
+    key whose secret the peer has proved to have."""
 
     __slots__ = (
         "_whole",
@@ -115,20 +114,20 @@ class Connection:
         self.accepted, self.user = accepted, user
         self.remote: Remote | None = None
         self.catches_up = False
-        """What was held back is gone on with in the next turn of the loop."""
+        """Held-back messages will be handled in the next turn of the loop."""
         self.has_spoken = False
-        """A whole message has come since `unfinished` was asked for."""
+        """A whole message has come since `unfinished` was called."""
         self._whole: int | None = 0
-        """Bytes that had come with the last whole message; None: more than that."""
+        """Bytes received up to the last whole message; None if not known."""
 
     def heard(self) -> None:
-        """Notes that a whole message has come. That asks the system how much came, so
-        it is not done for each chunk of a peer that is known."""
+        """Notes that a whole message has come. Costs a system call, so it is not called
+        for each chunk of an admitted peer."""
         self._whole = self.accepted.carried().received
 
     def unfinished(self) -> int:
-        """Bytes at least that have come of a message which is not whole yet. To be
-        asked at every tick, as it compares with what it has found before."""
+        """Returns a lower bound of the bytes received of an unfinished message. To be
+        called at every tick, as it compares with the previous call."""
         if self.has_spoken:
             self.has_spoken, self._whole = False, None
             return 0
@@ -139,7 +138,7 @@ class Connection:
 
     def hang_up(self) -> None:
         """Sends what may be sent, and ends the connection after `LINGER` seconds. An
-        honest peer has hung up by itself by then."""
+        honest peer has closed it before."""
         self.outlet.flush()
         loop = asyncio.get_running_loop()
         loop.call_later(LINGER, self.accepted.hang_up)
@@ -147,19 +146,19 @@ class Connection:
             loop.call_later(_SOON, trim)
 
 
-class Parting:
-    """Says goodbye to connections, and waits until their descriptors are gone."""
+class Goodbyes:
+    """Says goodbye to connections, and waits until their peers have closed them."""
 
     def __init__(self) -> None:
         self._left: set[int] = set()
         self._over = asyncio.Event()
 
-    async def say(
+    async def say_to(
         self, connections: Sequence[Connection], reason: str, returns: float
     ) -> None:
-        """Says goodbye, and waits until the peers have hung up: at most `LINGER`.
+        """Says goodbye, and waits at most `LINGER` seconds until the peers have closed.
 
-        Cancellation: it was said.
+        Cancellation: the goodbyes were sent.
         """
         self._left = {connection.accepted.descriptor for connection in connections}
         for connection in connections:
@@ -171,7 +170,7 @@ class Parting:
                     await self._over.wait()
 
     def gone(self, descriptor: int) -> None:
-        """A connection ended."""
+        """Notes that a connection has ended."""
         if descriptor in self._left:
             self._left.remove(descriptor)
             if not self._left:
@@ -179,48 +178,48 @@ class Parting:
 
 
 Handler = Callable[["Remote", Message], Message | Awaitable[Message] | None]
-"""Called on the loop for every request and notice. What it returns or raises is the
-outcome of the request; None stands for `Done`. Of a notice nothing is returned."""
+"""Called on the loop with every request and notice. What it returns or raises is the
+outcome of a request, where None stands for `Done`; for a notice it is ignored."""
 
 _MESSAGES: Final = frozenset(get_args(Message))
 _LOG: Final = logging.getLogger("zstrat.transport")
 
 
-class Handling:
-    """Hands each request of all connections of ``task`` to one handler, and sends its
-    outcome, once.
+class RequestDispatcher:
+    """Passes the requests of all connections of ``task`` to one handler, and sends each
+    outcome once.
 
-    A handler answers at once, later by a future, or by a coroutine, which becomes a
-    task of this object. What it raises is the outcome of the request; of a notice, for
-    whose outcome nobody waits, it becomes a line in the log.
+    A handler answers at once, or later by a future or a coroutine, which becomes an
+    asyncio task of this object. What it raises is the outcome of a request; an error of
+    a notice is logged.
     """
 
     def __init__(self, task: str, handler: Handler) -> None:
         self._task, self._handler = task, handler
         self._tasks: set[asyncio.Task[Message]] = set()
         self._is_over = False
-        self._rate_limit = RateLimit(time.monotonic)
+        self._notice_errors = RateLimitedLog(_LOG)
         self.messages = 0
-        """Handed on since the start."""
+        """Messages passed to the handler since the start."""
 
     def __len__(self) -> int:
-        """Handlers that run."""
+        """Number of handlers that run."""
         return len(self._tasks)
 
-    def serve(
+    def dispatch(
         self,
         connection: Connection,
         number: int | None,
         message: Message,
         sink: Sink | None = None,
     ) -> None:
-        """A request, or a notice, which has no number."""
+        """Handles a request, or a notice if ``number`` is None."""
         remote = connection.remote
         assert remote is not None
         self.messages += 1
         try:
             result = self._handler(remote, message) if sink is None else sink.finish()
-        except Exception as error:  # goes to the caller, who is to blame more often
+        except Exception as error:  # to the caller, whose mistake it is in most cases
             remote.promised = 0
             self._fail(connection, number, error)
             return
@@ -235,7 +234,8 @@ class Handling:
         elif isinstance(result, asyncio.Future):
             result.add_done_callback(partial(self._finished, connection, number))
         elif inspect.iscoroutine(result):
-            # By itself: one that is within another is not ended if that never begins.
+            # Not wrapped: a wrapped coroutine is never closed if its wrapper is
+            # cancelled before it starts.
             task = asyncio.get_running_loop().create_task(
                 result, name=f"{type(message).__name__} of {remote.name}"
             )
@@ -244,14 +244,14 @@ class Handling:
             task.add_done_callback(partial(self._finished, connection, number))
         else:
             wrong = TypeError(
-                f"the handler returned {type(result).__name__}: no message"
+                f"the handler returned {type(result).__name__}, expected a message"
             )
             self._fail(connection, number, wrong)
 
-    async def end(self) -> None:
-        """Cancels the handlers that run, and waits until they have ended.
+    async def close(self) -> None:
+        """Cancels running handlers, and waits until they have ended.
 
-        Cancellation: they are cancelled; some may not have ended.
+        Cancellation: the handlers are cancelled, but some may still run.
         """
         self._is_over = True
         for task in self._tasks:
@@ -282,13 +282,12 @@ class Handling:
         if number is not None:
             connection.outlet.peer.reply(number, failure(error))
             return
-        if self._rate_limit.may_log():
-            _LOG.error(
-                "%s: a notice of %s failed (%d so far): %s",
-                self._task,
-                connection.outlet.peer.name,  # which may be gone by now
-                self._rate_limit.count,
-                error,
-                # An error of ours says all; any other is a defect of somebody's.
-                exc_info=None if isinstance(error, ZstratError) else error,
-            )
+        self._notice_errors.write(
+            logging.ERROR,
+            "%s: a notice of %s failed: %s",
+            self._task,
+            connection.outlet.peer.name,  # the remote may be gone by now
+            error,
+            # An error of zstrat needs no traceback; any other is a defect.
+            error=None if isinstance(error, ZstratError) else error,
+        )

@@ -23,7 +23,6 @@ import os
 import secrets
 import stat
 import threading
-import time
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -34,8 +33,8 @@ from zstrat.wire import Offer
 from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
-from ._rate_limit import RateLimit
-from ._traffic import SHARED
+from ._pump import SHARED
+from ._rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
-_RATE_LIMIT: Final = RateLimit(time.monotonic)
+_BY_SOCKET: Final = RateLimitedLog(_LOG)
 
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
@@ -297,8 +296,8 @@ class ShmChannel:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            if _RATE_LIMIT.may_log():
-                _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
+            text = "bodies for %s go by socket: %s"
+            _BY_SOCKET.write(logging.INFO, text, task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
 
@@ -319,8 +318,8 @@ class ShmChannel:
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            if _RATE_LIMIT.may_log():
-                _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
+            text = "bodies of %s come by socket: %s"
+            _BY_SOCKET.write(logging.INFO, text, task_name(of), error)
             return b""
         return self._mapping.proof
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 import zmq
 
-from ._inherited import note_address
-from ._listener import Accepted, accepted
+from ._descriptors import Accepted, accepted, note_address
 from ._pump import Pump
 
 if TYPE_CHECKING:

@@ -9,8 +9,6 @@ from ._convert import require_divisors as require_divisors
 from ._convert import require_unmasked as require_unmasked
 from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
-from ._copy_storage import CopyStorage as CopyStorage
-from ._copy_storage import copy_storage as copy_storage
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
@@ -27,9 +25,11 @@ from ._downcast import is_downcast as is_downcast
 from ._downcast import is_machinery as is_machinery
 from ._downcast import user_line as user_line
 from ._downcast import user_stacklevel as user_stacklevel
+from ._local import CopyStorage as CopyStorage
 from ._local import LocalStorage as LocalStorage
 from ._local import StorageWithSlots as StorageWithSlots
 from ._local import UnboundStorage as UnboundStorage
+from ._local import copy_storage as copy_storage
 from ._rows import Gathering as Gathering
 from ._rows import integers as integers
 from ._rows import present as present
@@ -61,8 +61,6 @@ from ._table import Table as Table
 from ._table import TableLayout as TableLayout
 from ._table import absent as absent
 from ._table import reaching as reaching
-from ._tracing import KeepsCopies as KeepsCopies
-from ._tracing import TraceRecorder as TraceRecorder
 from ._tracing import VariableUse as VariableUse
 from ._tracing import is_staging as is_staging
 from ._tracing import note_use as note_use
@@ -89,7 +87,7 @@ from ._variable import stand_in as stand_in
 from ._variable import unbound as unbound
 from .gradients._gradient_call import Binds as Binds
 from .gradients._gradient_call import GradientCall as GradientCall
-from .gradients._gradient_call import UpdateRecorder as UpdateRecorder
+from .gradients._gradient_call import TraceRecorder as TraceRecorder
 from .gradients._gradient_call import VariableUpdate as VariableUpdate
 from .gradients._gradient_call import encoded as encoded
 from .gradients._gradient_call import require_servers as require_servers

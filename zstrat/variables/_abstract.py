@@ -1,14 +1,13 @@
-"""What every variable is to its user, whether it is whole or in parts.
+"""`AbstractVariable`: what `Variable` and `ShardedVariable` have in common.
 
-Reads and updates go to the step that is being traced in this thread, if there is one,
-and to the storages of the variables otherwise. The blocking methods may be called from
-anywhere, a running asyncio loop included: the storage of a cluster works on a thread of
-its own, so the call delays the caller's loop but cannot deadlock it. The twins named
-``..._async`` leave the loop free; they are for the coordinator and have no meaning
-inside a step.
+Reads and updates go to the step that is being traced in this thread, if any, else to
+the storages. The blocking methods may be called anywhere, in a running asyncio loop,
+too: the storage of a cluster works on a thread of its own, so the call delays the
+caller's loop but cannot deadlock it. The methods named ``..._async`` do not block the
+loop; they are for the coordinator, outside of steps.
 
-Law of the file: what differs between a whole variable and one in parts are the abstract
-members below, and nothing else.
+Law of the file: the two classes differ in the abstract members below, and in nothing
+else.
 """
 
 from __future__ import annotations
@@ -27,30 +26,27 @@ from ._rows import read_rows, read_rows_async, row_updates
 from ._storage import update_all, update_all_async
 from ._table import Table
 from ._tracing import (
-    RunsWithValues,
-    TraceRecorder,
     VariableUse,
     note_use,
     recorder,
     refuse_read,
     refuse_update,
 )
-from .gradients._gradient_call import VariableUpdate
+from .gradients._gradient_call import TraceRecorder, VariableUpdate
 
 if TYPE_CHECKING:
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from ._storage import StorageUpdate, VariableHandle
     from ._table import IndexedSlices
-    from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 
 
 class ValueWanted(RuntimeError):
-    """Python asks for a value that is known only when the step runs."""
+    """Python needs a value that is known only when the step runs."""
 
 
 class AbstractVariable(ArrayOperators):
-    """A shared, mutable array: reads, updates, and what it is."""
+    """A shared, mutable array: reads, updates, attributes."""
 
     __slots__ = ("_spec",)
     _spec: VariableSpec
@@ -58,8 +54,8 @@ class AbstractVariable(ArrayOperators):
     @property
     @abc.abstractmethod
     def components(self) -> tuple[VariableHandle, ...]:
-        """The variables that hold the value, in the order of their rows; the variable
-        itself unless it is in parts."""
+        """The variables that store the value, in the order of their rows; only the
+        variable itself unless it is sharded."""
 
     @property
     @abc.abstractmethod
@@ -67,34 +63,34 @@ class AbstractVariable(ArrayOperators):
         """The rows of the value, over the components.
 
         Raises:
-            ValueError: A value without a first axis has no rows.
+            ValueError: The value is a scalar.
         """
 
     @abc.abstractmethod
     def _read_now(self) -> np.ndarray:
-        """The value, from its storages."""
+        """Reads the value from its storages."""
 
     @abc.abstractmethod
     async def _read_now_async(self) -> np.ndarray: ...
 
     @abc.abstractmethod
     def _traced_value(self, recording: TraceRecorder) -> Any:
-        """The value in the step that is being traced."""
+        """Reads the value in the step that is being traced."""
 
     @abc.abstractmethod
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[StorageUpdate]:
-        """What an operand of the whole shape, traced or not, does to each component."""
+        """Splits an update by an operand of the whole shape over the components."""
 
     @abc.abstractmethod
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
-        """What an update by indices and rows is told to be of: a table, if it may be of
-        several components, or is one for all of them."""
+        """Returns the target of an update by indices and rows: a table, if the update
+        concerns several components."""
 
     @property
     def name(self) -> str:
-        """The name that the variable was given."""
+        """The name of the variable."""
         note_use(VariableUse.NAME, self)
         return self._spec.name
 
@@ -129,7 +125,7 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How updates of several replicas become one."""
+        """How updates of several replicas are combined."""
         return self._spec.aggregation
 
     @property
@@ -138,20 +134,20 @@ class AbstractVariable(ArrayOperators):
         return self._spec.synchronization
 
     def require_optimizable(self) -> None:  # most are
-        """Refuses what no optimizer moves.
+        """Refuses a variable that optimizers cannot update.
 
         Raises:
-            ValueError: Says why.
+            ValueError: Optimizers cannot update it.
         """
 
     def value(self) -> Any:
-        """The value: traced by jax inside a step, a read-only numpy array elsewhere.
+        """Reads the value: traced by jax inside a step, else a read-only numpy array.
 
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
-            RuntimeError: Outside of steps, in what jax traces before it runs. (In a
-                replica function that runs sequentially it is read when that runs.)
-            PSUnavailableError: The parameter server that held it is gone.
+            RuntimeError: Outside of steps, while jax traces a function. (In a replica
+                function that runs sequentially the value is read when that runs.)
+            PSUnavailableError: The parameter server that stored it is gone.
         """
         recording = recorder.get()
         if recording is None:
@@ -161,19 +157,19 @@ class AbstractVariable(ArrayOperators):
         return self._traced_value(recording)
 
     def read_value(self) -> Any:
-        """Reads as `value` does."""
+        """Reads the value, as `value` does; TF's other name."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a read-only numpy array.
+        """Reads the value as a read-only numpy array.
 
         Raises:
-            RuntimeError: A step is being traced, so there is no value yet (an eager
-                one has values); or jax traces something else, and would keep the value.
+            RuntimeError: A step is being traced and has no value yet (eager steps have
+                values); or jax traces another function, and would keep the value.
         """
         current = recorder.get()
         if current is not None:
-            if isinstance(current, RunsWithValues) and current.has_values:
+            if current.has_values:
                 value = self.value()
                 if not isinstance(value, jax.core.Tracer):  # of jax.jit and the like
                     return np.asarray(value)
@@ -185,13 +181,14 @@ class AbstractVariable(ArrayOperators):
         return self._read_now()
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Rows ``indices`` of the value, in their order: shape ``indices.shape + row``.
-        Nothing but these rows is fetched, each of them once. ``name`` is taken for
-        TF's sake: there is no graph whose operations had names.
+        """Reads rows ``indices``, in their order: shape ``indices.shape + row``.
+
+        Fetches each of these rows once, and no others. ``name`` is accepted for
+        compatibility with TF, and ignored.
 
         Raises:
-            ValueError: The variable has no first axis, or indices are no integers.
-            IndexError: An index is out of bounds; inside a step where it is known.
+            ValueError: The variable is a scalar, or indices are not integers.
+            IndexError: An index is out of bounds; in a step, if its value is known.
         """
         table = self.table
         recording = recorder.get()
@@ -209,7 +206,7 @@ class AbstractVariable(ArrayOperators):
         return await self._read_now_async()
 
     async def value_async(self) -> np.ndarray:
-        """Reads as `read_value_async` does."""
+        """Reads the value, as `read_value_async` does."""
         return await self._read_now_async()
 
     async def sparse_read_async(
@@ -218,8 +215,7 @@ class AbstractVariable(ArrayOperators):
         """`sparse_read`, without blocking the running loop."""
         return await read_rows_async(self.table, indices)
 
-    #
-    # The arguments behind the first one are TF's, in its order.
+    # All arguments after the first one are TF's, in its order.
 
     def assign(
         self,
@@ -230,15 +226,15 @@ class AbstractVariable(ArrayOperators):
     ) -> Self:
         """Replaces the value; returns the variable.
 
-        The other arguments say what is so in any case, here and in all updates: every
-        update is made under a lock, so that none is lost and no reader sees half of it
-        (``use_locking``); there is no graph whose operations had names (``name``); and
-        reading costs nothing until it is done (``read_value``).
+        The other arguments of this and of all updates are TF's, and change nothing:
+        every update holds a lock, so that none is lost and no reader sees half of it
+        (``use_locking``); operations have no names (``name``); the call reads nothing
+        (``read_value``).
 
         Raises:
-            ValueError: The shape is another one, or the dtype is of another kind.
-            RuntimeError: Outside of steps, in what jax traces before it runs. This
-                holds for every update.
+            ValueError: The shape differs, or the dtype is of another kind.
+            RuntimeError: Outside of steps, while jax traces a function. All updates
+                raise it there.
         """
         return self._dense(UpdateOp.ASSIGN, value)
 
@@ -253,7 +249,7 @@ class AbstractVariable(ArrayOperators):
         arguments are those of `assign`.
 
         Raises:
-            ValueError: The shape is another one, or the dtype is of another kind.
+            ValueError: The shape differs, or the dtype is of another kind.
         """
         return self._dense(UpdateOp.ADD, delta)
 
@@ -268,7 +264,7 @@ class AbstractVariable(ArrayOperators):
         other arguments are those of `assign`.
 
         Raises:
-            ValueError: The shape is another one, or the dtype is of another kind.
+            ValueError: The shape differs, or the dtype is of another kind.
         """
         return self._dense(UpdateOp.SUB, delta)
 
@@ -315,7 +311,7 @@ class AbstractVariable(ArrayOperators):
         ``use_locking`` and ``name`` are those of `assign`.
 
         Raises:
-            ValueError: Indices are no vector of integers, or the rows do not fit.
+            ValueError: Indices are not a vector of integers, or the rows do not fit.
             IndexError: Outside a step, if an index is out of bounds.
         """
         return self._sparse(UpdateOp.SCATTER_ADD, sparse_delta)
@@ -344,8 +340,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Divides rows, one after the other where an index is there twice; integers
-        are cut off towards zero. A step whose variables are in this process divides an
+        """Divides rows, one after the other if an index occurs twice; integers are
+        truncated towards zero. A step whose variables are in this process divides an
         integer by zero as XLA does. Raises as `scatter_add`, and
 
         Raises:
@@ -359,7 +355,7 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Keeps the smaller of old and given rows. Raises as `scatter_add`."""
+        """Replaces rows by the minimum of old and given. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MIN, sparse_delta)
 
     def scatter_max(
@@ -368,7 +364,7 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Keeps the larger of old and given rows. Raises as `scatter_add`."""
+        """Replaces rows by the maximum of old and given. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MAX, sparse_delta)
 
     def scatter_update(
@@ -387,7 +383,7 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Any of the scatter updates, without blocking the running loop.
+        """Applies any scatter update, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
         """
@@ -395,11 +391,11 @@ class AbstractVariable(ArrayOperators):
         return self
 
     def _operand(self, value: Any) -> Any:
-        """What an update of the whole variable, or a gradient, is given: the operand of
-        every copy, of a variable that has some.
+        """Converts the argument of a dense update, or a gradient, to an operand; for a
+        variable with copies, to the operand of every copy.
 
         Raises:
-            TypeError: It is none.
+            TypeError: It is not an operand.
         """
         return value
 
@@ -432,7 +428,7 @@ class AbstractVariable(ArrayOperators):
         return self
 
     def _planned(self, op: UpdateOp, value: Any) -> list[StorageUpdate]:
-        """A checked update outside of steps, split over the components."""
+        """Checks an update outside of steps, and splits it over the components."""
         refuse_update(self._spec, WORDS[op])
         given = self._operand(value)
         operand = _convert.plain_operand(self._spec, given, WORDS[op])
@@ -446,23 +442,23 @@ class AbstractVariable(ArrayOperators):
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
     ) -> None:
-        """Notes an update by a traced operand of the whole shape."""
+        """Records an update by a traced operand of the whole shape."""
         for update in self._updates(op, value, optimizer):
             recording.update(VariableUpdate(*update))
 
     def _record_rows(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None = None,
     ) -> None:
-        """Notes an update by traced indices and rows."""
+        """Records an update by traced indices and rows."""
         target = self._target_of_rows(op)
         recording.update(VariableUpdate(target, op, rows, optimizer))
 
@@ -472,7 +468,7 @@ class AbstractVariable(ArrayOperators):
         rows: tuple[np.ndarray, np.ndarray],
         optimizer: OptimizerHandle | None = None,
     ) -> list[StorageUpdate]:
-        """What indices and rows do to the components that have some of them."""
+        """Splits an update by indices and rows over the components that have them."""
         target = self._target_of_rows(op)
         if isinstance(target, Table):
             return row_updates(target, op, rows, optimizer)

@@ -1,19 +1,19 @@
-"""Turns what a user gave into an array that fits its variable, or says why it does not.
+"""Converts and checks what users give: first values, operands, gradients, indices.
 
-The rules of dtypes, in one place:
+The rules of dtypes:
 
 - Python numbers and lists become float32 or int32 unless a dtype is given; numpy and
   jax arrays keep theirs.
 - An update takes Python values and numpy arrays of another dtype of the same kind
   (float64 into float32), as TF does; a jax array must have the variable's dtype,
-  because a step must not narrow what it computed in silence.
+  because a step must not silently convert what it computed.
 - A gradient has the variable's dtype, as jax sees both (float64 is float32 where jax
-  computes with 32 bits): optax computes moments of a gradient in its own dtype, and
-  one that is converted before gives others. Python values have none.
+  computes with 32 bits): optax computes moments in the dtype of the gradient, and a
+  converted gradient gives other moments. Python values have no dtype of their own.
 - An integer that does not fit the variable's dtype is refused, never wrapped.
-- 64-bit variables live on a parameter server and are read and updated from outside a
-  step. Inside a step jax would truncate them unless ``jax_enable_x64`` is on; that is
-  refused.
+- 64-bit variables are stored on parameter servers, and read and updated outside of
+  steps. Inside a step jax would truncate them unless ``jax_enable_x64`` is on, so steps
+  refuse them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ _UNDEFINED: Final = {
     "b": (UpdateOp.SUB, UpdateOp.SCATTER_SUB, UpdateOp.SCATTER_DIV),
     "c": (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX),
 }
-"""By the kind of the dtype. numpy orders complex numbers by their parts, XLA in another
-way, and nobody else at all."""
+"""Operations that a kind of dtype does not have. (numpy and XLA order complex numbers
+in different ways.)"""
 
 
 def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
-    """The first value of a variable, in C order, owned by nobody else.
+    """Converts the first value of a variable to a new array in C order.
 
     Raises:
-        ValueError: It has another shape than ``shape`` says, or an integer does not
-            fit the dtype.
-        TypeError: It is no array of numbers or booleans.
+        ValueError: Its shape is not ``shape``, or an integer does not fit the dtype.
+        TypeError: It is not an array of numbers or booleans.
     """
     if isinstance(value, ArrayOperators):
         value = value.value()
@@ -88,10 +87,10 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
 
 
 def as_dtype(dtype: Any, name: str) -> np.dtype:
-    """The dtype of a variable from a string, a numpy dtype or a jax scalar type.
+    """Converts a string, a numpy dtype or a jax scalar type to a variable's dtype.
 
     Raises:
-        TypeError: It is unknown, or its values are no numbers or booleans.
+        TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
     found: np.dtype = np.dtype(jnp.dtype(dtype))
     if found.name not in DTYPES:
@@ -105,8 +104,9 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
 def traced_operand(
     spec: VariableSpec, value: Any, what: str, *, examples: bool = False
 ) -> jax.Array:
-    """The operand of an update of the whole variable, inside a step; of several
-    examples, along an axis before its own.
+    """Converts the operand of a dense update, inside a step.
+
+    With ``examples`` it has one more axis, in front, for the examples.
 
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
@@ -120,8 +120,9 @@ def traced_operand(
 def plain_operand(
     spec: VariableSpec, value: Any, what: str, *, examples: bool = False
 ) -> np.ndarray:
-    """The operand of an update of the whole variable, outside a step; of several
-    examples, along an axis before its own.
+    """Converts the operand of a dense update, outside of steps.
+
+    With ``examples`` it has one more axis, in front, for the examples.
 
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
@@ -132,10 +133,10 @@ def plain_operand(
 
 
 def require_defined(spec: VariableSpec, op: UpdateOp) -> None:
-    """Refuses an update that has no meaning for the dtype of the variable.
+    """Refuses an operation that the dtype of the variable does not have.
 
     Raises:
-        InvalidArgumentError: Says so.
+        InvalidArgumentError: The dtype does not have it.
     """
     if op in _UNDEFINED.get(spec.numpy_dtype.kind, ()):
         raise InvalidArgumentError(
@@ -148,7 +149,7 @@ def require_divisors(spec: VariableSpec, op: UpdateOp, rows: np.ndarray) -> None
     """Refuses to divide integers by zero, outside of steps.
 
     Raises:
-        InvalidArgumentError: There is a zero.
+        InvalidArgumentError: A divisor is zero.
     """
     if op is UpdateOp.SCATTER_DIV and rows.dtype.kind in "iu" and not rows.all():
         raise InvalidArgumentError(
@@ -158,7 +159,7 @@ def require_divisors(spec: VariableSpec, op: UpdateOp, rows: np.ndarray) -> None
 
 
 def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
-    """Refuses a gradient that optax would compute with in another dtype.
+    """Refuses a gradient of another dtype than the variable.
 
     Raises:
         ValueError: It is an array, and its dtype is not the variable's.
@@ -175,11 +176,11 @@ def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
 def traced_rows(
     spec: VariableSpec, indices: Any, values: Any, what: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices [n] and rows [n, ...] of a sparse update, inside a step.
+    """Converts indices [n] and rows [n, ...] of a scatter update, inside a step.
 
     Raises:
         ValueError: Ranks, shapes or dtypes do not fit.
-        IndexError: Indices are known, and one is outside the first axis.
+        IndexError: Indices are known, and one is out of bounds.
     """
     require_untruncated(spec)
     given = array_given(indices)
@@ -187,7 +188,7 @@ def traced_rows(
     rows = _traced(spec, values, what)
     _check_rows(spec, index, rows, what)
     if not isinstance(given, jax.core.Tracer):
-        # Before jax narrows them to 32 bits.
+        # Before jax casts them to 32 bits.
         check_indices(spec, np.asarray(given), what)
     return index, rows
 
@@ -195,11 +196,11 @@ def traced_rows(
 def plain_rows(
     spec: VariableSpec, indices: Any, values: Any, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices [n] and rows [n, ...] of a sparse update, outside a step.
+    """Converts indices [n] and rows [n, ...] of a scatter update, outside of steps.
 
     Raises:
         ValueError: Ranks, shapes or dtypes do not fit.
-        IndexError: An index is outside the first axis.
+        IndexError: An index is out of bounds.
     """
     index, rows = np.asarray(value_of(indices)), _plain(spec, values, what)
     _check_rows(spec, index, rows, what)
@@ -208,28 +209,28 @@ def plain_rows(
 
 
 def traced_ids(table: Table, ids: Any) -> jax.Array:
-    """Ids of rows, inside a step.
+    """Converts ids of rows, inside a step.
 
     Raises:
-        ValueError: They are no integers.
-        IndexError: They are known, and there is no such row.
+        ValueError: They are not integers.
+        IndexError: They are known, and one is outside of the table.
     """
     ids = array_given(ids)
     if not isinstance(ids, jax.core.Tracer):
         ids = integers(ids, f"ids of {table}")
-        # Before jax narrows them to 32 bits.
+        # Before jax casts them to 32 bits.
         table.require_inside(ids)
     index = jnp.asarray(ids)
     if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(f"ids of {table} must be integers, not {index.dtype}")
+        raise ValueError(f"ids of {table} must be integers, got {index.dtype}")
     return index
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
-    """Refuses indices outside ``[0, shape[0])``, but for `ABSENT`.
+    """Refuses indices outside of ``[0, shape[0])``, except `ABSENT`.
 
     Raises:
-        IndexError: Names the first one that is outside.
+        IndexError: One is outside; names the first.
     """
     outside = ((indices < 0) & (indices != ABSENT)) | (indices >= spec.shape[0])
     if outside.any():
@@ -255,8 +256,8 @@ def require_untruncated(spec: VariableSpec) -> None:
 
 
 def array_given(value: Any) -> Any:
-    """The value of a variable, or the array of a list with traced values in it, as a
-    step has it of a list among its arguments; anything else as it is."""
+    """Reads a variable, joins a list with traced values; returns anything else as it
+    is. (A list among the arguments of a step has traced values.)"""
     value = value_of(value)
     if isinstance(value, list | tuple) and any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
@@ -281,8 +282,8 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
     value = value_of(value)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"{what} {spec}: the value is being traced by jax, but no zs.function is: "
-            "decorate the step with zs.function instead of jax.jit"
+            f"{what} {spec}: jax traces the value outside of a zs.function: decorate "
+            "the step with zs.function instead of jax.jit"
         )
     require_unmasked(value, f"cannot {what} {spec}: the value")
     array = np.asarray(value)
@@ -296,13 +297,13 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 
 def require_unmasked(value: Any, what: str) -> None:
-    """Refuses an array that would lose its mask, as jax does."""
-    # Plain ones first: numpy imports its masked arrays when they are asked for.
+    """Refuses a masked array, as jax does."""
+    # Plain arrays first: numpy imports `np.ma` at its first use.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
     if not is_plain and isinstance(value, np.ma.MaskedArray):
         raise ValueError(
-            f"{what} is a masked array, and would lose its mask: fill it, "
-            ".filled(0) say"
+            f"{what} is a masked array, and would lose its mask: fill it first, "
+            "as with .filled(0)"
         )
 
 
@@ -321,7 +322,7 @@ def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
 
 
 def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
-    """Refuses integers that would be others in the wanted dtype."""
+    """Refuses integers that do not fit the wanted dtype."""
     kinds = array.dtype.kind + wanted.kind
     if array.dtype == wanted or not set(kinds) <= set("iu"):
         return
@@ -336,7 +337,8 @@ def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
 
 
 def same_kind(given: Any, wanted: np.dtype) -> bool:
-    """float into float of any width, integer into wider kinds; never float into int."""
+    """Whether a dtype can be converted: bool to integer to float to complex, of any
+    width, never back."""
     ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
         next(i for i, kind in enumerate(ladder) if jnp.issubdtype(dtype, kind))
@@ -348,9 +350,9 @@ def same_kind(given: Any, wanted: np.dtype) -> bool:
 
 
 def _plain_dtype(dtype: np.dtype) -> np.dtype:
-    """TF's dtypes of Python values: float32, int32 and complex64."""
-    narrow = {"f": np.float32, "i": np.int32, "c": np.complex64}
-    return np.dtype(narrow.get(dtype.kind, dtype))
+    """Returns TF's dtype of Python values: float32, int32 or complex64."""
+    of_kind = {"f": np.float32, "i": np.int32, "c": np.complex64}
+    return np.dtype(of_kind.get(dtype.kind, dtype))
 
 
 def _check_shape(
@@ -365,7 +367,7 @@ def _check_shape(
 
 def _check_rows(spec: VariableSpec, index: Any, rows: Any, what: str) -> None:
     if not spec.shape:
-        raise ValueError(f"cannot {what} {spec}: it has no first axis")
+        raise ValueError(f"cannot {what} {spec}: a scalar has no rows")
     if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(
             f"cannot {what} {spec}: indices must be a vector of integers, "
@@ -382,10 +384,12 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
 
 
 def is_weak(value: object) -> bool:
-    """Whether this is an array of jax that takes the dtype of what it meets, as Python
-    numbers do there. (Each call of a step asks it of its arguments: `jax.typeof` knows
-    it, too, but makes a new sharding of that of an array over several devices.)"""
-    # The dtype of random keys is none of numpy's, and they do not know the word.
+    """Whether this is a weakly typed array of jax, as Python numbers become there.
+
+    Each call of a step asks it of its arguments. (`jax.typeof` knows it, too, but makes
+    a new sharding for an array over several devices.)
+    """
+    # Random keys have a dtype that is not numpy's, and no ``weak_type``.
     if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
         return False
     return value.weak_type

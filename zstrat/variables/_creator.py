@@ -1,12 +1,13 @@
-"""Who makes variables: a strategy's scope, or nobody (then they live in this process).
+"""Creation of variables: the current creator, and first values.
 
-A scope sets itself as the `creator` of its thread or task; a strategy that is current
-without a scope is installed for the whole process. Law of the file: whoever sets it
+A strategy's scope sets its creator in the context variable `creator`; a strategy that
+is current without a scope installs its creator for the whole process. Without a creator
+variables are stored in this process. Law of the file: the code that sets the creator
 resets it, in the same thread or task.
 
-How the first value of a variable is had follows TF's rules: a callable that can make a
-part of its array does so where the part will live; any other is called here, once. What
-a callable takes is read from its signature, not tried.
+First values follow TF's rules: a callable that can make a part of its array does so on
+the parameter server that stores the part; any other callable is called here, once. The
+signature of a callable says which arguments it takes; it is never called to find out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zstrat.initializers import Initializer, Sliced
 from . import _convert
 from ._operators import ArrayOperators
 from ._spec import VariableAggregation, VariableSynchronization
-from ._tracing import RunsWithValues, recorder
+from ._tracing import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VariableRequest:
-    """What the user asked of one new variable, checked only by its creator."""
+    """The user's arguments for one new variable; its creator checks them."""
 
     initial_value: Any
     shape: tuple[int, ...] | None
@@ -47,62 +48,61 @@ class VariableRequest:
     aggregation: VariableAggregation
     synchronization: VariableSynchronization
     is_whole: bool = False
-    """Whether it is one component, whatever a partitioner says."""
+    """Whether partitioners must not shard it."""
 
 
 @runtime_checkable
 class Creator(Protocol):
-    """Makes variables and knows their optimizers."""
+    """Creates variables, and registers optimizers where the variables are stored."""
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
-        """One variable per request, in order, with one round trip for all of them: a
-        `Variable`, or a `ShardedVariable`."""
+        """Creates a `Variable` or `ShardedVariable` per request, in order, with one
+        round trip for all of them."""
         ...
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """Makes the optimizer known where the variables live; returns its id there."""
+        """Registers an optimizer where the variables are stored; returns its id."""
         ...
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """The last one that was made known has no handle: creating it failed later."""
+        """Undoes the last registration, because the optimizer could not be made."""
         ...
 
 
 class StrategyCreator:
-    """What creators of strategies have in common: the strategy that they create for,
-    which they do not keep alive."""
+    """Base of the creators of strategies; refers weakly to the strategy."""
 
     _strategy: weakref.ref[Any] | None = None
 
     def belong_to(self, strategy: object) -> None:
-        """Said whenever the strategy is about to create; always by the same one."""
+        """Sets the strategy; the same one at each call."""
         # Weakly: the strategy holds its creator.
         if self._strategy is None:
             self._strategy = weakref.ref(strategy)
 
     @property
     def strategy(self) -> Any:
-        """The strategy; None: nobody holds it any more."""
+        """The strategy; None if it is no longer alive."""
         return None if self._strategy is None else self._strategy()
 
 
 @runtime_checkable
 class PerWorkerCreator(Protocol):
-    """A creator of variables of which each worker has one of its own."""
+    """A creator of variables with one value per worker."""
 
     def create_per_worker(self, request: VariableRequest) -> Any:
-        """One variable, with a value for each worker."""
+        """Creates one variable with a value for each worker."""
         ...
 
 
 def create_per_worker(request: VariableRequest) -> Any:
-    """A variable of which each worker has one of its own.
+    """Creates a variable with one value per worker.
 
     Raises:
         ValueError: The current scope is not that of a strategy with a coordinator; the
-            variable is to be trainable; a step is being traced.
+            variable is trainable; a step is being traced.
     """
     check(request)
     current = creator.get()
@@ -119,80 +119,82 @@ def create_per_worker(request: VariableRequest) -> Any:
 
 @runtime_checkable
 class DelegatingCreator(Protocol):
-    """A creator that asks another one."""
+    """A creator that delegates to another one."""
 
     @property
     def inner(self) -> Creator | None: ...
 
 
 def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
-    """Refuses a copy of a variable in the scope of another strategy than its own.
+    """Refuses to copy a variable in the scope of another strategy than its own.
 
     Raises:
-        RuntimeError: ``current`` is the creator of another one.
+        RuntimeError: ``current`` is the creator of another strategy.
     """
     asked = current.inner if isinstance(current, DelegatingCreator) else current
     if asked is None or asked is owner:
         return
     raise RuntimeError(
-        f"variable {name!r} of one strategy is copied (copy.deepcopy) in the scope of "
-        "another one, and a copy belongs to the strategy of its original: copy it "
+        f"variable {name!r} is copied (copy.deepcopy) in the scope of another strategy "
+        "than its own, and a copy belongs to the strategy of its original: copy it "
         "outside of that scope, or create a new variable there from its value, "
         "zs.Variable(variable.numpy())"
     )
 
 
 Aside: TypeAlias = "tuple[Creator | None] | None"
-"""What a thread or task has set; None: nothing."""
+"""The creator that a thread or task has set; None if it has set none."""
 Before: TypeAlias = "Token[Aside]"
 
 
 class CurrentCreator:
-    """A context variable over one value for all threads."""
+    """The current creator: a context variable, with a default for the process."""
 
     def __init__(self) -> None:
         self._own: ContextVar[Aside] = ContextVar("zstrat_creator", default=None)
         self._installed: Creator | None = None
 
     def get(self) -> Creator | None:
-        """The creator that this thread or task has set, else the installed one."""
+        """Returns the creator of this thread or task, else the installed one."""
         own = self._own.get()
         return self._installed if own is None else own[0]
 
     def set(self, own: Creator | None) -> Before:
-        """Sets that of this thread or task; None: variables live in this process."""
+        """Sets the creator of this thread or task; None stores variables here."""
         return self._own.set((own,))
 
     def reset(self, before: Before) -> None:
-        """Takes one `set` back, in the context that it was made in."""
+        """Undoes one `set`, in the same context."""
         self._own.reset(before)
 
     def put_aside(self) -> Aside:
-        """What this thread or task has set, for `put_back`: which needs no token, so
-        that an async generator may be closed in another context than it began in."""
+        """Returns what this thread or task has set, for `put_back`.
+
+        That needs no token: async generators may end in another context than they
+        began in.
+        """
         return self._own.get()
 
     def put_back(self, aside: Aside) -> None:
-        """Sets what was put aside."""
+        """Restores what `put_aside` has returned."""
         self._own.set(aside)
 
     def install(self, installed: Creator | None) -> None:
-        """Sets that of all threads and tasks that have set none."""
+        """Sets the creator of all threads and tasks that have set none."""
         self._installed = installed
 
 
 creator: Final = CurrentCreator()
-"""The creator of the scope that this thread or task is in, if any."""
+"""The current creator of this thread or task."""
 
 
 def is_trainable(
     trainable: bool | None, synchronization: VariableSynchronization, name: str
 ) -> bool:
-    """TF's rule: what is not said is True, but for a variable that is brought together
-    when it is read.
+    """Returns TF's default of ``trainable``: True, unless the variable is ON_READ.
 
     Raises:
-        ValueError: It is said to be trainable, and is brought together when read.
+        ValueError: ``trainable`` is True, and the variable is ON_READ.
     """
     is_on_read = synchronization is VariableSynchronization.ON_READ
     if trainable and is_on_read:
@@ -201,30 +203,29 @@ def is_trainable(
             "VariableSynchronization.ON_READ only for non-trainable variables. You "
             "have specified trainable=True and "
             "synchronization=VariableSynchronization.ON_READ: leave trainable out, or "
-            "leave synchronization out (AUTO) if an optimizer moves the variable"
+            "leave synchronization out (AUTO) if an optimizer updates the variable"
         )
     return not is_on_read if trainable is None else bool(trainable)
 
 
 class CreatedInStep(ValueError):
-    """A variable is created where a step is being traced."""
+    """A step that is being traced creates a variable."""
 
 
 def check(request: VariableRequest) -> None:
     """Refuses a request that no creator can carry out.
 
     Raises:
-        ValueError: A step is being traced, or a member of an enum is none.
+        ValueError: A step is being traced, or an argument is not of its enum.
     """
     current = recorder.get()
-    if current is not None and not (
-        isinstance(current, RunsWithValues) and current.may_create
-    ):
+    if current is not None and not current.may_create:
         raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "
-            "variables before it, in strategy.scope(), and use them in its body. (It "
-            "may create them when it is called for the first time, outside of others "
-            "and not scheduled, if it keeps them: if self.v is None: self.v = ...)"
+            "variables before it, in strategy.scope(), and use them in its body. (A "
+            "step may create variables at its first call, if that is neither scheduled "
+            "nor inside another step, and if it keeps them: "
+            "if self.v is None: self.v = ...)"
         )
     for given, wanted in (
         (request.aggregation, VariableAggregation),
@@ -238,15 +239,15 @@ def check(request: VariableRequest) -> None:
 
 
 _SMALL: Final = 2**20
-"""Bytes up to which what `zstrat.initializers` make is made here: it is the same
-anywhere, and a parameter server need not load code for it."""
+"""Up to this many bytes the values of `zstrat.initializers` are made here: they are the
+same anywhere, and a parameter server need not load code."""
 
 _PARTITION: Final = ("partition_shape", "partition_offset")
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredValue:
-    """A value that is made where it will live: the whole is never here."""
+    """A value that is made where it is stored, so that the whole is never here."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -254,11 +255,11 @@ class DeferredValue:
 
 
 def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
-    """How the value of a request is had: there, or here and now.
+    """Makes the first value of a variable, or defers that to where it is stored.
 
     Raises:
-        ValueError: There is none, or its shape is another one than asked for.
-        TypeError: It is no array of numbers or booleans.
+        ValueError: There is no value, or its shape differs from the request.
+        TypeError: It is not an array of numbers or booleans.
     """
     value = request.initial_value
     if not _is_callable(value) or request.shape is None:
@@ -269,8 +270,8 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
     dtype = _dtype(request)
     initializer = _sliced(value, takes_shape)
     small = math.prod(request.shape) * dtype.itemsize <= _SMALL
-    # What is sent as code has to be loaded there; a small value of our own initializers
-    # is quicker made here, and the same.
+    # A server has to load code that is sent; a small value of our own initializers is
+    # made faster here, and is the same.
     if initializer is None or (small and initializer is value):
         return initialize(request)
     initializer.require_fitting(dtype)
@@ -278,11 +279,11 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
 
 
 def initialize(request: VariableRequest) -> np.ndarray:
-    """The initial value of a request, its callable called.
+    """Makes the first value of a variable here; calls a callable.
 
     Raises:
-        ValueError: There is none, or its shape is another one than asked for.
-        TypeError: It is no array of numbers or booleans.
+        ValueError: There is no value, or its shape differs from the request.
+        TypeError: It is not an array of numbers or booleans.
     """
     value = request.initial_value
     if value is None:
@@ -309,7 +310,7 @@ def _called(request: VariableRequest) -> Any:
 
 
 def _sliced(value: Any, takes_shape: bool) -> Initializer | None:
-    """The callable as one that makes parts, or None if it makes only the whole."""
+    """Wraps a callable that can make parts; None if it makes only the whole."""
     if isinstance(value, Initializer):
         return value
     by_name = _names_parts(value)
@@ -328,13 +329,13 @@ def _is_callable(value: Any) -> bool:
 
 
 def _takes_shape(initializer: Any, name: str) -> bool:
-    """Whether the callable wants ``(shape, dtype)``."""
+    """Whether the callable takes ``(shape, dtype)``."""
     signature = _signature(initializer)
     if signature is None:
         return False
     if next(iter(signature.parameters), "") in ("key", "rng"):
         raise ValueError(
-            f"the initializer of variable {name!r} wants a random key first: bind it, "
+            f"the initializer of variable {name!r} takes a random key first: bind it, "
             "functools.partial(initializer, jax.random.key(0)), or use zs.initializers"
         )
     parts = dict.fromkeys(_PARTITION) if _names_parts(initializer) else {}
@@ -361,5 +362,5 @@ def _takes_any(initializer: Any) -> bool:
 def _signature(initializer: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(initializer)
-    except ValueError:  # a builtin that does not say: TF calls it without arguments
+    except ValueError:  # a builtin without one: TF calls it without arguments
         return None

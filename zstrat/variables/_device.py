@@ -1,18 +1,17 @@
-"""A variable, or a copy of one, that stays on this process's devices between steps.
+"""The storage of a variable on this process's devices.
 
-A step takes value and slots as they are, gives them to XLA to be overwritten, and puts
-back what came out. Outside of steps the variable is read and updated as any other of
-this process.
+A step donates value and slots to XLA, and puts back what comes out. Outside of steps
+the variable is read and updated as any other of this process.
 
-Where several devices have a replica each, the value is one array that all of them have;
-or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
-which each device has its row. From outside of the replicas the value of such a variable
-is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
-of all of them. A copy has a storage of its own (`CopyStorage`), for what is done to it
-alone; a step that is captured does not come there, but computes with the row.
+With one replica on each of several devices, the value is one array that all devices
+share. A variable that each replica updates for itself (it is *apart*) is an array
+``[copies, ...]`` with one row on each device. Code outside of the replicas sees the
+first copy; if the synchronization is ON_READ, it sees the aggregate of all copies. One
+copy has a storage of its own (`CopyStorage`); captured steps do not use that, they
+compute with the row.
 
-Law of the file: whoever changes a value has the turn (`DevicePool`), and holds the
-lock, too, while the present one is given away, or while several fields change.
+Law of the file: code that changes a value holds the turn (`DevicePool`); it also holds
+the lock while XLA owns the present value, and while it changes several fields.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ _wait: Final[Any] = jax.block_until_ready
 
 
 class DeviceStorage(StorageWithSlots):
-    """One variable on the devices of this process, with the slots of the optimizers
-    that moved it.
+    """Keeps one variable on devices of this process, with the slots of its optimizers.
 
     Args:
-        on_read: How its copies are brought together, if each replica has one from the
-            beginning, because the variable's synchronization is ON_READ.
+        on_read: How a read combines the copies of the replicas, if the variable's
+            synchronization is ON_READ; each replica then has a copy from the start.
     """
 
     def __init__(
@@ -75,13 +73,13 @@ class DeviceStorage(StorageWithSlots):
             self._value = pool.place(value)
 
     def device_name(self, copy: int = 0) -> str:
-        """TF's name of the device that keeps a copy; without a number, the first."""
+        """Returns TF's name of the device that keeps copy number ``copy``."""
         names = self.pool.names
         return names[copy if len(names) > 1 else 0]
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of the value; None if it lives on one device."""
+        """The sharding of the value; None if it is on one device."""
         here = self.pool
         return here.sharding_apart if self.is_apart else here.sharding
 
@@ -93,27 +91,28 @@ class DeviceStorage(StorageWithSlots):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a step was given value or slots, and put nothing back; or a copy is
-        still missing after that."""
+        """Whether a failed step has lost the value or slots, or a copy is missing since
+        then."""
         return self._is_gone or bool(self._missing)
 
     def require_kept(self, name: str, copy: int | None = None) -> None:
-        """Refuses a value that is gone; or one copy of it.
+        """Refuses a value, or one copy of it, that is lost.
 
         Raises:
-            DataLossError: Names the variable, and says what to do.
+            DataLossError: It is lost; names the variable and the remedies.
         """
         if self._lacks(copy):
             raise DataLossError(
                 "this process",
                 name,
-                "its value is gone, because a step failed while it was computing the "
-                "next one: restore a checkpoint, take the values of another process "
+                "its value is lost, because a step failed while it computed the next "
+                "one: restore a checkpoint, take the values of another process "
                 "(MultiWorkerMirroredStrategy.reform), or assign a value",
             )
 
     def like(self) -> np.ndarray:
-        """Zeros of the form of what is shown, whatever became of the value."""
+        """Returns zeros of the shape and dtype of `shown`, also if the value is
+        lost."""
         shape = self._value.shape[1:] if self.is_apart else self._value.shape
         return np.zeros(shape, self._value.dtype)
 
@@ -121,8 +120,7 @@ class DeviceStorage(StorageWithSlots):
         return self._looked_at(variable.name, self.shown)
 
     def copies(self, variable: VariableHandle) -> np.ndarray:
-        """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
-        to.
+        """Reads the copies of the replicas, ``[copies, ...]``.
 
         Raises:
             DataLossError: They are lost.
@@ -130,7 +128,7 @@ class DeviceStorage(StorageWithSlots):
         return self._looked_at(variable.name, self._all_copies)
 
     def copy(self, variable: VariableHandle, number: int) -> np.ndarray:
-        """The copy of one replica, as an array of numpy.
+        """Reads the copy of one replica.
 
         Raises:
             DataLossError: It is lost.
@@ -150,24 +148,28 @@ class DeviceStorage(StorageWithSlots):
         dtype = variable.spec.numpy_dtype
         with self.pool.turn:
             self._settle()  # first: slots may come with the value
-            is_anew = op is UpdateOp.ASSIGN
-            if not is_anew:
+            is_assignment = op is UpdateOp.ASSIGN
+            if not is_assignment:
                 self.require_kept(variable.name)
             # An assignment starts from zeros: the old value may be lost.
             if self.is_apart:
                 apart = operands[0].ndim > len(variable.shape)  # a share for each copy
                 given = zip(operands[0]) if apart else itertools.repeat(operands)
-                old = self._equal(self.like()) if is_anew else np.asarray(self._value)
+                old = (
+                    self._equal(self.like())
+                    if is_assignment
+                    else np.asarray(self._value)
+                )
                 moves = [
                     np.asarray(apply(op, row, own), dtype)
                     for row, own in zip(old, given, strict=False)
                 ]
                 made = np.stack(moves)
             else:
-                value = self.like() if is_anew else np.asarray(self._value)
+                value = self.like() if is_assignment else np.asarray(self._value)
                 made = np.asarray(apply(op, value, operands), dtype)
-            if is_anew:
-                self._begin_anew(self._placed(made))
+            if is_assignment:
+                self._restart_from(self._placed(made))
             else:
                 self._value = self._placed(made)
 
@@ -178,8 +180,8 @@ class DeviceStorage(StorageWithSlots):
         op: UpdateOp,
         updates: Sequence[Operands],
     ) -> None:
-        """Updates one copy alone. If all are lost, an assignment brings this one back,
-        and the others wait for theirs.
+        """Updates one copy. If all copies are lost, an assignment restores this one,
+        and the others stay missing until they are assigned.
 
         Raises:
             DataLossError: The copy is lost, and the update depends on it.
@@ -200,13 +202,13 @@ class DeviceStorage(StorageWithSlots):
             self._put_apart(copies, missing - {number})
 
     def put_copies(self, copies: np.ndarray) -> None:
-        """The copies of the replicas from now on."""
+        """Replaces the copies of all replicas."""
         with self.pool.turn:
             self._put_apart(copies)
 
     def take_copies_of(self, variable: VariableHandle, other: DeviceStorage) -> None:
-        """The values that the replicas of this process have of another variable of the
-        same form.
+        """Takes over the values that this process's replicas have of another variable
+        of the same shape and dtype.
 
         Raises:
             DataLossError: They are lost.
@@ -216,27 +218,29 @@ class DeviceStorage(StorageWithSlots):
             if other.is_apart:
                 self._put_apart(copies)
             else:
-                self._begin_anew(self._placed(copies[0]))
+                self._restart_from(self._placed(copies[0]))
 
     def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
-        """The key of each copy as a variable, the same whenever somebody asks: steps
-        that were traced for it are found again."""
+        """Returns the key of each copy as a variable; makes the keys the first time.
+
+        The keys stay the same, so that steps that were traced for a copy are found.
+        """
         with self.pool.lock:
             if not self._copy_keys:
                 self._copy_keys = tuple(made() for _ in range(self.pool.copies))
             return self._copy_keys
 
     def part(self) -> None:
-        """Keeps one copy for each replica from now on, all equal so far."""
+        """Gives each replica a copy of its own; they start equal."""
         with self.pool.turn:
             self._settle()
             if self.is_apart:
-                return  # another thread was here first
+                return  # another thread has done it
             copies = self._equal(np.asarray(self._value))
             self._put_apart(copies)
 
     def value(self) -> Any:
-        """The value, where steps run."""
+        """Returns the value on the devices where steps run."""
         value, here = self._value, self.pool
         return here.sent(value, self.sharding) if here.travels else value
 
@@ -254,45 +258,49 @@ class DeviceStorage(StorageWithSlots):
         return sent
 
     def take_over(self, value: jax.Array) -> None:
-        """The value from now on. It is nobody else's."""
+        """Replaces the value by one that nothing else refers to."""
         here = self.pool
         self._value = here.returned(value) if here.travels else value
 
     def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
-        """What an optimizer keeps from now on. They are nobody else's."""
+        """Replaces an optimizer's slots by arrays that nothing else refers to."""
         here = self.pool
         made = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(made)
 
     def join(self, place: JointPlace) -> None:
-        """Value and slots are there from now on, until somebody asks for them. Called
-        with turn and lock."""
+        """Leaves value and slots in a step's joint state until code asks for them.
+
+        The caller holds turn and lock.
+        """
         if self._joint is not None:
             self._part_from_joint()  # it may have slots that the new place has not
         there = {rule.id for rule, _, _ in place.slots}
         left = {n: each for n, each in self._own_slots.items() if n not in there}
         # No call in between: a handler of a signal may read this storage.
         self._joint = place
-        self._own_value = None  # who finds none looks there
+        self._own_value = None  # readers that find None look in the joint state
         self._own_slots = left
 
     def shown(self) -> np.ndarray:
-        """The value as code outside of the replicas sees it."""
+        """Returns the value as code outside of the replicas sees it."""
         if not self.is_apart or self._on_read is None:
             return self._first()
         return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def take_over_shown(self, value: np.ndarray) -> None:
-        """Takes over what `shown` gives: every copy begins anew, and so do optimizers
-        whose slots are lost."""
-        self._begin_anew(self._placed(self._shared_out(value)))
+        """Replaces all copies, from a value as `shown` returns it.
+
+        Optimizers whose slots are lost start again with initial ones.
+        """
+        self._restart_from(self._placed(self._shared_out(value)))
 
     def shown_slots(self) -> dict[int, SlotValues]:
-        """What optimizers keep beside it, by their numbers, from outside of steps."""
+        """Returns the slots, by id of the optimizer, as arrays of numpy."""
         return {number: each.on_host() for number, each in self._slots.items()}
 
     def take_over_shown_slots(self, optimizer: int, slots: SlotValues) -> None:
-        """Takes over what `shown_slots` gives of one optimizer."""
+        """Replaces the slots of one optimizer, as `shown_slots` returns them."""
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
@@ -313,7 +321,7 @@ class DeviceStorage(StorageWithSlots):
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        # First what may fail, so that value and slots are those of one moment.
+        # First what may fail, so that value and slots always belong together.
         placed = self._placed(np.asarray(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = self._kept(rule.beside(leaves))
         self._value = placed
@@ -337,25 +345,25 @@ class DeviceStorage(StorageWithSlots):
         return self._own_slots
 
     def _part_from_joint(self) -> None:
-        """Takes value and slots out of the state that a step keeps as a whole."""
+        """Takes value and slots out of a step's joint state."""
         with self.pool.lock:
             place = self._joint
             if place is None:
-                return  # another thread was here first
+                return  # another thread has done it
             arrays = place.state.arrays
             place.state.is_whole = False
             value, slots = arrays[place.value], {**self._own_slots}
             for rule, first, end in place.slots:
                 slots[rule.id] = rule.beside(arrays[first:end])
             if self._joint is not place:
-                return  # a handler of a signal was here first
+                return  # a signal handler has done it meanwhile
             self._own_slots = slots
             self._own_value = value
             self._joint = None
             place.leave()
 
     def __del__(self) -> None:
-        # The others may live on, and with them the list: it lets go of what was here.
+        # Other storages may keep the list alive: drop the arrays of this one.
         place = getattr(self, "_joint", None)
         if place is not None:
             place.leave()
@@ -364,13 +372,13 @@ class DeviceStorage(StorageWithSlots):
         self.pool.settle()
 
     def _placed(self, array: Any) -> jax.Array:
-        """A copy of an array of the value's form, where the value lives."""
+        """Copies an array of the value's shape to where the value is kept."""
         here = self.pool
         return here.place_apart(array) if self.is_apart else here.place(array)
 
     @property
     def _is_gone(self) -> bool:
-        # Of a copy of the slots: whoever holds the lock without the turn may ask while
+        # Over a copy of the slots: the caller may hold the lock without the turn, while
         # another thread adds slots.
         return self._value.is_deleted() or any(
             beside.is_lost for beside in [*self._slots.values()]
@@ -382,8 +390,9 @@ class DeviceStorage(StorageWithSlots):
     def _looked_at(
         self, name: str, seen: Callable[[], np.ndarray], copy: int | None = None
     ) -> np.ndarray:
-        """What ``seen`` makes of the value, when it has been computed. Nobody waits for
-        that with a lock in hand: the step that computes it may read other variables.
+        """Calls ``seen`` when the value has been computed, and returns its result.
+
+        Waits without a lock: the step that computes the value may read variables.
 
         Raises:
             DataLossError: The value, or that copy of it, is lost.
@@ -394,13 +403,13 @@ class DeviceStorage(StorageWithSlots):
             self.require_kept(name, copy)
             value = self._value
         with suppress(Exception):
-            # Whatever went wrong, the value was given away in the meantime, or came to
-            # nothing: ``seen`` meets the same below, and raises it.
+            # XLA owns the value now, or its computation failed: ``seen`` meets the same
+            # below, and raises it.
             _wait(value)
         with here.lock:
             if self._value is value and not self._lacks(copy):
                 return seen()
-        # A step has it now: who has the turn comes after that step.
+        # A step has the value now: the turn comes after that step.
         with here.turn:
             self.require_kept(name, copy)
             return seen()
@@ -412,17 +421,17 @@ class DeviceStorage(StorageWithSlots):
     def _put_apart(
         self, copies: np.ndarray, missing: frozenset[int] = frozenset()
     ) -> None:
-        """A copy for each replica, from now on."""
+        """Stores one copy per replica."""
         placed = self.pool.place_apart(copies)
         with self.pool.lock:
             was_apart = self.is_apart
             self._value, self._missing, self.is_apart = placed, missing, True
         if not was_apart:
-            # Last: who traces without the lock and finds this number finds the copies.
+            # Last: a trace, which takes no lock, must find the copies if it finds this.
             self.pool.parted += 1
 
-    def _begin_anew(self, placed: jax.Array) -> None:
-        """A value that depends on nothing: of slots those stay that are whole."""
+    def _restart_from(self, placed: jax.Array) -> None:
+        """Replaces a value that may be lost; drops the slots that are lost."""
         self._forget_void_slots()
         with self.pool.lock:
             self._value, self._missing = placed, frozenset()
@@ -433,24 +442,24 @@ class DeviceStorage(StorageWithSlots):
 
     @property
     def _is_void(self) -> bool:
-        """Whether nothing can be made of value or slots. Waits for them."""
+        """Whether value or slots are lost, or failed to compute. Waits for them."""
         found = [SlotValues((), [self._value], ()), *self._slots.values()]
         return any(each.is_void for each in found)
 
     def _kept(self, slots: SlotValues) -> SlotValues:
-        # Never apart: optimizers move all copies together.
+        # Never apart: optimizers update all copies together.
         place = self.pool.place
         leaves = [place(np.asarray(x)) for x in slots.leaves]
         return SlotValues(slots.names, leaves, slots.rows)
 
     def _first(self) -> np.ndarray:
-        """The value, or the first copy."""
-        # A view is safe: XLA does not overwrite memory that numpy looks at.
+        """Returns the value, or the first copy."""
+        # A view is safe: XLA does not overwrite memory that numpy refers to.
         value = np.asarray(self._value)
         return np.asarray(value[0]) if self.is_apart else value
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
-        """Copies that make up the value, with those of other processes."""
+        """Returns copies that aggregate to the value, with those of other processes."""
         copies = self._equal(value)
         if self._on_read is VariableAggregation.SUM:
             first, total = self.pool.replicas()
@@ -458,5 +467,5 @@ class DeviceStorage(StorageWithSlots):
         return np.asarray(copies if self.is_apart else copies[0])
 
     def _equal(self, value: np.ndarray) -> np.ndarray:
-        """Copies of a value, ``[copies, ...]``."""
+        """Repeats a value for each copy, ``[copies, ...]``."""
         return np.broadcast_to(value, (self.pool.copies, *value.shape))

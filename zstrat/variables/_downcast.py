@@ -1,7 +1,7 @@
-"""Numbers of 64 bits where jax computes with 32: it takes them for others, in silence.
+"""Downcasts: jax computes with 32 bits, and silently converts numbers of 64 bits.
 
-What is refused for it elsewhere (variables in steps, ids of rows) is not said here.
-Law of the file: a warning is said at the user's own line.
+Other files refuse some of them (variables in steps, ids of rows). Law of the file: a
+warning points to the user's own line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MACHINERY: Final = tuple(
 
 
 class DowncastWarning(UserWarning):
-    """jax takes numbers of 64 bits for ones of 32, or would."""
+    """jax converts numbers of 64 bits to 32 bits, and some of them change."""
 
 
 def is_machinery(filename: str) -> bool:
@@ -34,7 +34,7 @@ def is_machinery(filename: str) -> bool:
 
 
 def user_stacklevel() -> int:
-    """How far the user's line is from the caller of this, as warnings count."""
+    """Returns the ``stacklevel`` of `warnings.warn` that points to the user's line."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -42,7 +42,7 @@ def user_stacklevel() -> int:
 
 
 def user_line() -> tuple[str, int]:
-    """The user's line: its file and number."""
+    """Returns file and number of the user's line."""
     frame = inspect.currentframe()
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
@@ -50,16 +50,18 @@ def user_line() -> tuple[str, int]:
 
 
 def is_downcast(leaf: Any) -> bool:
-    """Whether it has numbers of numpy that jax takes for ones of fewer bits."""
+    """Whether this is an array of numpy that jax converts to fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iufc":
         return False
     return downcast_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
 
 
 def downcast_loss(leaf: Any) -> str | None:
-    """What jax makes of a number, in words; None if it loses nothing. Of a single float
-    only that it is too large: Python's own floats are rounded everywhere. Cost: a
-    pass over what `is_downcast`."""
+    """Describes the first number that a downcast changes; None if none changes.
+
+    A single float counts only if it is too large: Python's own floats are rounded
+    everywhere. Cost: a pass over the array if `is_downcast`.
+    """
     if not is_downcast(leaf) or not leaf.size:
         return None
     kind = downcast_dtype(leaf.dtype)
@@ -72,13 +74,13 @@ def downcast_loss(leaf: Any) -> str | None:
             other &= ~np.isfinite(cut)
     if not other.any():
         return None
-    # In the wide dtype, which shows all digits of the narrow one.
+    # In the wide dtype, which shows all digits of the other one.
     return (
         f"{array[other].flat[0]!s} becomes {cut[other].astype(array.dtype).flat[0]!s}"
     )
 
 
 def downcast_dtype(dtype: np.dtype) -> np.dtype:
-    """What jax takes it for."""
-    found: np.dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return found
+    """Returns the dtype that jax computes with."""
+    kept: np.dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return kept

@@ -1,8 +1,8 @@
-"""Storages in this process: what they have in common, and the plain ones.
+"""Storages of this process: their base classes, and the plain ones.
 
-`LocalStorage` has a variable of this process, as an array of numpy, with the slots of
-the optimizers that moved it; `UnboundStorage` stands for one that lives elsewhere.
-Variables on devices have storages of their own (`_device`).
+`LocalStorage` keeps one variable as an array of numpy, with the slots of the optimizers
+that have updated it. `CopyStorage` is one replica's copy of a variable on devices
+(`_device`). `UnboundStorage` belongs to handles whose value is on another task.
 
 Law of the file: a value that was handed out is never written to; every update makes a
 new array.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._storage import (
-        KnowsSlots,
         Operands,
         StorageRows,
         StorageUpdate,
@@ -34,15 +33,17 @@ if TYPE_CHECKING:
 
 
 class ProcessStorage:
-    """A storage that answers at once, without waiting for another task: what is awaited
-    is done in place, and several reads or updates one after the other."""
+    """Base of storages that answer at once, without waiting for another task.
+
+    Several reads or updates are done one after the other, also by the async methods.
+    """
 
     # No ABC: steps ask `isinstance(storage, DeviceStorage)` for each variable, which
     # ABCMeta answers several times slower where the answer is no. Mypy does without.
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> np.ndarray:
-        """See `Storage.read`."""
+        """Reads one value, as a read-only array."""
 
     @abc.abstractmethod
     def update(
@@ -52,7 +53,7 @@ class ProcessStorage:
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        """Applies one update; returns when it is visible to every reader."""
+        """Applies one update; returns when every reader sees it."""
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return [self.read(variable) for variable in variables]
@@ -77,71 +78,73 @@ class ProcessStorage:
 
 
 class StorageWithSlots(ProcessStorage):
-    """A storage of one variable, whose value and slots are in this process: it can be
-    saved and restored as it is, and an optimizer may move it here. Whoever does has the
-    ``turn`` from the first call to the last one."""
+    """Base of storages of one variable whose value and slots are in this process.
+
+    Checkpoints save and restore them as they are, and optimizers update them here. Code
+    that does so holds the ``turn`` from the first call to the last one.
+    """
 
     @property
     @abc.abstractmethod
     def _slots(self) -> dict[int, SlotValues]:
-        """By the number of the optimizer."""
+        """The slots by the id of the optimizer."""
 
     @property
     @abc.abstractmethod
     def turn(self) -> Any:
-        """A lock for who makes the next value of the present one; it may be taken again
-        by who has it."""
+        """The re-entrant lock of code that computes the next value from this one."""
 
     @abc.abstractmethod
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
-        """Value and slots of one moment, these by optimizer.
+        """Returns value and slots of one moment, the slots by id of the optimizer.
 
         Args:
-            name: The variable's, for errors.
+            name: Of the variable, for errors.
 
         Raises:
-            DataLossError: They are gone.
+            DataLossError: They are lost.
         """
 
     @abc.abstractmethod
     def value_before(self, name: str) -> np.ndarray:
-        """The value, or copies ``[count, ...]`` of several replicas.
+        """Returns the value before an update, or copies ``[count, ...]`` of replicas.
 
         Raises:
-            DataLossError: It is gone; ``name`` is the variable's.
+            DataLossError: It is lost; ``name`` is the variable's.
         """
 
     @abc.abstractmethod
     def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """What the optimizer keeps beside it, made if it is not there yet. The list is
-        not to be changed.
+        """Returns the optimizer's slots before an update; creates them the first time.
+
+        The caller must not change the list.
 
         Raises:
-            ValueError: What is there is not what it keeps.
+            ValueError: Slots of another optimizer were restored here.
         """
 
     @abc.abstractmethod
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """Replaces value and slots by those that an optimizer has made."""
+        """Stores the value and the slots that an optimizer has computed."""
 
     @abc.abstractmethod
     def take_over_shown(self, value: np.ndarray) -> None:
-        """The value from now on: it depends on nothing that was here before."""
+        """Replaces the value by one that depends on nothing that was here before."""
 
     @abc.abstractmethod
     def _settle(self) -> None:
-        """Waits for a value and slots that are to come from elsewhere."""
+        """Waits for a value and slots that come from other processes."""
 
     @abc.abstractmethod
     def _kept(self, slots: SlotValues) -> SlotValues:
-        """The slots as they are kept here."""
+        """Converts slots to the form in which they are kept here."""
 
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """What an optimizer keeps beside it, by name."""
+        """Reads the slots of an optimizer, by name; empty if it has none."""
         _, slots = self.taken(variables[0].name)
         beside = slots.get(optimizer.id)
         if beside is None:
@@ -150,12 +153,12 @@ class StorageWithSlots(ProcessStorage):
 
     def write_slot(
         self,
-        optimizer: KnowsSlots,
+        optimizer: OptimizerHandle,
         variable: VariableHandle,
         name: str,
         value: np.ndarray,
     ) -> None:
-        """Assigns one of the arrays that an optimizer keeps beside it."""
+        """Assigns one slot of an optimizer."""
         with self.turn:
             self._settle()
             rule = optimizer.slot_rule(variable)
@@ -168,12 +171,15 @@ class StorageWithSlots(ProcessStorage):
         value: np.ndarray | None,
         slots: Mapping[OptimizerHandle, SlotValues | None],
     ) -> None:
-        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew."""
+        """Replaces value and slots together.
+
+        The value stays if ``value`` is None. An optimizer whose slots are None starts
+        again with initial ones.
+        """
         with self.turn:
             # Values of other processes that are still to come would replace these.
             self._settle()
-            # All of them first: if one cannot be kept, nothing has changed.
+            # Convert all of them first: if one does not fit, nothing has changed.
             made = {
                 optimizer.id: None if beside is None else self._kept(beside)
                 for optimizer, beside in slots.items()
@@ -187,7 +193,7 @@ class StorageWithSlots(ProcessStorage):
 
 
 class LocalStorage(StorageWithSlots):
-    """One variable in this process, with the slots of the optimizers that moved it."""
+    """Keeps one variable in this process, with the slots of its optimizers."""
 
     def __init__(self, value: np.ndarray) -> None:
         self._value = _frozen(np.array(value, order="C"))
@@ -212,7 +218,7 @@ class LocalStorage(StorageWithSlots):
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
-        del name  # nothing is ever gone
+        del name  # nothing is ever lost here
         with self._lock:
             value, slots = self._value, dict(self._slots)
         return value, {number: each.on_host() for number, each in slots.items()}
@@ -226,7 +232,7 @@ class LocalStorage(StorageWithSlots):
         return self._lock
 
     def value_before(self, name: str) -> np.ndarray:
-        del name  # nothing is ever gone
+        del name  # nothing is ever lost here
         return self._value
 
     def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
@@ -245,7 +251,7 @@ class LocalStorage(StorageWithSlots):
         self._value = _frozen(value)
 
     def _settle(self) -> None:
-        """Nothing is to come."""
+        """Does nothing: values of this storage come from nowhere else."""
 
     def _kept(self, slots: SlotValues) -> SlotValues:
         return slots
@@ -257,9 +263,58 @@ def _frozen(value: np.ndarray) -> np.ndarray:
     return value
 
 
+class CopyStorage(ProcessStorage):
+    """One replica's copy of a variable on devices: a row of that variable's storage."""
+
+    def __init__(self, container: VariableHandle, number: int) -> None:
+        self.container = container
+        self.number = number
+
+    def device_name(self) -> str:
+        """Returns TF's name of the device that keeps this copy."""
+        name: str = self._whole.device_name(self.number)
+        return name
+
+    def read(self, variable: VariableHandle) -> np.ndarray:
+        del variable  # one storage, one copy
+        value: np.ndarray = self._whole.copy(self.container, self.number)
+        return value
+
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        if optimizer is not None:
+            raise self.not_optimized(variable)
+        self._whole.update_copy(self.container, self.number, op, [operands])
+
+    def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
+        """Makes the error of an optimizer that is given this copy."""
+        return NotImplementedError(
+            f"{variable.spec} is one copy of {self.container.spec}, and optimizers "
+            "update all copies together: give apply_gradients the variable itself"
+        )
+
+    @property
+    def _whole(self) -> Any:
+        """The `DeviceStorage` of all copies, which is a file above this one."""
+        return self.container.storage
+
+
+def copy_storage(variable: VariableHandle) -> CopyStorage | None:
+    """Returns the storage of a variable that is one replica's copy, else None."""
+    storage = variable.storage
+    return storage if isinstance(storage, CopyStorage) else None
+
+
 class UnboundStorage(ProcessStorage):
-    """The storage of handles on another task: names without values. Everything that is
-    asked of it raises RuntimeError, and says where the value is."""
+    """The storage of handles whose value is on another task; refuses everything.
+
+    The RuntimeError says where the value is.
+    """
 
     def read(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_unbound_message(variable, "read"))
@@ -281,6 +336,6 @@ def _unbound_message(variable: VariableHandle, what: str) -> str:
     where = variable.spec.device
     return (
         f"{what} {variable.spec} outside a step function: this handle came from "
-        f"another task and its value lives at {where}; read and update it inside the "
-        "body of a zs.function, or on the coordinator"
+        f"another task, and its value is stored at {where}; read and update it inside "
+        "the body of a zs.function, or on the coordinator"
     )

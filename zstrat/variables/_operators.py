@@ -1,10 +1,10 @@
 """Arithmetic on variables: every operator acts on the value.
 
 Law of the file: an operator reads the variable once and leaves the rest to numpy (on
-the coordinator) or jax (inside a step). There is no in-place arithmetic: ``v += 1``
-would rebind the name, so it is refused with words. So is every conversion by a function
-of optax that makes an optimizer or a schedule: it would keep the number, and a later
-``assign`` would change nothing.
+the coordinator) or jax (inside a step). In-place operators raise: ``v += 1`` would
+rebind the name to an array. Conversions by functions of optax that make an optimizer or
+a schedule raise, too: they would keep the number, and a later ``assign`` would change
+nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
 _BETWEEN: Final = frozenset({"zstrat", "jax", "numpy"})
-"""Packages through which another function may convert a variable."""
+"""Packages whose frames are skipped in the search for the converting function."""
 _WITHIN: Final = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
-"""Parts of a function that Python runs as functions."""
+"""Frames that belong to the function around them."""
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
 def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
-    """An operator with the variable to its left."""
+    """Makes an operator with the variable on the left."""
 
     def left(self: ArrayOperators, other: Any) -> Any:
         return operate(self._implied(), value_of(other))
@@ -42,7 +42,7 @@ def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
 
 
 def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
-    """An operator with the variable to its right."""
+    """Makes an operator with the variable on the right."""
 
     def right(self: ArrayOperators, other: Any) -> Any:
         return operate(value_of(other), self._implied())
@@ -51,12 +51,12 @@ def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
 
 
 def _refused(what: str, instead: str = "assign") -> Callable[..., NoReturn]:
-    """An operator that would change a value in place."""
+    """Makes an in-place operator, which raises."""
 
     def refuse(self: ArrayOperators, other: Any) -> NoReturn:
         raise TypeError(
-            f"{what} would replace the variable by an array and change nothing on it: "
-            f"call {instead}(...) to update it, or write it out (x = v + y) for a value"
+            f"{what} would rebind the name to an array and not update the variable: "
+            f"call {instead}(...) to update it, or write x = v + y for a value"
         )
 
     return refuse
@@ -68,20 +68,22 @@ HYPERPARAMETERS: Final = (
     'optimizer.hyperparams["learning_rate"] = 0.01 between steps, in place of a '
     "variable. For a number that stays as it is, write variable.numpy()"
 )
-"""What to write for a rate that the program changes."""
+"""The remedy for a hyperparameter that the program changes."""
 
 
 class ArrayWanted(ValueError):
-    """A variable where a function of jax takes arrays alone. It cannot be a TypeError,
-    which jax would replace by its own."""
+    """A variable is passed to a function of jax that takes only arrays.
 
-    def __init__(self, variable: str, words: str) -> None:
-        super().__init__(words)
+    Not a TypeError, which jax would replace by its own.
+    """
+
+    def __init__(self, variable: str, message: str) -> None:
+        super().__init__(message)
         self.variable = variable
 
 
 class ArrayOperators(abc.ABC):
-    """Python's operators for something that has a value."""
+    """Python's operators for objects that have a value."""
 
     __slots__ = ()
 
@@ -97,11 +99,11 @@ class ArrayOperators(abc.ABC):
         """The value for functions of jax that ask for it, as ``jnp.asarray``.
 
         Raises:
-            ValueError: Outside of steps: one asks that takes arrays alone, and would
-                refuse in words of which no user can do.
+            ValueError: Outside of steps, if the function takes only arrays: jax's own
+                error would not say what to do.
         """
-        # jax asks here, too, before it refuses what it compiles a function for. In a
-        # step its error is put into words that name the step.
+        # jax asks here, too, before it refuses an argument of a compiled function. In a
+        # step another place replaces its error by one that names the step.
         if recorder.get() is None and _refuses(sys._getframe(1).f_code):
             raise ArrayWanted(
                 str(self),
@@ -113,12 +115,12 @@ class ArrayOperators(abc.ABC):
         return self._as_jax
 
     def _implied(self) -> Any:
-        """The value, where the caller has not asked for it by name.
+        """Reads the value for an implicit conversion.
 
         Raises:
             ValueError: A function that makes an optimizer or a schedule would keep it.
         """
-        value = self.value()  # first: where jax is staging, it says so
+        value = self.value()  # first: it refuses to be read while jax traces
         if recorder.get() is None and (maker := _maker_of(sys._getframe(2))):
             raise ValueError(
                 f"optax.{maker} would keep the value that {self!r:.100} has now, "
@@ -129,7 +131,7 @@ class ArrayOperators(abc.ABC):
     def _as_jax(self) -> jax.Array:
         return jax.numpy.asarray(self._implied())
 
-    if not TYPE_CHECKING:  # to whom any attribute would be there
+    if not TYPE_CHECKING:  # mypy would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             words = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -231,8 +233,8 @@ class ArrayOperators(abc.ABC):
     __eq__ = _left(operator.eq)
     __ne__ = _left(operator.ne)
 
-    # Elementwise ``==`` and hashing by identity, as torch does: variables are keys of
-    # dicts and members of sets, where Python looks at identity first.
+    # Elementwise ``==`` and hashing by identity, as torch does: variables can be keys
+    # of dicts and members of sets, where Python compares identity first.
     def __hash__(self) -> int:
         note_use(VariableUse.HASH, self)
         return id(self)
@@ -253,21 +255,25 @@ class ArrayOperators(abc.ABC):
 
 
 def value_of(other: Any) -> Any:
-    """The value of a variable; anything else as it is."""
+    """Reads a variable; returns anything else as it is."""
     return other.value() if isinstance(other, ArrayOperators) else other
 
 
 def _refuses(asking: CodeType) -> bool:
-    """Whether a function asks for ``__jax_array__`` to refuse who has one: then it has
-    a sentence about that. What it is called changes from one jax to the next."""
+    """Whether a function asks for ``__jax_array__`` only to refuse the object.
+
+    It then has an error message about it among its constants. The name of the function
+    changes between versions of jax.
+    """
     name = "__jax_array__"
-    words = asking.co_consts[1:]  # without the docstring
-    return any(isinstance(x, str) and name in x and x != name for x in words)
+    constants = asking.co_consts[1:]  # without the docstring
+    return any(isinstance(x, str) and name in x and x != name for x in constants)
 
 
 def _maker_of(frame: FrameType | None) -> str:
-    """The function of optax that converts a variable, if it makes an optimizer or a
-    schedule; "" for any other function."""
+    """Returns the name of the function of optax that converts the variable, if that
+    makes an optimizer or a schedule; else "".
+    """
     package = ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -279,7 +285,7 @@ def _maker_of(frame: FrameType | None) -> str:
     name = frame.f_code.co_name
     function: Any = inspect.unwrap(frame.f_globals.get(name, len))
     if getattr(function, "__code__", None) is not frame.f_code:
-        return ""  # within another one, as the update of an optimizer is
-    # optax says what its functions return: transformations, and functions of a count.
+        return ""  # a nested function, such as the update of an optimizer
+    # optax annotates what its functions return: transformations and schedules.
     made = str(function.__annotations__.get("return"))
     return name if "GradientTransformation" in made or "Callable" in made else ""

@@ -1,11 +1,11 @@
-"""Rows of a table: which component has which, outside of steps and in what jax traces.
+"""Reads and updates of rows of a table, outside of steps and in traced code.
 
-Outside of steps rows are asked of the components, and put back in order. Law: rows that
-are read travel once, however often they were asked for, and nothing but them does.
-Decides without I/O; the storages carry it out.
+Outside of steps the components are asked for their rows, and the answers put in order.
+Law: each row that is read travels once, however often it occurs, and no other row
+travels. Decides without I/O; the storages do it.
 
-Inside of what jax traces shapes are fixed. Law: what is no row of a component has an
-index behind its last row, where jax drops what is written, and a gradient of zeros.
+In traced code shapes are fixed. Law: an index that is not a row of a component becomes
+an index after its last row, where jax drops writes, with a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
 
 
 def read_rows(table: Table, ids: Any) -> np.ndarray:
-    """Rows of a table from their storages, ``ids.shape + row``, in the order of
-    ``ids``.
+    """Reads rows of a table from their storages, ``ids.shape + row``.
 
-    Cost: one request to each storage that has some, each row once.
+    Cost: one request to each storage that has some of them, each row once.
 
     Raises:
-        ValueError: Ids are no integers.
-        IndexError: There is no such row.
-        PSUnavailableError: A parameter server that has some is gone.
+        ValueError: Ids are not integers.
+        IndexError: An id is outside of the table.
+        PSUnavailableError: A parameter server that has some of them is gone.
     """
     return Gathering.of(table, ids).read(read_parts)
 
@@ -57,23 +56,22 @@ async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Which rows to ask the components for, and how the answers make up what was
-    wanted."""
+    """One read of rows: what to ask the storages for, and how to join the answers."""
 
     table: Table
     shape: tuple[int, ...]
     found: Runs
     pieces: Sequence[TablePiece]
     absent_mask: np.ndarray | None = None
-    """Which of the ids are `ABSENT`, if any."""
+    """The mask of ids that are `ABSENT`; None if none is."""
 
     @classmethod
     def of(cls, table: Table, ids: Any) -> Gathering:
-        """The gathering for ids of any shape.
+        """Plans the read of ids of any shape.
 
         Raises:
-            ValueError: They are no integers.
-            IndexError: There is no such row.
+            ValueError: They are not integers.
+            IndexError: An id is outside of the table.
         """
         index = integers(ids, f"ids of {table}")
         table.require_inside(index)
@@ -84,29 +82,29 @@ class Gathering:
 
     @property
     def whole(self) -> list[VariableHandle]:
-        """The components whose values are brought together, whatever rows are wanted:
-        all processes take part in that, and others may want other rows."""
-        return [v for v in self.table.components if v.is_brought_together]
+        """The components that are aggregated on read, whatever rows are read: all
+        processes take part in the aggregation, and others may read other rows."""
+        return [v for v in self.table.components if v.is_aggregated_on_read]
 
     @property
     def parts(self) -> list[StorageRows]:
-        """What the storages of the others are asked for."""
+        """The rows of all other components, to ask their storages for."""
         components = self.table.components
         asked = [(components[piece.component], piece.local) for piece in self.pieces]
-        return [part for part in asked if not part[0].is_brought_together]
+        return [part for part in asked if not part[0].is_aggregated_on_read]
 
     def read(
         self, read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]]
     ) -> np.ndarray:
-        """The rows that were wanted. ``read`` gives those of `parts`."""
+        """Reads the rows; ``read`` fetches those of `parts`."""
         values = [variable._read_now() for variable in self.whole]
         return self.assembled(read(self.parts), values)
 
     def assembled(
         self, answers: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """The rows that were wanted, from those of `parts` and the values of `whole`,
-        in order; read-only."""
+        """Joins the rows of `parts` and the values of `whole` to the result, which is
+        read-only."""
         row = self.table.shape[1:]
         unique = np.empty((len(self.found.unique), *row), self.table.dtype)
         rest = iter(answers)
@@ -144,7 +142,7 @@ def row_updates(
     if op is UpdateOp.OPTIMIZE_ROWS:
         indices, rows = found.unique, sums(found, rows)
     else:
-        # Numpy makes floats of uint64 less the first row of a component.
+        # uint64 minus int64 is a float in numpy.
         indices = indices.astype(np.intp, copy=False)[found.order]
         rows = rows[found.order]
     parts = {
@@ -160,38 +158,38 @@ def row_updates(
 
 
 def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ids without those that are `ABSENT`."""
+    """Drops indices that are `ABSENT`, with their rows."""
     absent_mask = absent(indices)
-    return (
-        (indices, rows)
-        if absent_mask is None
-        else (indices[~absent_mask], rows[~absent_mask])
-    )
+    if absent_mask is None:
+        return indices, rows
+    return indices[~absent_mask], rows[~absent_mask]
 
 
 def integers(ids: Any, what: str) -> np.ndarray:
-    """Ids as an array.
+    """Converts ids to an array.
 
     Raises:
-        ValueError: They are no integers.
+        ValueError: They are not integers.
     """
     try:
         index = np.asarray(ids)
     except ValueError as error:
         raise ValueError(
-            f"{what} are a list of lists of different lengths: pad them, or give "
+            f"{what} are lists of different lengths: pad them, or give "
             f"zs.RaggedIds to zs.embedding_lookup_sparse ({error})"
         ) from None
     if not index.size and not isinstance(ids, np.ndarray):
-        index = index.astype(np.intp)  # numpy takes an empty list for floats
+        index = index.astype(np.intp)  # numpy makes an empty list an array of floats
     if index.dtype.kind not in "iu":
-        raise ValueError(f"{what} must be integers, not {index.dtype}")
+        raise ValueError(f"{what} must be integers, got {index.dtype}")
     return index
 
 
 def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:
-    """Indices of the table as rows of one component; those of others are behind its
-    last row."""
+    """Converts indices of the table to rows of one component.
+
+    Indices of other components become one after its last row.
+    """
     height = table.components[component].shape[0]
     indices = reaching(indices)
     if table.layout is TableLayout.MOD:
@@ -206,11 +204,13 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
 def summed(
     indices: jax.Array, rows: jax.Array, height: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Each index once, sorted, with the sum of its rows: as many as there were, those
-    in excess behind the last row, and zero.
+    """Sums the rows of each index; returns each index once, sorted, and its sum.
+
+    Both results have the length of the arguments; the indices that are left over are
+    ``height``, with sums of zero.
 
     Args:
-        indices: ``[n]``; what is not in ``[0, height)`` counts as no row.
+        indices: ``[n]``; those outside of ``[0, height)`` are ignored.
         rows: ``[n, ...]``.
     """
     indices = reaching(indices)

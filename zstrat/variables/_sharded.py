@@ -1,11 +1,11 @@
-"""A variable in parts: its rows are in several variables, each on a ps of its own.
+"""`ShardedVariable`: one array whose rows are stored in several variables.
 
-To its user it is one array. Whatever is done with it goes to the components that are
-concerned: a dense update is cut, rows go where they live, and what is read in part is
-fetched in part. Like a `Variable` it is an opaque leaf of pytrees.
+The components are usually on different parameter servers. A dense update is split over
+them, updates of rows go to the components that have these rows, and reads fetch only
+the rows that they need. Like a `Variable` it is an opaque leaf of pytrees.
 
-Law of the file: the components never change, and each of them knows which rows it is
-(`VariableSpec.part`) and, without holding it, of what.
+Law of the file: the components never change. Each of them knows which rows it has
+(`VariableSpec.part`), and refers weakly to the sharded variable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._abstract import AbstractVariable
 from ._spec import ComponentRows, VariableSpec
 from ._storage import read_all, read_all_async, read_parts
 from ._table import Table, select
-from ._tracing import TraceRecorder, recorder, refuse_read
+from ._tracing import recorder, refuse_read
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 
     from ._storage import StorageUpdate
     from ._table import IndexedSlices
+    from .gradients._gradient_call import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
 
 class ShardedVariable(AbstractVariable):
     """One array over the rows of several variables.
 
-    A strategy with a partitioner makes them; ``variables`` of one's own, in the order
-    of their rows, are joined here, and know from then on that they are parts.
+    Strategies with a partitioner create them. The constructor joins existing
+    ``variables``, in the order of their rows, which are its components from then on.
 
     Raises:
-        TypeError: ``variables`` is no list or tuple of variables, or an empty one.
-        ValueError: They differ in dtype, or in shape beyond the first axis; or one of
-            them is there twice, or a part of another variable already.
+        TypeError: ``variables`` is not a non-empty list or tuple of variables.
+        ValueError: They differ in dtype, or in shape beyond the first axis; or a
+            variable occurs twice, or is a component of another one already.
     """
 
     __slots__ = ("__weakref__", "_components", "_table")
@@ -104,19 +105,19 @@ class ShardedVariable(AbstractVariable):
         return iter(self.components)
 
     def __len__(self) -> int:
-        """How many components there are: what iterating gives."""
+        """Number of components, as iterating gives them."""
         return len(self.components)
 
     def __getitem__(self, index: Any) -> Any:
-        """What numpy's indexing gives for integers, slices, ``...``, None and masks.
+        """Indexes as numpy does, by integers, slices, ``...``, None and masks.
 
-        Outside of steps only the rows that are wanted are fetched; inside, whole
-        components, but only those that have such rows. For some rows of a large table
-        `sparse_read` is the cheaper word there.
+        Outside of steps it fetches only the rows of the result; inside, it reads whole
+        components, but only those that have such rows. There `sparse_read` is cheaper
+        for a few rows of a large table.
 
         Raises:
             TypeError: The index, or a bound of a slice, is an array.
-            IndexError: It is out of bounds, or for more axes than there are.
+            IndexError: It is out of bounds, or has more axes than the value.
             ValueError: The step of a slice is zero.
         """
         selection = select(index, self.shape)
@@ -133,7 +134,7 @@ class ShardedVariable(AbstractVariable):
         return jnp.concatenate(parts)[selection.index]
 
     def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
-        """Fetches rows and puts them together. Cost: one request to each storage."""
+        """Fetches rows and joins them. Cost: one request to each storage."""
         wanted = [_count(rows, component) for component, rows in pieces]
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
@@ -153,16 +154,16 @@ class ShardedVariable(AbstractVariable):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Updates as `scatter_update`, which takes any number of rows."""
+        """Replaces rows, as `scatter_update` does; TF's other name."""
         return self.scatter_update(sparse_delta, use_locking, name)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Rows ``indices`` [n] of the value, in their order: ``[n, ...]``. Nothing but
-        these rows is fetched, each of them once.
+        """Reads rows ``indices`` [n], in their order: ``[n, ...]``. Fetches each of
+        these rows once, and no others.
 
         Raises:
-            ValueError: Indices are no integers, or no vector.
-            IndexError: An index is out of bounds; inside a step where it is known.
+            ValueError: Indices are not a vector of integers.
+            IndexError: An index is out of bounds; in a step, if its value is known.
         """
         indices = self._vector(indices)
         return super().sparse_read(indices, name)
@@ -184,11 +185,13 @@ class ShardedVariable(AbstractVariable):
         return indices
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
-        """A new variable in the same parts with the present values. Parts that belong
-        to a strategy have copies there, others where the current scope puts them.
+        """Creates a new variable with the same components and the present values.
+
+        Components of a strategy get copies there, others where the current scope puts
+        them.
 
         Raises:
-            RuntimeError: In the scope of another strategy than that of the parts.
+            RuntimeError: In the scope of another strategy than that of the components.
         """
         refuse_read(self._spec)
         requests = [
@@ -201,7 +204,7 @@ class ShardedVariable(AbstractVariable):
         made: list[Any]
         if all(owner is owners[0] for owner in owners):
             made = [*create(requests, owners[0])]
-        else:  # parts that a program has joined
+        else:  # the program has joined components of several strategies
             pairs = zip(requests, owners, strict=True)
             made = [create([request], owner)[0] for request, owner in pairs]
         return ShardedVariable(made, self.name)
@@ -218,7 +221,7 @@ class ShardedVariable(AbstractVariable):
 
 
 def joined(components: Sequence[Variable], name: str) -> ShardedVariable:
-    """The variable over components that know already that they are its parts."""
+    """Makes the handle of an existing sharded variable from its components."""
     sharded = object.__new__(ShardedVariable)
     parts = tuple(components)
     _fill(sharded, parts, Table(name, parts))
@@ -248,7 +251,7 @@ def _check(variables: Any) -> None:
     is_list = isinstance(variables, list | tuple) and bool(variables)
     if not is_list or not all(isinstance(v, Variable) for v in variables):
         raise TypeError(
-            f"variables should be a non-empty list of zs.Variable, got {variables!r}"
+            f"variables={variables!r}: expected a non-empty list of zs.Variable"
         )
     dtypes = {v.dtype.name for v in variables}
     if len(dtypes) > 1:
@@ -263,14 +266,14 @@ def _check(variables: Any) -> None:
         )
     if len({v.spec.key for v in variables}) < len(variables):
         raise ValueError(
-            f"a variable is there twice among those of a ShardedVariable: "
+            f"a ShardedVariable has a variable twice among its variables: "
             f"{[v.name for v in variables]}"
         )
     for variable in variables:
         if variable.spec.part is not None:
             raise ValueError(
                 f"{variable.spec} is part {variable.spec.part.index} of "
-                f"{variable.spec.part.whole!r} already: a variable is in one "
+                f"{variable.spec.part.whole!r} already: a variable can be in only one "
                 "ShardedVariable"
             )
 
@@ -288,7 +291,7 @@ def _indices(rows: Any, component: Variable) -> np.ndarray:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all parts; read-only, as what storages give is."""
+    """Joins the rows of all parts; read-only, as arrays of storages are."""
     whole = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
     whole.flags.writeable = False
     return whole

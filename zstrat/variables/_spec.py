@@ -1,7 +1,7 @@
-"""What a variable is, apart from its value: a frozen description that travels.
+"""`VariableSpec`: the description of a variable without its value.
 
 Law of the file: nothing here holds or moves a value. A spec is equal on every task, so
-it names a variable in plans, in pickled step functions and on the parameter servers.
+it identifies a variable in plans, in pickled step functions and on parameter servers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOCAL: Final = -1
-"""`VariableSpec.ps` of a variable that lives in the process that created it."""
+"""`VariableSpec.ps` of a variable that is stored in the process that created it."""
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together (TF's names)."""
+    """When the copies of a variable are aggregated (TF's names)."""
 
     AUTO = 0
     NONE = 1
@@ -37,15 +37,15 @@ class VariableAggregation(enum.Enum):
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
     ONLY_FIRST_TOWER = 3  # noqa: PIE796  # an alias
-    """TF 1.12's name of the same."""
+    """TF 1.12's name of ONLY_FIRST_REPLICA."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentRows:
-    """Which rows of a sharded variable a component is.
+    """The rows of a sharded variable that a component has.
 
-    Rows ``[offset, offset + shape[0])`` of ``rows``; the component ``index`` of
-    ``count`` that make up the variable ``whole``.
+    Rows ``[offset, offset + shape[0])`` of ``rows``; component ``index`` of the
+    ``count`` components of the variable named ``whole``.
     """
 
     whole: str
@@ -57,7 +57,7 @@ class ComponentRows:
 
 @dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """Shape, dtype and place of one variable. ``part``: of a larger one, None if whole.
+    """Shape, dtype and location of one variable; ``part`` if it is a component.
 
     ``key`` is unique in the session: not negative for a variable on a parameter server,
     negative for one of this process. ``ps`` is the task index, `LOCAL` for none.
@@ -75,8 +75,8 @@ class VariableSpec:
 
     @property
     def device(self) -> str:
-        """TF's name of the place; of a variable of this process the name of its host,
-        because which device keeps it is not known elsewhere (`Variable.device`)."""
+        """TF's name of the device. A variable of one process has the CPU of its host:
+        only that process knows the real device (`Variable.device`)."""
         if self.ps == LOCAL:
             return "/job:localhost/replica:0/task:0/device:CPU:0"
         return f"/job:ps/replica:0/task:{self.ps}/device:CPU:0"

@@ -1,16 +1,16 @@
-"""Where the value of a variable lives between steps, and who may change it.
+"""Storage: where the value of a variable is kept between steps.
 
-A storage answers reads and takes updates, each in a blocking and an awaitable form. The
-parameter servers are a storage (the session's), this process is one for each of its
-variables (`_local`, `_device`), and a handle that was unpickled on another task has
-none (`_local.UnboundStorage`). The functions here go through several variables, and ask
-each storage once.
+A storage answers reads and applies updates, each in a blocking and an awaitable form.
+All variables on parameter servers share the storage of their session; each variable of
+this process has a storage of its own (`_local`, `_device`); a handle that was unpickled
+on another task has an `UnboundStorage`, which refuses everything. The functions here
+take several variables and send one request to each storage.
 
-Storages on devices share the `DevicePool` of their strategy. Law of pools: whoever
-makes a next value has the turn, and holds the lock, too, while the present one is given
-away, or while several fields change. Law of `JointState`: what a storage has taken out
-is not in the list any more, and who finds the list whole finds the state of every
-storage in it.
+Storages on devices share the `DevicePool` of their strategy. Law of pools: code that
+computes a next value holds the turn; it also holds the lock while XLA owns the present
+value, and while it changes several fields. Law of `JointState`: a storage that takes
+its arrays out removes them from the list, so a list that is whole has the state of
+every storage.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from typing import (
 
 import numpy as np
 
-from .gradients._slots import OptimizerHandle
-
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
-    from .gradients._slots import SlotRule
+    from .gradients._slots import OptimizerHandle, SlotRule
 
 
 Operands = tuple[np.ndarray, ...]
@@ -48,12 +46,11 @@ StorageRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 StorageUpdate: TypeAlias = (
     "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
 )
-"""What is to be done to a variable, for its storage."""
+"""One update: the variable, the operation, its operands, the optimizer if any."""
 
 
 class VariableHandle(Protocol):
-    """A variable in one piece, as storages, tables and recorders know it: what it is,
-    and where its value lives."""
+    """A variable that is not sharded, as storages, tables and recorders know it."""
 
     @property
     def spec(self) -> VariableSpec: ...
@@ -80,37 +77,37 @@ class VariableHandle(Protocol):
     def synchronization(self) -> VariableSynchronization: ...
 
     @property
-    def is_brought_together(self) -> bool:
-        """Whether no storage has rows of it, see `Variable.is_brought_together`."""
+    def is_aggregated_on_read(self) -> bool:
+        """Whether no storage has single rows of it; see the method of `Variable`."""
         ...
 
     @property
     def components(self) -> tuple[VariableHandle, ...]:
-        """The variable itself, which is in one piece."""
+        """The variable itself, as it is not sharded."""
         ...
 
     def value(self) -> Any:
-        """The value, here and now."""
+        """Reads the value, in a step or outside of one."""
         ...
 
     def numpy(self) -> np.ndarray: ...
 
     def _read_now(self) -> np.ndarray:
-        """The value, from its storage."""
+        """Reads the value from its storage."""
         ...
 
     async def _read_now_async(self) -> np.ndarray: ...
 
 
 class Storage(Protocol):
-    """Keeps values. The caller has checked shapes and dtypes of the operands."""
+    """Keeps values of variables. Callers have checked shapes and dtypes of operands."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        """The value, as an array that nobody writes to any more."""
+        """Reads one value, as a read-only array."""
         ...
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """The values of several variables, in order. One request to each ps."""
+        """Reads several variables, in order, with one request to each ps."""
         ...
 
     async def read_many_async(
@@ -118,7 +115,7 @@ class Storage(Protocol):
     ) -> list[np.ndarray]: ...
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
+        """Reads rows ``[n, ...]``, in order, with one request to each ps."""
         ...
 
     async def read_rows_async(
@@ -126,93 +123,80 @@ class Storage(Protocol):
     ) -> list[np.ndarray]: ...
 
     def update_many(self, updates: Sequence[StorageUpdate]) -> None:
-        """Applies updates of different variables; returns when they are visible to
-        every reader. One request to each ps."""
+        """Applies updates of different variables, with one request to each ps.
+
+        Returns when every reader sees them.
+        """
         ...
 
     async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None: ...
 
 
-class KnowsSlots(OptimizerHandle, Protocol):
-    """An optimizer that knows what it keeps beside a variable of this process."""
-
-    def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What the optimizer keeps beside the variable.
-
-        Raises:
-            RuntimeError: It has not seen the variable yet.
-        """
-        ...
-
-
 @runtime_checkable
 class KeepsSlots(Protocol):
-    """A storage whose slots can be looked at, and assigned, while training goes on."""
+    """A storage whose optimizer slots can be read and assigned between steps."""
 
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """What the optimizer keeps beside each variable, by name; nothing, if it has
-        not moved it yet."""
+        """Reads the slots that the optimizer keeps for each variable, by name.
+
+        The mapping of a variable that the optimizer has not updated yet is empty.
+        """
         ...
 
     def write_slot(
         self,
-        optimizer: KnowsSlots,
+        optimizer: OptimizerHandle,
         variable: VariableHandle,
         name: str,
         value: np.ndarray,
     ) -> None:
-        """Assigns one of them, which is there, or is made of the tree of the
-        optimizer."""
+        """Assigns one slot; creates the slots first if the optimizer has none yet."""
         ...
 
 
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
-    """The values of variables, in order; see `Storage.read`.
-
-    Cost: one request to each storage.
-    """
+    """Reads variables, in order. Cost: one request to each storage."""
     wanted = list(variables)
-    found: dict[int, np.ndarray] = {}
-    for storage, places in _storages(wanted):
-        values = storage.read_many([wanted[place] for place in places])
-        found.update(zip(places, values, strict=True))
-    return [found[place] for place in range(len(wanted))]
+    values: list[Any] = [None] * len(wanted)
+    for storage, numbers in _by_storage(wanted):
+        read = storage.read_many([wanted[n] for n in numbers])
+        _scatter(values, numbers, read)
+    return values
 
 
 async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """`read_all`, without blocking the running loop."""
     wanted = list(variables)
-    found: dict[int, np.ndarray] = {}
-    for storage, places in _storages(wanted):
-        values = await storage.read_many_async([wanted[place] for place in places])
-        found.update(zip(places, values, strict=True))
-    return [found[place] for place in range(len(wanted))]
+    values: list[Any] = [None] * len(wanted)
+    for storage, numbers in _by_storage(wanted):
+        read = await storage.read_many_async([wanted[n] for n in numbers])
+        _scatter(values, numbers, read)
+    return values
 
 
 def read_parts(parts: Sequence[StorageRows]) -> list[np.ndarray]:
-    """Rows ``[n, ...]`` of variables, in order. Cost: one request to each storage."""
-    found: dict[int, np.ndarray] = {}
-    for storage, places in _storages([variable for variable, _ in parts]):
-        rows = storage.read_rows([parts[place] for place in places])
-        found.update(zip(places, rows, strict=True))
-    return [found[place] for place in range(len(parts))]
+    """Reads rows ``[n, ...]``, in order. Cost: one request to each storage."""
+    rows: list[Any] = [None] * len(parts)
+    for storage, numbers in _by_storage([variable for variable, _ in parts]):
+        _scatter(rows, numbers, storage.read_rows([parts[n] for n in numbers]))
+    return rows
 
 
 async def read_parts_async(parts: Sequence[StorageRows]) -> list[np.ndarray]:
     """`read_parts`, without blocking the running loop."""
-    found: dict[int, np.ndarray] = {}
-    for storage, places in _storages([variable for variable, _ in parts]):
-        rows = await storage.read_rows_async([parts[place] for place in places])
-        found.update(zip(places, rows, strict=True))
-    return [found[place] for place in range(len(parts))]
+    rows: list[Any] = [None] * len(parts)
+    for storage, numbers in _by_storage([variable for variable, _ in parts]):
+        read = await storage.read_rows_async([parts[n] for n in numbers])
+        _scatter(rows, numbers, read)
+    return rows
 
 
 def update_all(updates: Sequence[StorageUpdate]) -> None:
     """Applies updates. Cost: one request to each storage."""
-    for storage, places in _storages([update[0] for update in updates]):
-        storage.update_many([updates[place] for place in places])
+    for storage, numbers in _by_storage([update[0] for update in updates]):
+        storage.update_many([updates[n] for n in numbers])
 
 
 async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
@@ -220,37 +204,45 @@ async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
 
     Cancellation: some of the updates may have been applied.
     """
-    for storage, places in _storages([update[0] for update in updates]):
-        await storage.update_many_async([updates[place] for place in places])
+    for storage, numbers in _by_storage([update[0] for update in updates]):
+        await storage.update_many_async([updates[n] for n in numbers])
 
 
-def _storages(variables: Sequence[VariableHandle]) -> list[tuple[Storage, list[int]]]:
-    """Each storage with the places of its variables, in order of the first ones."""
-    places: dict[int, list[int]] = {}
-    for place, variable in enumerate(variables):
-        places.setdefault(id(variable.storage), []).append(place)
-    return [(variables[found[0]].storage, found) for found in places.values()]
+def _by_storage(
+    variables: Sequence[VariableHandle],
+) -> list[tuple[Storage, list[int]]]:
+    """Groups variables, by number, by their storage; keeps the order."""
+    groups: dict[int, list[int]] = {}
+    for number, variable in enumerate(variables):
+        groups.setdefault(id(variable.storage), []).append(number)
+    return [(variables[group[0]].storage, group) for group in groups.values()]
+
+
+def _scatter(
+    into: list[Any], numbers: Sequence[int], values: Sequence[np.ndarray]
+) -> None:
+    for number, value in zip(numbers, values, strict=True):
+        into[number] = value
 
 
 class DevicePool(abc.ABC):
-    """Where the variables of one strategy live.
+    """The devices of this process on which one strategy keeps its variables.
 
     Args:
         names: TF's names of the devices that keep the copies of the replicas, in their
-            order, or of the one that keeps all of them.
+            order, or of the one device that keeps all of them.
         mesh: The devices of all processes, if values are arrays over them.
-        copies: How many replicas of this process may have a copy each.
+        copies: Number of replicas of this process that may have a copy each.
 
-    Whoever makes next values of the present ones has the ``turn``, from the first look
-    to the last value put back; a step over several parts of the CPU has it until they
-    have computed. Whoever reads takes the ``lock``, which a step holds only while the
-    values are given away: what computes a step may read a variable, in another thread.
-    The turn is taken before the lock, and nobody waits for a value while holding the
-    lock.
+    Code that computes next values from the present ones holds the ``turn``, from the
+    first read to the last value put back; a step over several parts of the CPU holds it
+    until they have computed. Readers take the ``lock``, which a step holds only while
+    XLA owns the values: another thread may read a variable while the step computes.
+    Take the turn before the lock, and never wait for a value while holding the lock.
     """
 
     travels: bool = False
-    """Whether values are kept on another device than that where steps run."""
+    """Whether values are kept on another device than the one where steps run."""
 
     def __init__(
         self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
@@ -259,69 +251,75 @@ class DevicePool(abc.ABC):
         self.mesh = mesh
         self.copies = copies
         self.parted = 0
-        """How many variables have begun to have a copy for each replica."""
+        """Number of variables that have switched to one copy per replica."""
         self.steps = 0
-        """How many steps have put back new values."""
+        """Number of steps that have put back new values."""
         self.has_failed = False
-        """Whether a step failed, so that values may be gone."""
+        """Whether a step failed, so that values may be lost."""
         self.turn = threading.RLock()
         self.lock = threading.RLock()
 
     @abc.abstractmethod
     def place(self, array: Any) -> jax.Array:
-        """Puts a copy of an array where the values live."""
+        """Copies an array to where the values are kept."""
 
     @abc.abstractmethod
     def place_apart(self, copies: Any) -> jax.Array:
-        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
-        each device."""
+        """Copies an array ``[copies, ...]`` to the devices, one row on each."""
 
     @property
     @abc.abstractmethod
     def sharding(self) -> Sharding | None:
-        """The sharding of values; None if they live on one device."""
+        """The sharding of values; None if they are on one device."""
 
     @property
     @abc.abstractmethod
     def sharding_apart(self) -> Sharding | None:
-        """The sharding of copies; None if they live on one device."""
+        """The sharding of per-replica copies; None if they are on one device."""
 
     @abc.abstractmethod
     def fingerprint(self) -> Hashable:
-        """What a program of a step depends on, but for which variables have copies; it
-        is not used under another one."""
+        """Identifies what the program of a step was compiled for.
+
+        A program is used only under the fingerprint that it was traced under. Which
+        variables have copies is not part of it.
+        """
 
     def replicas(self) -> tuple[int, int]:
-        """Number of the first replica of this process, and how many all processes
-        have."""
+        """Returns the rank of this process's first replica, and the number of replicas
+        in all processes."""
         return 0, self.copies
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Called before values are used, without the lock: they may have to come from
-        other processes first."""
+        """Waits until values that come from other processes are here.
+
+        Called before values are used, without the lock.
+        """
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
-        prefix of them."""
+        """Sends pytrees of arrays that are kept here to where a step runs.
+
+        ``shardings`` is a prefix of the trees.
+        """
         del shardings
         return trees
 
     def returned(self, trees: Any) -> Any:
-        """Pytrees that a step made, where values are kept: undoes `sent`."""
+        """Brings pytrees that a step made to where values are kept: undoes `sent`."""
         return trees
 
 
 class JointState:
     """Values and slots of several variables, in the order of a step's program.
 
-    A step computes the next state of all that it moves, and the next call of the same
-    program takes all of it again. To hand each variable its own in between would cost
-    more than many a step. So the list is kept as it is, each storage knows its place in
-    it, and takes its own out when somebody asks the storage for it.
+    A step computes the next state of every variable that it updates, and the next call
+    of the same program takes all of it again. To hand each variable its arrays between
+    two calls would cost more than many steps do. So the list is kept as it is: each
+    storage knows its index, and takes its arrays out when code asks the storage.
 
-    ``arrays`` are replaced by those of the next step, by whoever has the turn and the
-    lock of the pool. ``is_whole``: no storage has taken its own out.
+    A step that holds the turn and the lock of the pool replaces ``arrays``.
+    ``is_whole``: no storage has taken its arrays out.
     """
 
     __slots__ = ("arrays", "is_whole")
@@ -331,22 +329,22 @@ class JointState:
         self.is_whole = True
 
     def taken(self) -> list[Any] | None:
-        """All arrays, in a list of the caller's; None: some are elsewhere."""
-        found = self.arrays[:]
-        # Asked afterwards: a storage says so before it takes anything out.
-        return found if self.is_whole else None
+        """Returns a copy of the list; None if a storage has taken arrays out."""
+        arrays = self.arrays[:]
+        # Asked afterwards: a storage clears the flag before it takes anything out.
+        return arrays if self.is_whole else None
 
 
 class JointPlace(NamedTuple):
-    """Where in the list the arrays of one storage are: the value, and from where to
-    where the slots of each optimizer."""
+    """The indices of one storage's arrays in the list: of the value, and the first and
+    the end of each optimizer's slots."""
 
     state: JointState
     value: int
     slots: tuple[tuple[SlotRule, int, int], ...]
 
     def leave(self) -> None:
-        """The storage has its arrays elsewhere, and they are not kept here as well."""
+        """Drops the arrays of a storage that has taken them out."""
         state = self.state
         state.is_whole = False
         state.arrays[self.value] = None

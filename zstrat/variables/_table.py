@@ -1,15 +1,14 @@
-"""Rows of a larger array: as a value (`IndexedSlices`), which variable has them, which
-of them an index wants.
+"""Rows of arrays: `IndexedSlices` (a value), `Table` (where rows are), `select`.
 
 A `Table` is one or several variables, in one of two layouts, as in TF: *div* gives each
-component a range of neighbouring rows, the first ones one more than the rest (what a
-partitioner makes); *mod* deals the rows out in turn (only for lists that are given to
-an `embedding_lookup` of the v1 API).
+component a range of neighbouring rows, the first ones one more than the rest (as
+partitioners do); *mod* distributes the rows round-robin (only for lists in an
+`embedding_lookup` of the v1 API).
 
-Indexing is that of numpy, but for arrays of integers (`sparse_read` is the word for
-those): the part of the index that speaks of the first axis is found and replaced by one
-that speaks of the rows that were fetched, everything else stays. So the result is that
-of numpy itself. Decides without I/O: ids and indices in, pieces out.
+Indexing is that of numpy, except arrays of integers (`sparse_read` does that): `select`
+replaces the part of the index for the first axis by one for the rows that are fetched,
+and keeps the rest, so that numpy itself makes the result. Decides without I/O: ids and
+indices in, pieces out.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class IndexedSlices:
     """``values[i]`` belongs to row ``indices[i]`` of an array of ``dense_shape``.
 
     A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
-    ``jax.tree.map`` computes with the indices, too: what is to be done with a gradient
-    (a mean over micro-batches) is done with the loss, with ``values`` alone, or with
-    `to_dense()`. An index may occur several times: adding accumulates. In gradients of
-    padded lookups some are of no row at all (a negative number): their values count
-    nowhere. ``dense_shape`` is None if the receiver knows it (a variable does).
+    ``jax.tree.map`` computes with the indices, too: to scale a gradient (a mean over
+    micro-batches), scale the loss, or ``values`` alone, or `to_dense()`. An index may
+    occur several times: values accumulate. Gradients of padded lookups have negative
+    indices, whose values are ignored. ``dense_shape`` may be None if the receiver knows
+    it, as a variable does.
     """
 
     values: Any
@@ -61,7 +60,7 @@ class IndexedSlices:
         return self.values.dtype
 
     def to_dense(self) -> jax.Array:
-        """The whole array, zero where there is no row; without what is of no row.
+        """Returns the whole array, with zeros in all other rows.
 
         Raises:
             ValueError: ``dense_shape`` is not known.
@@ -70,7 +69,10 @@ class IndexedSlices:
             DowncastWarning: The values lose bits where jax computes with 32.
         """
         if self.dense_shape is None:
-            raise ValueError("these IndexedSlices do not say their dense_shape")
+            raise ValueError(
+                "to_dense() needs the dense_shape of IndexedSlices, got None: give it "
+                "when they are made"
+            )
         if (lost := downcast_loss(self.values)) is not None:
             warnings.warn(
                 f"IndexedSlices.to_dense() gives an array of jax, which computes with "
@@ -82,55 +84,48 @@ class IndexedSlices:
         values = jnp.asarray(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)
         height, indices = self.dense_shape[0], self.indices
-        if isinstance(indices, np.ndarray):  # before jax narrows them to 32 bits
-            is_none = (indices < 0) | (indices >= height)
-            indices = np.where(is_none, height, indices).astype(np.int32)
+        if isinstance(indices, np.ndarray):  # before jax casts them to 32 bits
+            is_outside = (indices < 0) | (indices >= height)
+            indices = np.where(is_outside, height, indices).astype(np.int32)
         indices = reaching(jnp.asarray(indices))
         return zeros.at[jnp.where(indices < 0, height, indices)].add(values)
 
 
 def reaching(indices: jax.Array) -> jax.Array:
-    """Indices of a dtype that reaches beyond the last row."""
+    """Casts indices to a dtype that can exceed the number of rows."""
     return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
-def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
-    return (slices.values, slices.indices), slices.dense_shape
-
-
-def _unflatten(
-    dense_shape: tuple[int, ...] | None, leaves: tuple[Any, Any]
-) -> IndexedSlices:
-    return IndexedSlices(leaves[0], leaves[1], dense_shape)
-
-
-jax.tree_util.register_pytree_node(IndexedSlices, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    IndexedSlices,
+    lambda slices: ((slices.values, slices.indices), slices.dense_shape),
+    lambda dense_shape, leaves: IndexedSlices(leaves[0], leaves[1], dense_shape),
+)
 
 
 ABSENT: Final = 1 - 2**31
-"""Among ids: no row. Shapes are fixed in a step, so what does not count stays where it
-is, as this; nothing is fetched for it, it reads as zeros, and updates leave it out. No
-id that was computed by mistake is likely to be this one."""
+"""The id of padding: it reads as zeros, and updates skip it. Shapes are fixed in steps,
+so padding cannot be removed. An id computed by mistake is unlikely to be this one."""
 
 
 def absent(ids: np.ndarray) -> np.ndarray | None:
-    """Where ids are `ABSENT`; None if none is. Cost: one pass, if none is."""
+    """Returns the mask of ids that are `ABSENT`; None if none is. Cost: one pass."""
     if not ids.size or ids.dtype.itemsize < 4 or int(ids.min()) >= 0:
         return None
-    found: np.ndarray = ids == ABSENT
-    return found if found.any() else None
+    mask: np.ndarray = ids == ABSENT
+    return mask if mask.any() else None
 
 
 class TableLayout(enum.StrEnum):
-    """How rows are laid over the components."""
+    """How rows are distributed over the components."""
 
     DIV = "div"
     MOD = "mod"
 
 
 class TablePiece(NamedTuple):
-    """What one component has of a batch of ids: the ids at ``positions`` are its rows
-    ``local``."""
+    """The part of a batch of ids that one component has: the ids at ``positions`` are
+    its rows ``local``."""
 
     component: int
     positions: slice | np.ndarray
@@ -139,17 +134,17 @@ class TablePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Rows over variables of one dtype that differ in their first axis alone.
+    """Rows of one or several variables, which may differ in their first axis only.
 
-    ``shape`` is that of all rows together. Two tables are equal if they are over the
-    same variables in the same layout: values are never compared.
+    ``shape`` is that of all rows together. Two tables are equal if they have the same
+    variables in the same layout; values are never compared.
     """
 
     name: str
     components: tuple[VariableHandle, ...]
     layout: TableLayout = TableLayout.DIV
     offsets: np.ndarray = field(init=False, repr=False)
-    """First row of each component, and behind the last one the number of all rows."""
+    """First row of each component, and at the end the number of all rows."""
 
     def __post_init__(self) -> None:
         rows = [component.shape[0] for component in self.components]
@@ -165,7 +160,7 @@ class Table:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The keys of the components, which name the table in its session."""
+        """The keys of the components, which identify the table in its session."""
         return tuple(component.spec.key for component in self.components)
 
     def __eq__(self, other: object) -> bool:
@@ -180,10 +175,10 @@ class Table:
         return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
 
     def require_inside(self, ids: np.ndarray) -> None:
-        """Refuses ids of rows that are not there, but for `ABSENT`. Cost: one pass.
+        """Refuses ids outside of the table, except `ABSENT`. Cost: one pass.
 
         Raises:
-            IndexError: Names the table and the first such id.
+            IndexError: An id is outside; names the table and the first such id.
         """
         if not ids.size:
             return
@@ -199,8 +194,10 @@ class Table:
             )
 
     def pieces(self, ids: np.ndarray) -> Sequence[TablePiece]:
-        """What each component has of ids ``[n]``, which never fall and are inside;
-        components that have none are left out."""
+        """Splits ids ``[n]`` over the components, without those that have none.
+
+        The ids are ascending, and inside of the table.
+        """
         if len(self.components) == 1:
             return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []
         if self.layout is TableLayout.DIV:
@@ -227,14 +224,14 @@ Rows = slice | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What an index wants of an array: ``rows`` of its first axis, growing (a range, or
-    indices), and of these put together what ``index`` picks."""
+    """An index in two steps: fetch ``rows`` of the first axis (ascending, a range or
+    indices), then index the fetched rows by ``index``."""
 
     rows: range | np.ndarray
     index: tuple[Any, ...]
 
     def pieces(self, table: Table) -> list[tuple[int, Rows]]:
-        """The rows of each component that has some."""
+        """Splits the rows over the components that have some."""
         if isinstance(self.rows, range):
             found = enumerate(_within(self.rows, table.offsets.tolist()))
             return [(n, rows) for n, rows in found if rows is not None]
@@ -242,18 +239,18 @@ class Selection:
 
 
 def select(index: Any, shape: tuple[int, ...]) -> Selection:
-    """What ``array[index]`` wants of an array of this shape, which has a first axis.
+    """Splits ``array[index]`` into rows to fetch and an index into these rows.
 
     Raises:
-        TypeError: The index, or a bound of a slice, is an array or no index at all.
-        IndexError: It is out of bounds, or for more axes than there are.
+        TypeError: The index, or a bound of a slice, is an array or not an index.
+        IndexError: It is out of bounds, or has more axes than the array.
         ValueError: The step of a slice is zero.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     parts = [_checked(part) for part in parts]
     place = _first(parts, shape)
     if not any(isinstance(part, np.ndarray) for part in parts):
-        # Numpy's own complaints, on an array without memory.
+        # Raises numpy's own errors, on an array without memory.
         _ = np.broadcast_to(np.empty((), np.bool_), shape)[tuple(parts)]
     if place is None:
         return Selection(range(shape[0]), tuple(parts))
@@ -263,8 +260,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
         case slice():
             rows = range(*part.indices(shape[0]))
             parts[place] = slice(None, None, 1 if rows.step > 0 else -1)
-            # Rows are fetched growing; those that are wanted backwards are turned
-            # around then.
+            # Rows are fetched in ascending order; a negative step reverses them after.
             rows = rows if rows.step > 0 else rows[::-1]
         case np.ndarray():
             rows, parts[place] = _masked(part, shape)
@@ -279,7 +275,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
 
 
 def _first(parts: list[Any], shape: tuple[int, ...]) -> int | None:
-    """The place of what is said of the first axis; None if nothing is."""
+    """Returns the position of the part for the first axis; None if there is none."""
     used = sum(
         part.ndim if isinstance(part, np.ndarray) else 1
         for part in parts
@@ -310,20 +306,17 @@ def _masked(mask: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.nd
 
 
 def _checked(part: Any) -> Any:
-    """A part of an index: an int, a slice of ints, None, Ellipsis, or a mask."""
+    """Checks a part of an index: an int, a slice of ints, None, Ellipsis, or a mask."""
     if part is None or isinstance(part, EllipsisType):
         return part
     if isinstance(part, slice):
         bounds = (part.start, part.stop, part.step)
         return slice(*(None if bound is None else _integer(bound) for bound in bounds))
-    if isinstance(part, np.ndarray | list) and (mask := _mask(part)) is not None:
-        return mask
+    if isinstance(part, np.ndarray | list):
+        array = np.asarray(part)
+        if array.dtype == np.bool_ and array.ndim:
+            return array
     return _integer(part)
-
-
-def _mask(part: Any) -> np.ndarray | None:
-    array = np.asarray(part)
-    return array if array.dtype == np.bool_ and array.ndim else None
 
 
 def _integer(value: Any) -> int:
@@ -338,7 +331,7 @@ def _integer(value: Any) -> int:
 
 
 def _within(rows: range, offsets: list[int]) -> list[slice | None]:
-    """Which of the rows are between each two offsets, counted from the first one."""
+    """Splits rows at the offsets; each slice counts from its offset."""
     found: list[slice | None] = []
     for start, stop in itertools.pairwise(offsets):
         skipped = max(0, -(-(start - rows.start) // rows.step))

@@ -1,7 +1,7 @@
-"""Variables in a structure: in a pytree, or among the attributes of an object.
+"""Variables in pytrees, and among the attributes of a `Module`.
 
-Pytrees of variables are made from pytrees of arrays, and back. An object's variables
-are found among its attributes, as ``tf.Module`` does.
+`create_variables` turns a pytree of arrays into one of variables, `values` turns it
+back. A `Module` finds variables among its attributes, as ``tf.Module`` does.
 """
 
 from __future__ import annotations
@@ -32,38 +32,41 @@ def create_variables(
     aggregation: VariableAggregation = VariableAggregation.NONE,
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
 ) -> Any:
-    """The same pytree with a new `Variable` for each array, named by its path.
+    """Replaces each array of a pytree by a new `Variable`, named by its path.
 
-    ``{"dense": {"kernel": k}}`` gives a variable ``"dense/kernel"``, with ``name`` and
-    a slash before it if there is one. All of them are created in one round trip.
+    ``{"dense": {"kernel": k}}`` gives a variable ``"dense/kernel"``, or
+    ``"name/dense/kernel"`` with a ``name``. Creates all of them in one round trip.
 
     Args:
-        dtype: Of all the variables; left out: each array's own.
-        trainable: Of all the variables; left out: they are, unless their
-            synchronization is ON_READ.
+        dtype: Of all the variables; default: each array's own.
+        trainable: Of all the variables; default: True, unless their synchronization is
+            ON_READ.
 
     Raises:
         ValueError, TypeError: As `Variable`; names the leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = ["/".join(filter(None, (name, _words(path)))) for path, _ in paths]
+    names = [
+        "/".join(filter(None, (name, keystr(path, simple=True, separator="/"))))
+        for path, _ in paths
+    ]
     requests = [
         VariableRequest(
             leaf,
             None,
             dtype,
-            each or "Variable",
-            is_trainable(trainable, synchronization, each),
+            leaf_name or "Variable",
+            is_trainable(trainable, synchronization, leaf_name),
             aggregation,
             synchronization,
         )
-        for each, (_, leaf) in zip(names, paths, strict=True)
+        for leaf_name, (_, leaf) in zip(names, paths, strict=True)
     ]
     return jax.tree.unflatten(treedef, create(requests))
 
 
 def values(tree: Any) -> Any:
-    """The pytree with every variable replaced by its value; other leaves stay.
+    """Replaces every variable of a pytree by its value; other leaves stay.
 
     Inside a step the values are traced arrays, elsewhere read-only numpy arrays.
     """
@@ -73,16 +76,12 @@ def values(tree: Any) -> Any:
     )
 
 
-def _words(path: tuple[Any, ...]) -> str:
-    return keystr(path, simple=True, separator="/")
-
-
 _LISTENERS: Final = "_zstrat_listeners"
 
 
 class _Listeners(list["OnAttribute"]):
-    """Who hears of new attributes. Lies in the module itself, as both may refer to each
-    other; a copy of the module, here or on another task, begins without any."""
+    """The callbacks of `watch`, kept in the module itself, as both may refer to each
+    other. A copy of the module, here or on another task, starts without any."""
 
     def __reduce__(self) -> Any:
         return _Listeners, ()
@@ -92,7 +91,7 @@ class Module:
     """Base of models that keep variables in attributes.
 
     Variables in lists, tuples, dicts and other modules count too, each once, in the
-    order of the attributes' names. Of a sharded variable the components count.
+    order of the attributes' names. A sharded variable counts as its components.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -100,8 +99,8 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        for told in tuple(vars(self).get(_LISTENERS, ())):
-            told(self, name, value)
+        for callback in tuple(vars(self).get(_LISTENERS, ())):
+            callback(self, name, value)
 
     @property
     def name(self) -> str:
@@ -125,16 +124,16 @@ class Module:
         return tuple(module for module in found if module is not self)
 
 
-def watch(module: Module, told: OnAttribute) -> None:
-    """Has ``told(module, name, value)`` called after each attribute that is set."""
-    vars(module).setdefault(_LISTENERS, _Listeners()).append(told)
+def watch(module: Module, callback: OnAttribute) -> None:
+    """Calls ``callback(module, name, value)`` after each attribute that is set."""
+    vars(module).setdefault(_LISTENERS, _Listeners()).append(callback)
 
 
-def unwatch(module: Module, told: OnAttribute) -> None:
+def unwatch(module: Module, callback: OnAttribute) -> None:
     """Undoes `watch`."""
     listeners = vars(module).get(_LISTENERS, [])
-    if told in listeners:
-        listeners.remove(told)
+    if callback in listeners:
+        listeners.remove(callback)
 
 
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:

@@ -1,13 +1,13 @@
-"""What each update does to an array, and what several copies of one are together.
+"""Update operations on arrays of numpy, and aggregation of copies.
 
-The meaning of `UpdateOp` is said once, in numpy (`apply`): for variables of this
-process; a parameter server has its own, faster engine and is tested against these
-words. The array given is never written to.
+`apply` defines each `UpdateOp`, for variables of this process. Parameter servers have
+an engine of their own, which is faster and is tested against `apply`. Nothing writes to
+the array that is given.
 
-Means of integers are exact, and their sums may not fit: a value is cut into a quotient
-and a rest by the number of copies, and the two are added up in place of the values. Law
-of copies: pure functions, of arrays of numpy and of jax, traced or not; the result has
-the dtype of the copies.
+Means of integers are exact although their sums may not fit the dtype: each value is
+divided by the number of copies, and quotients and remainders are summed apart. Law of
+aggregation: pure functions of arrays of numpy or jax, traced or not; the result has the
+dtype of the copies.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _AT: Final[dict[UpdateOp, Callable[..., Any]]] = {
 def apply(
     op: UpdateOp, value: np.ndarray, operands: tuple[np.ndarray, ...]
 ) -> np.ndarray:
-    """The array after a dense or a scatter update. Duplicate indices accumulate; of
-    duplicates in SCATTER_UPDATE the last one wins.
+    """Returns the array after a dense or a scatter update.
 
-    A floating-point exception is a value (inf, NaN), and integers go around.
+    Duplicate indices accumulate; in SCATTER_UPDATE the last one wins. Floating-point
+    exceptions give inf or NaN, integers wrap around.
 
     Raises:
         IndexError: An index is outside the first axis.
@@ -77,40 +77,48 @@ def _applied(
 
 
 def shares_of(value: Any, count: int) -> Any:
-    """Equal shares ``[count, ...]`` that add up to an array. Of integers the first ones
-    are larger by one where there is a remainder: none of what was counted is lost."""
+    """Splits an array into equal shares ``[count, ...]`` that sum to it.
+
+    If integers leave a remainder, the first shares are larger by one, so that the sum
+    is exact.
+    """
     dtype = value.dtype
     numbers = np.arange(count).reshape(count, *[1] * value.ndim)
     if dtype.kind in "iu":
-        # There may be more copies than a byte counts.
+        # There may be more copies than 8 bits can count.
         wide = value.astype(np.int32) if dtype.itemsize < 4 else value
         return (wide // count + (numbers < wide % count)).astype(dtype)
     return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
 def cut_for_mean(value: Any, count: int) -> list[Any]:
-    """Two arrays of integers, whose sums over ``count`` values `mean_of_cut` takes. A
-    sum of the values may not fit their dtype, and no float has all their digits."""
+    """Splits integers into quotient and remainder by ``count``, for `mean_of_cut`.
+
+    A sum of the values may not fit their dtype, and floats lose digits.
+    """
     wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
     return [wide // count, wide % count]
 
 
 def summed_for_mean(copies: Any, count: int) -> list[Any]:
-    """What copies ``[n, ...]`` add to the two sums over ``count`` values: ``[1, ...]``,
-    because numpy warns of single numbers that go around, and may do so here."""
+    """Sums the quotients and the remainders of copies ``[n, ...]``.
+
+    Both sums are ``[1, ...]``: numpy warns of scalars that wrap around, which may
+    happen here.
+    """
     cut = cut_for_mean(copies, count)
     return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
 
 
 def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
-    """The mean of integers, exactly; what is behind the point is left out."""
+    """Returns the exact mean of integers, rounded towards zero."""
     quotients, rests = sums
     floor = quotients + rests // count
     return floor + ((floor < 0) & (rests % count != 0))
 
 
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
-    """What copies ``[count, ...]`` are together, in their dtype; NONE: the first."""
+    """Aggregates copies ``[count, ...]``, in their dtype; NONE takes the first."""
     match aggregation:
         case VariableAggregation.SUM:
             return copies.sum(0, dtype=copies.dtype)

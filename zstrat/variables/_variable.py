@@ -1,7 +1,6 @@
-"""A variable: a handle of what it is (its spec) and where its value lives (its
-storage).
+"""`Variable`: a handle with a spec (what the variable is) and a storage (its value).
 
-What can be done with it is said in `AbstractVariable`.
+`AbstractVariable` has the methods that read and update it.
 
 Variables are opaque leaves of pytrees. jax functions that are compiled at the call
 (``jnp.exp``, ``jnp.sum``, ...) do not take foreign objects: inside such calls write
@@ -19,7 +18,6 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._copy_storage import CopyStorage
 from ._creator import (
     Creator,
     StrategyCreator,
@@ -33,7 +31,7 @@ from ._creator import (
 )
 from ._device import DeviceStorage
 from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
-from ._local import LocalStorage, UnboundStorage
+from ._local import CopyStorage, LocalStorage, UnboundStorage
 from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._storage import Storage, StorageUpdate, VariableHandle
-    from ._tracing import TraceRecorder
+    from .gradients._gradient_call import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
 # Negative: those of variables on parameter servers are not.
@@ -55,27 +53,28 @@ _UNBOUND: Final = UnboundStorage()
 class Variable(AbstractVariable):
     """A shared, mutable array.
 
-    Inside ``strategy.scope()`` it is created on the parameter servers; elsewhere it
-    lives in this process. Where a strategy's partitioner wants it in several parts, a
-    `ShardedVariable` comes back, as in TF.
+    Inside ``strategy.scope()`` it is created on the parameter servers; elsewhere it is
+    stored in this process. If the strategy's partitioner cuts it, the call returns a
+    `ShardedVariable`, as in TF.
 
     Args:
         initial_value: An array, a Python value, or a callable. A callable is called
             with ``(shape, dtype)`` if it takes two arguments and ``shape`` is given
             (`zstrat.initializers`), else without any.
-        trainable: Whether it is among the ``trainable_variables`` of a module. Left
-            out: it is, unless its synchronization is ON_READ.
-        shape: Of the value; may be left out unless an initializer needs it.
-        dtype: A string, numpy dtype or jax scalar type. Left out: float32 or int32
+        trainable: Whether it is among the ``trainable_variables`` of a module.
+            Default: True, unless its synchronization is ON_READ.
+        shape: Of the value; needed only by an initializer.
+        dtype: A string, numpy dtype or jax scalar type. Default: float32 or int32
             for Python values and initializers, the array's own for arrays.
-        per_worker_variable: Each worker has one of its own: a `PerWorkerVariable`,
-            which no optimizer moves.
+        per_worker_variable: Give each worker a value of its own: a `PerWorkerVariable`,
+            which optimizers do not update.
 
     Raises:
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
-            ``synchronization`` is not of its enum; it is to be trainable and its
+            ``synchronization`` is not of its enum; it is trainable and its
             synchronization is ON_READ; a step is being traced.
-        TypeError: The value is no array of numbers or booleans, or the name no text.
+        TypeError: The value is not an array of numbers or booleans, or the name is not
+            a string.
 
     Warns:
         DowncastWarning: No dtype was given, and the value is an array of float64, as
@@ -101,7 +100,7 @@ class Variable(AbstractVariable):
             shape = (int(shape),)
         name = "Variable" if name is None else name
         if not isinstance(name, str):
-            raise TypeError(f"name={name!r:.80}: expected the name of a variable, text")
+            raise TypeError(f"name={name!r:.80}: expected a string")
         request = VariableRequest(
             initial_value,
             None if shape is None else tuple(int(n) for n in shape),
@@ -120,18 +119,18 @@ class Variable(AbstractVariable):
 
     @property
     def spec(self) -> VariableSpec:
-        """What the variable is, without its value."""
+        """The description of the variable, without its value."""
         return self._spec
 
     @property
     def storage(self) -> Storage:
-        """Where the value lives when no step is being traced."""
+        """The storage that reads and updates go to outside of traced steps."""
         return self._storage
 
     @property
     def device(self) -> str:
-        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
-        variable that several devices have, the first one's."""
+        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; that of the
+        first device if several have a copy."""
         note_use(VariableUse.NAME, self)
         storage = self._storage
         if isinstance(storage, DeviceStorage | CopyStorage):
@@ -140,8 +139,8 @@ class Variable(AbstractVariable):
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy in whose scope it was created, while somebody holds that; None:
-        it is a plain variable of this process.
+        """The strategy in whose scope it was created, while that is alive; None for a
+        plain variable of this process.
 
         Raises:
             RuntimeError: This handle came from another task, where the strategy is.
@@ -157,8 +156,8 @@ class Variable(AbstractVariable):
 
     @property
     def sharded_container(self) -> AbstractVariable | None:
-        """The `ShardedVariable` that this one is a component of, as long as somebody
-        holds it; None for one that is whole."""
+        """The `ShardedVariable` that this one is a component of, while that is alive;
+        None for a variable that is not sharded."""
         return None if self._container is None else self._container()
 
     @property
@@ -168,13 +167,13 @@ class Variable(AbstractVariable):
     @property
     def table(self) -> Table:
         if not self._spec.shape:
-            raise ValueError(f"{self._spec} has no first axis, hence no rows")
+            raise ValueError(f"{self._spec} is a scalar and has no rows")
         return Table(self._spec.name, (self,))
 
     @property
-    def is_brought_together(self) -> bool:
-        """Whether the value that is meant here and now is made of several ones when it
-        is read, so that no storage has rows of it."""
+    def is_aggregated_on_read(self) -> bool:
+        """Whether a read aggregates the values of several processes or replicas, so
+        that no storage can return single rows."""
         return False
 
     def _read_now(self) -> np.ndarray:
@@ -192,21 +191,23 @@ class Variable(AbstractVariable):
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
-        # As rows of a table: gradients of one row are summed, as an optimizer takes one
-        # step a row. What is scattered keeps its duplicates, in their order.
+        # As rows of a table: gradients of one row are summed, because an optimizer
+        # takes one step per row. Scatter updates keep their duplicates, in order.
         return self.table if op is UpdateOp.OPTIMIZE_ROWS else self
 
     @property
     def owner(self) -> Creator | None:
-        """The strategy's creator that it belongs to, which makes copies of it; None:
-        it is a plain variable of this process."""
+        """The creator of the strategy that it belongs to, which also makes copies of
+        it; None for a plain variable of this process."""
         return self._storage if isinstance(self._storage, Creator) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A new variable with the present value. That of a strategy belongs to the
-        same strategy, in its scope or outside of all; that of this process goes where
-        the current scope puts it. Of a part it is one that is whole. Of several
-        processes all copy it, at the same place of the program.
+        """Creates a new variable with the present value.
+
+        The copy of a strategy's variable belongs to the same strategy, in its scope or
+        outside of any scope; the copy of a variable of this process goes where the
+        current scope puts it. The copy of a component is not sharded. With several
+        processes, all of them copy it at the same point of the program.
 
         Raises:
             RuntimeError: In the scope of another strategy than the variable's.
@@ -230,14 +231,14 @@ class Variable(AbstractVariable):
 
 
 def handle(spec: VariableSpec, storage: Storage) -> Variable:
-    """A handle of a variable that exists already."""
+    """Makes a handle of an existing variable."""
     variable = object.__new__(Variable)
     variable._spec, variable._storage, variable._container = spec, storage, None
     return variable
 
 
 def stand_in(variable: Variable) -> Variable:
-    """Another handle of the same variable, which is equal to nothing else."""
+    """Makes another handle of the same variable, which equals no other object."""
     made = object.__new__(type(variable))
     slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
     for name in slots:
@@ -250,23 +251,23 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def unbound(spec: VariableSpec) -> Variable:
-    """A handle without a value: usable inside a step function alone."""
+    """Makes a handle without a value, for use inside step functions only."""
     return handle(spec, _UNBOUND)
 
 
 def create(
     requests: Sequence[VariableRequest], owner: Creator | None = None
 ) -> Sequence[AbstractVariable]:
-    """New variables, where the current scope puts them; it may cut them in parts.
+    """Creates variables where the current scope puts them; it may shard them.
 
-    ``owner`` makes them where no scope is current, and has to be that of the scope.
+    ``owner`` creates them if no scope is current; a current scope must belong to it.
 
     Raises:
         ValueError: A step is being traced, or the creator refuses a request.
-        RuntimeError: The scope is not that of the owner.
+        RuntimeError: The current scope does not belong to ``owner``.
 
     Warns:
-        DowncastWarning: One has 64 bits, which nobody asked for.
+        DowncastWarning: One has 64 bits, and its request names no dtype.
     """
     for request in requests:
         check(request)
@@ -283,7 +284,7 @@ def create(
 
 
 def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRequest:
-    """Asks for a variable as this one is, with this value."""
+    """Requests a variable like this one, with another value."""
     spec = variable.spec
     return VariableRequest(
         value,
@@ -303,12 +304,12 @@ def _local(request: VariableRequest) -> Variable:
 
 
 def next_key() -> int:
-    """The key of a variable of this process."""
+    """Returns the key of a new variable of this process."""
     return next(_local_keys)
 
 
 def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Variable:
-    """A new variable of this process, as asked for, with this value in its storage."""
+    """Makes a variable of this process whose value is in ``storage`` already."""
     spec = VariableSpec(
         next_key(),
         request.name,
@@ -323,15 +324,15 @@ def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Vari
 
 
 _NAMED: Final = 3
-"""Variables of one call that are named."""
+"""Variables that one warning names."""
 
 
 def _warn_of_wide(
     requests: Sequence[VariableRequest], made: Sequence[AbstractVariable]
 ) -> None:
-    """Says which new variables no step will take, because nobody said their dtype and
-    their first value happens to have floats of 64 bits. (Integers of 64 bits are meant:
-    they count what is outside of steps.)
+    """Warns of new variables that steps will refuse: without a dtype in the request,
+    and with floats of 64 bits in the first value. (Integers of 64 bits are on purpose:
+    they count things outside of steps.)
 
     Warns:
         DowncastWarning: Once for all of them.

@@ -14,10 +14,9 @@ every change that an older peer would misunderstand.
 
 from __future__ import annotations
 
-from ._backup_messages import BackupMessage
 from ._group_messages import GroupMessage
 from ._link_messages import LinkMessage
-from ._replication_messages import ReplicationMessage
+from ._replication_messages import BackupMessage, ReplicationMessage
 from ._snapshot_messages import SnapshotMessage
 from ._step_messages import StepMessage
 from ._task_messages import TaskMessage

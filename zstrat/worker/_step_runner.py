@@ -28,8 +28,7 @@ from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import Storage, creator
 
 from . import _closure
-from ._closure import Costs, Ending, ResultLayouts
-from ._needs import Catalog
+from ._closure import Catalog, Costs, Ending, ResultLayouts
 from ._pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
-    from ._closure import ClosureStep, Post
+    from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
-    from ._needs import Needs
     from ._resources import Arguments, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]

@@ -117,9 +117,9 @@ async def _restless(self: Any, holder: object) -> Any:
     return cut_of(self._dispatcher.queue)
 
 
-def _serves_on(self: Any) -> None:
+def _serves_on(self: Any, *role: object) -> None:
     """A primary hears that a newer view has another one, and goes on alone."""
-    self._detach()
+    self.backups.detach()
 
 
 def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
@@ -183,16 +183,11 @@ def _shifted(
 def _parted(self: Any, store: Any) -> Any:
     """A store that moves loses its backup before another one is whole."""
     if store.is_backup_at_target:
-        return self.promote(store, "it moves")
-    is_leaving = self.processes[store.backup.process].is_leaving
+        return store.promote("it moves")
+    is_leaving = store.processes[store.backup.process].is_leaving
     if store.target is None and not is_leaving:
         return []
-    return self.detach(store, "it moves")
-
-
-def _bare(self: Any, message: Any) -> None:
-    """A new primary does not hear that the old one is its backup."""
-    self.backup, self.view = None, message.view
+    return store.detach("it moves")
 
 
 def _no_pair(found: object) -> None:
@@ -249,7 +244,7 @@ _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
-_LEFT: Final = f"{_COPIES}._role.StoreServingRole.state_for_successor"
+_LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
 _TELL: Final = f"{_FENCES}.Marking.send"
@@ -351,10 +346,10 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "results of closures of nobody shift the others": {_TAKE: _around(_TAKE, _shifted)},
     "a store that moves has one copy meanwhile": {
-        "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
+        "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
-        f"{_COPIES}._replica_role.ReplicaRole.promoted": _bare
+        f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": _nothing
     },
     "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
 }

@@ -225,6 +225,7 @@ class ServerProcess(Daemon):
             sockets=sockets,
         )
         self._is_leaving = False
+        loop.validate = ps.validate
         service = ps.service
         self._endpoint = self.endpoint(
             ps.me, service, service.absorb, sockets, ps.handle

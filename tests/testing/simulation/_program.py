@@ -191,9 +191,13 @@ class TrainingProgram:
         if replication is None or not replication.is_started:
             return None
         placement = replication.placement
+        placement.validate()
+        cluster = coordinator.cluster
+        for task in (*cluster.ps, *cluster.workers, *replication.processes):
+            task.validate()
         if placement.without_backup:
             return None
-        found = set().union(*(store.processes for store in placement.stores))
+        found = set().union(*(store.copy_processes for store in placement.stores))
         at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
         names = [at[process.address] for process in replication.processes]
         return [names[process] for process in sorted(found)]

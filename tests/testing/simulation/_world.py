@@ -190,6 +190,8 @@ class VirtualLoop:
     def __init__(
         self, world: World, name: str, blame: Callable[[dict[str, Any]], None]
     ) -> None:
+        self.validate: Callable[[], None] = _nothing
+        """Called after each event; raises AssertionError if something cannot be."""
         self.world, self.name = world, name
         self._blame = blame
         self._as_loop = cast("asyncio.AbstractEventLoop", self)
@@ -224,6 +226,10 @@ class VirtualLoop:
         finally:
             asyncio._set_running_loop(None)
         self._see()
+        try:
+            self.validate()
+        except AssertionError as error:
+            self._blame({"message": "state after an event", "exception": error})
 
     def freeze(self) -> None:
         """SIGSTOP: nothing runs; what happens meanwhile waits."""
@@ -332,6 +338,10 @@ class VirtualLoop:
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._is_over:
             self._blame(context)
+
+
+def _nothing() -> None:
+    """Checks nothing."""
 
 
 def _is_timer(call: Call | None) -> bool:

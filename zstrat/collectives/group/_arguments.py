@@ -10,8 +10,7 @@ import numpy as np
 
 from zstrat.collectives._compression import Compression, Compressor
 from zstrat.collectives._leaves import described
-from zstrat.collectives._reduction import reduction_of
-from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives._reduction import ReduceOp, reduction_of
 from zstrat.collectives.schedules._algorithms import algorithm_named
 
 if TYPE_CHECKING:
@@ -144,3 +143,26 @@ def check_splits(size: int, rows: int, splits: Sequence[int] | None) -> None:
         raise ValueError(
             f"splits={list(splits)}: expected {size} counts that add up to {rows}"
         )
+
+
+def positive(name: str, given: float | None, default: float) -> float:
+    """Seconds that a caller gave, or the default.
+
+    Raises:
+        ValueError: They are not above 0.
+    """
+    value = default if given is None else given
+    if not value > 0:
+        raise ValueError(f"{name}={given}: expected seconds above 0")
+    return float(value)
+
+
+def not_negative(name: str, given: int) -> int:
+    """A number that a caller gave.
+
+    Raises:
+        ValueError: It is below 0.
+    """
+    if given < 0:
+        raise ValueError(f"{name}={given}: expected 0 or more")
+    return given

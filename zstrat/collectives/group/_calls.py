@@ -15,13 +15,12 @@ from zstrat.errors import ClosedError
 from zstrat.transport import require_own
 
 from . import _operations as operations
-from ._arguments import CallOptions
-from ._invitation import not_negative, positive
+from ._arguments import CallOptions, not_negative, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.collectives._terms import ReduceOp
+    from zstrat.collectives._reduction import ReduceOp
 
     from ._invitation import Invitation
     from ._operations import OperationRequest

@@ -18,7 +18,7 @@ from zstrat.collectives._engine import ConnectionEnded, Differs, Overdue, margin
 from zstrat.errors import ClosedError, ZstratError
 from zstrat.threads import ThreadBell
 
-from ._keys import key_between
+from ._traffic import key_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -28,11 +28,11 @@ from zstrat.transport import DataConnections, reached_as
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._executors import MessageExecutor
-from ._keys import FORMING, about
 from ._rendezvous import GroupSeat, listed
 from ._runtime import only_daemon
 from ._scheduler import OperationScheduler
 from ._socket_engine import SocketEngine
+from ._traffic import FORMING, about
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

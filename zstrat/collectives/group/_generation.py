@@ -35,9 +35,8 @@ from zstrat.threads import Latch
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
-from ._keys import FORMING, PARTS, about, number_of
 from ._mesh import Mesh, wait_heard
-from ._traffic import Traffic
+from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:
     from collections import Counter

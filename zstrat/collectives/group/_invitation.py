@@ -14,6 +14,7 @@ from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
 from zstrat.config import checked_transport, environment, settings_from
 
+from ._arguments import not_negative, positive
 from ._forming import FormingRequest, own_seat, seats_of
 from ._runtime import only_daemon, runtime_for
 
@@ -145,26 +146,3 @@ def invitation_of(
 def _found() -> ClusterResolver:
     """For a program that gives no resolver. A daemon knows which task it is."""
     return TFConfigClusterResolver() if only_daemon() else detect()
-
-
-def positive(name: str, given: float | None, default: float) -> float:
-    """Seconds that a caller gave, or the default.
-
-    Raises:
-        ValueError: They are not above 0.
-    """
-    value = default if given is None else given
-    if not value > 0:
-        raise ValueError(f"{name}={given}: expected seconds above 0")
-    return float(value)
-
-
-def not_negative(name: str, given: int) -> int:
-    """A number that a caller gave.
-
-    Raises:
-        ValueError: It is below 0.
-    """
-    if given < 0:
-        raise ValueError(f"{name}={given}: expected 0 or more")
-    return given

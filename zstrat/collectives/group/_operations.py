@@ -20,10 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from zstrat.collectives._buckets import buckets
 from zstrat.collectives._engine import CallKind, CollectiveCall
-from zstrat.collectives._leaves import dense, flatten, is_slices, leaf_of, with_rows
-from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives._leaves import (
+    buckets,
+    dense,
+    flatten,
+    is_slices,
+    leaf_of,
+    with_rows,
+)
+from zstrat.collectives._reduction import ReduceOp
 from zstrat.collectives.schedules._algorithms import ALGORITHMS
 from zstrat.config import MiB
 from zstrat.transport import POOL
@@ -39,7 +45,7 @@ from ._arguments import (
     read_only,
     words_of,
 )
-from ._keys import about, key_of
+from ._traffic import about, key_of
 
 if TYPE_CHECKING:
     from zstrat.collectives._leaves import ArrayLeaf

@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 import numpy as np
 
 from zstrat.collectives._engine import CallKind
-from zstrat.collectives._reduction import Reduction, reduction_of
-from zstrat.collectives._terms import ReduceOp
+from zstrat.collectives._reduction import ReduceOp, Reduction, reduction_of
 from zstrat.transport import Arena
 
-from ._futex import IS_AVAILABLE
+from ._barrier import IS_AVAILABLE
 from ._shm_collectives import CAPACITY, RankMemory, ShmCollectives, segment_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
-from zstrat.collectives._buckets import split
 from zstrat.collectives._engine import CallKind, CollectiveCall
+from zstrat.collectives._leaves import split
 from zstrat.collectives._reduction import Reduction, reduction_of
 from zstrat.config import MiB
 

@@ -1,11 +1,11 @@
-"""1.12's parameter-server strategy: towers of one program, variables on the ps of a
-cluster, or on this machine where there is none."""
+"""The parameter-server strategy of TF 1.12: towers of one program, variables on the ps
+of a cluster, or on this machine without a cluster."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import jax
 
@@ -14,12 +14,6 @@ from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy, Mirror
 from zstrat.strategy.reduce import is_whole
 
 from ._strategy import DistributionStrategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from zstrat.strategy import Strategy
-
 
 _TASK: Final = re.compile(r"/job:(?P<job>\w+)(/replica:\d+)?(/task:(?P<task>\d+))?")
 
@@ -38,8 +32,8 @@ class ParameterServerStrategy(DistributionStrategy):
     """Towers in sync on the devices of this worker, asynchronous between workers.
 
     Without a cluster the variables are on the only device of the towers, or on the CPU.
-    With one, which `configure` is told, they go to its parameter servers in turn, and
-    every worker runs the whole program: the chief, or worker 0, creates them.
+    With one, which is passed to `configure`, they go to its parameter servers in turn,
+    and every worker runs the whole program: the chief, or worker 0, creates them.
 
     Args:
         num_gpus_per_worker: How many local devices have a tower each, the first ones of
@@ -52,7 +46,7 @@ class ParameterServerStrategy(DistributionStrategy):
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
         self._towers = _devices(num_gpus_per_worker)
         self._task: tuple[str, int] | None = None
-        super().__init__(_local(self._towers))
+        super().__init__(CentralStorageStrategy(self._towers))
 
     @property
     def between_graph(self) -> bool:
@@ -65,7 +59,8 @@ class ParameterServerStrategy(DistributionStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Tells the cluster; variables go to its ps from then on. The first one counts.
+        """Sets the cluster; variables go to its ps from then on. The first cluster
+        counts.
 
         Blocks until all ps answer, and, in a worker that is not the chief, until the
         chief has come.
@@ -88,7 +83,10 @@ class ParameterServerStrategy(DistributionStrategy):
             self._join(normalize_cluster_spec(cluster_spec), task_type, task_id)
         if isinstance(session_config, SessionConfig):
             session_config.isolate_session_state = self._task is None
-            self._filter(session_config)
+            if self._task is not None:
+                job, task = self._task
+                filters = [f"/job:{job}/task:{task}", "/job:ps"]
+                session_config.device_filters[:] = filters
 
     def close(self) -> None:
         """Leaves the parameter servers, which keep what they have for other workers."""
@@ -100,11 +98,6 @@ class ParameterServerStrategy(DistributionStrategy):
         engine = BetweenGraphStrategy(resolver, devices=self._towers)
         super().__init__(engine)
         self._task = job, task
-
-    def _filter(self, config: SessionConfig) -> None:
-        if self._task is not None:
-            job, task = self._task
-            config.device_filters[:] = [f"/job:{job}/task:{task}", "/job:ps"]
 
     def _require_operands(self, arguments: Any) -> None:
         """Refuses a value on each of several devices, too: TF's rule for this strategy,
@@ -145,7 +138,3 @@ def _devices(count: int) -> tuple[jax.Device, ...]:
             f"(jax.config.update('jax_num_cpu_devices', {count}))"
         )
     return tuple(found[:count])
-
-
-def _local(towers: Sequence[jax.Device]) -> Strategy:
-    return CentralStorageStrategy(towers)

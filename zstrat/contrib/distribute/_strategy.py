@@ -1,9 +1,9 @@
-"""1.12's face of a strategy of zstrat, and of a dataset for the devices of one program.
+"""The API of TF 1.12 for a strategy of zstrat, and for a dataset on the devices of one
+program.
 
-Laws of the file: an old method is a new one of the engine, with TF 1.12's arguments and
-complaints; nothing is computed here. The towers of a step have elements that nobody
-writes to, though their source may fill one buffer again and again while it is asked for
-the next ones.
+Laws of the file: an old method calls a new one of the engine, with the arguments and
+errors of TF 1.12; nothing is computed here. The elements of a step do not change,
+though their source may reuse one buffer for the next ones.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 @final
 class PerDeviceDataset:
-    """Each step takes as many elements as there are towers, the first for the first; a
-    remainder is dropped (TF 1.12's rule). Each iterator is a fresh pass."""
+    """A dataset of which each step takes as many elements as there are towers, the
+    first for the first; a remainder is dropped (TF 1.12's rule). Each iterator is a
+    fresh pass."""
 
     def __init__(self, dataset_fn: Callable[[], Iterable[Any]], towers: int) -> None:
         self._dataset_fn = dataset_fn
@@ -50,17 +51,17 @@ class PerDeviceDataset:
         require_untraced("a distributed dataset")
         elements = self._elements()
         made = PerDeviceIterator(elements, name="a distributed dataset", steady=True)
-        # When the program ends at the latest: a pass that the interpreter ends while it
-        # takes itself down complains of what is gone already.
+        # At the end of the program at the latest: a pass that the interpreter ends
+        # while it shuts down would fail on modules that are gone.
         weakref.finalize(made, elements.close)
         return made
 
     def make_one_shot_iterator(self) -> PerDeviceIterator:
-        """`iter`, by its old name."""
+        """Returns ``iter(self)``: its old name."""
         return iter(self)
 
     def make_initializable_iterator(self) -> PerDeviceIterator:
-        """`iter`: there is nothing to initialize."""
+        """Returns ``iter(self)``: there is nothing to initialize."""
         return iter(self)
 
     def _elements(self) -> Generator[Any, None, None]:
@@ -77,18 +78,18 @@ class PerDeviceDataset:
 
 @final
 class PerDeviceIterator(StepIterator):
-    """What a step draws from, and a loop in Python: one element for each tower."""
+    """The iterator of a step, or of a loop in Python: one element for each tower."""
 
     def initialize(self) -> list[Any]:
-        """Nothing: an iterator is ready when it is made."""
+        """Does nothing: an iterator is ready when it is made."""
         return []
 
 
 def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
-    """A pass whose elements stay as they are while the next ones are made.
+    """Yields elements that stay as they are while the next ones are made.
 
     Raises (while iterating):
-        TypeError: An element has an object in it that is no data.
+        TypeError: An element contains an object that is not data.
     """
     stays = is_steady(source)
     with ending(iter(source)) as elements:
@@ -205,20 +206,20 @@ class DistributionStrategy:
     def distribute_dataset(
         self, dataset_fn: Callable[[], Iterable[Any]]
     ) -> PerDeviceDataset:
-        """The dataset that ``dataset_fn`` makes, distributed to the towers: each step
+        """Distributes the dataset that ``dataset_fn`` makes over the towers: each step
         takes one element for each of them."""
         return PerDeviceDataset(dataset_fn, self.num_towers)
 
     def initialize(self) -> None:
-        """Nothing is to be done before the first step."""
+        """Does nothing: no work precedes the first step."""
 
     def finalize(self) -> None:
-        """Nothing is to be done after the last step."""
+        """Does nothing: no work follows the last step."""
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Variables created inside go where that one is.
+        """Places the variables that are created inside where that one is.
 
         Raises:
             ValueError: It was not created in this strategy's scope.
@@ -227,11 +228,11 @@ class DistributionStrategy:
         return self.engine.extended.colocate_vars_with(colocate_with_variable)
 
     def read_var(self, var: Any) -> Any:
-        """The variable: it is there once."""
+        """Returns the variable: there is one copy."""
         return var
 
     def value_container(self, val: Any) -> Any:
-        """The value: what it is a component of is itself."""
+        """Returns the value: it is not a component of anything else."""
         return val
 
     def update(
@@ -245,7 +246,8 @@ class DistributionStrategy:
                 per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or an argument has one value per tower.
+            ValueError: ``var`` is not a variable, or an argument has one value per
+                tower.
             RuntimeError: Called in a tower.
         """
         named = dict(kwargs)
@@ -256,11 +258,11 @@ class DistributionStrategy:
         return self.engine.extended.update(var, fn, args, named, grouped)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
-        """Where what belongs to all of these variables is kept: the device of the first
-        one by name.
+        """Returns where state that belongs to all of these variables is stored: the
+        device of the first variable by name.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The list is empty.
         """
         return self.engine.extended.non_slot_devices(var_list)
 
@@ -281,10 +283,10 @@ class DistributionStrategy:
         )
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
-        """The value on other devices; left out: on those of all towers.
+        """Copies the value to other devices; by default to those of all towers.
 
         Raises:
-            ValueError: It is no place.
+            ValueError: It is not a destination.
             RuntimeError: Called in a tower.
         """
         where = self.worker_devices if destinations is None else destinations
@@ -300,7 +302,7 @@ class DistributionStrategy:
     def reduce(
         self, aggregation: VariableAggregation, value: Any, destinations: Any
     ) -> Any:
-        """The towers' values as one.
+        """Reduces the values of the towers to one.
 
         Args:
             aggregation: SUM, MEAN or ONLY_FIRST_TOWER.
@@ -320,10 +322,10 @@ class DistributionStrategy:
         aggregation: VariableAggregation,
         value_destination_pairs: Sequence[tuple[Any, Any]],
     ) -> list[Any]:
-        """`reduce` of several values at once, in order.
+        """Reduces several values at once, in order, as `reduce` does.
 
         Raises:
-            ValueError: What is given is no list of pairs; also what `reduce` raises.
+            ValueError: The argument is not a list of pairs; also what `reduce` raises.
         """
         require_aggregation(aggregation)
         pairs = checked_pairs(value_destination_pairs)
@@ -345,12 +347,12 @@ class DistributionStrategy:
         ]
 
     def unwrap(self, value: Any) -> list[Any]:
-        """One entry per tower; ``[value]`` for what is one."""
+        """Returns one entry per tower; ``[value]`` for one value."""
         return self.engine.unwrap(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all that ``value`` consists of has been computed; ``name``
-        changes nothing."""
+        """Waits until all arrays in ``value`` have been computed; ``name`` changes
+        nothing."""
         self.engine.group(value, name)
 
     def configure(
@@ -369,10 +371,10 @@ class DistributionStrategy:
         self.engine.configure(session_config, cluster_spec, task_type, task_id)
 
     def _require_here(self, destinations: Any) -> None:
-        """Refuses a place on another worker; there are none on one machine."""
+        """Refuses a destination on another worker; there are none on one machine."""
 
     def _require_operands(self, arguments: Any) -> None:
-        """Refuses what an update cannot be given: a value per tower."""
+        """Refuses an operand that an update cannot take: a value per tower."""
         for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
             if isinstance(leaf, PerReplica):
                 raise ValueError(
@@ -391,7 +393,7 @@ _faces: weakref.WeakValueDictionary[int, DistributionStrategy] = (
 
 
 def face_of(engine: Strategy) -> DistributionStrategy:
-    """The face that was made with this engine, or a new one."""
+    """Returns the face that was made with this engine, or a new one."""
     found = _faces.get(id(engine))
     # An engine that is gone may have had the same id.
     is_its = found is not None and found.engine is engine
@@ -402,7 +404,7 @@ FIRST: Final = VariableAggregation.ONLY_FIRST_TOWER
 
 
 def require_aggregation(aggregation: Any) -> None:
-    """Passes what 1.12 knows.
+    """Refuses an aggregation that 1.12 does not have.
 
     Raises:
         AssertionError: Another one.
@@ -419,10 +421,10 @@ def require_aggregation(aggregation: Any) -> None:
 
 
 def first_place(destinations: Any) -> Any:
-    """Where a value is reduced that is wanted in several places.
+    """Returns the first destination of a value, where it is reduced.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no destination.
     """
     if isinstance(destinations, list | tuple):
         if not destinations:

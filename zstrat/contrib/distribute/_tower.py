@@ -1,5 +1,5 @@
-"""What a tower knows about itself, and which strategy is current: 1.12's words for
-`zstrat.ReplicaContext` and the functions beside it."""
+"""The context of a tower, and the current strategy: the names of TF 1.12 for
+`zstrat.ReplicaContext` and related functions."""
 
 from __future__ import annotations
 
@@ -80,35 +80,35 @@ class TowerContext:
 
 
 def get_tower_context() -> TowerContext | None:
-    """The tower that this code runs in; None in the cross-tower context. Outside of all
-    the one tower of the default strategy."""
+    """Returns the tower that this code runs in; None in the cross-tower context.
+    Outside of all scopes it is the one tower of the default strategy."""
     replica = get_replica_context()
     return None if replica is None else TowerContext(replica)
 
 
 def get_cross_tower_context() -> DistributionStrategy | None:
-    """The strategy whose cross-tower context this code is in, or None."""
+    """Returns the strategy whose cross-tower context this code is in, or None."""
     strategy = get_cross_replica_context()
     return None if strategy is None else face_of(strategy)
 
 
 def in_cross_tower_context() -> bool:
-    """Whether this code is in a scope, and not in a tower."""
+    """Returns whether this code is in a scope, and not in a tower."""
     return in_cross_replica_context()
 
 
 def get_distribution_strategy() -> DistributionStrategy:
-    """The current strategy, the default one outside of all scopes."""
+    """Returns the current strategy, the default one outside of all scopes."""
     return face_of(get_strategy())
 
 
 def has_distribution_strategy() -> bool:
-    """Whether a strategy other than the default one is current."""
+    """Returns whether a strategy other than the default one is current."""
     return has_strategy()
 
 
 def require_tower_context(tower_ctx: TowerContext) -> None:
-    """Passes in the tower of this context alone.
+    """Refuses code that is not in the tower of this context.
 
     Raises:
         RuntimeError: This code is not in it.

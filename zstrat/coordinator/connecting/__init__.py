@@ -1,5 +1,5 @@
-"""How a program comes to its tasks, one at a time and all of them together: the session
-on each of them, its link, and the addresses that workers are told."""
+"""Connects a program to its tasks, one by one and all together: the session on each
+task, its link, and the addresses of stores that workers get."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The moment at which a program connects: all parameter servers and one worker answer.
+"""Waits until all parameter servers and one worker answer, when a program connects.
 
-The log says which tasks are awaited, so that nobody looks at silence. Its law: one
-warning names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then
-every `NEXT_WORD`, and never after `Arrival.stop`.
+The log names the tasks that are still missing. The law of this file: one warning names
+all of them; it comes after `FIRST_WARNING` seconds and then every `NEXT_WARNING`, and
+never after `Arrival.stop`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-FIRST_WORD: Final = 2.0
+FIRST_WARNING: Final = 2.0
 """Seconds: all tasks of a cluster that is up answer in much less."""
-NEXT_WORD: Final = 10.0
+NEXT_WARNING: Final = 10.0
 
 
 AnyTask: TypeAlias = "TaskSession | ProbedTask"
-"""A task by a link of ours: with a session on it, or only probed."""
+"""A task that this program has a link to: with a session on it, or only probed."""
 
 
 @final
 class Arrival:
-    """Watches the tasks of a cluster until all parameter servers and one worker are
-    there. On the loop thread."""
+    """Logs which tasks are missing, until all parameter servers and one worker answer.
+    On the loop thread."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Arrival:
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
         self._timer: asyncio.TimerHandle | None = None
-        self._said: list[str] = []
+        self._logged: list[str] = []
 
     def start(self) -> None:
-        self._timer = self._call_later(FIRST_WORD, self._tell)
+        self._timer = self._call_later(FIRST_WARNING, self._warn)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -65,39 +65,39 @@ class Arrival:
 
     @property
     def awaited(self) -> list[AnyTask]:
-        """The tasks that connecting waits for now; one of the workers will do."""
+        """The tasks that are missing now; of the workers one is enough."""
         ps = [task for task in self._ps if not task.is_ready]
         if any(task.is_ready for task in self._workers):
             return ps
         return [*ps, *self._workers]
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         awaited = [
             f"{task.name} at {task.address} ({task.state})" for task in self.awaited
         ]
-        if awaited and awaited == self._said:
+        if awaited and awaited == self._logged:
             names = ", ".join(task.name for task in self.awaited)
             log.warning("connecting: still waiting for %s, as before", names)
         elif awaited:
             log.warning("connecting: still waiting for %s", ", ".join(awaited))
-        self._said = awaited
-        self._timer = self._call_later(NEXT_WORD, self._tell)
+        self._logged = awaited
+        self._timer = self._call_later(NEXT_WARNING, self._warn)
 
 
 async def arrive(
     ps: Sequence[AnyTask], workers: Sequence[AnyTask], deadline: float
 ) -> None:
-    """Starts all, and waits for all parameter servers and one of the workers, if there
-    are any.
+    """Starts all tasks, and waits for all parameter servers and one of the workers, if
+    there are any.
 
     Args:
         deadline: Loop time.
 
     Raises:
-        DeadlineExceededError: Tasks did not answer in time; each one is named.
-        ZstratError: What one of them said.
+        DeadlineExceededError: Tasks did not answer in time; names each of them.
+        ZstratError: The refusal of one of them.
 
-    Cancellation: those that were started go on.
+    Cancellation: the tasks stay started.
     """
     arrival = Arrival(ps, workers, asyncio.get_running_loop().call_later)
     arrival.start()
@@ -114,9 +114,8 @@ async def arrive(
 
 
 async def all_joined(workers: Sequence[TaskSession], deadline: float) -> None:
-    """Waits until ``deadline`` (loop time) for workers that are connected already and
-    enter the session; others are not waited for. A worker that is late joins later.
-    """
+    """Waits until ``deadline`` (loop time) for the workers that are connected already
+    to enter the session. Other workers join later."""
     joining = [
         task.wait_ready(deadline)
         for task in workers
@@ -148,12 +147,12 @@ async def _any_of(workers: Sequence[AnyTask], deadline: float) -> None:
 
 
 def _raise_all(errors: Sequence[BaseException]) -> None:
-    """One error as it is; several as one that has the words of all."""
+    """Raises one error as it is, and several as one with the texts of all."""
     if not errors:
         return
-    telling = [e for e in errors if not isinstance(e, DeadlineExceededError)]
-    if len(errors) == 1 or telling:
-        raise (telling or errors)[0]
+    refusals = [e for e in errors if not isinstance(e, DeadlineExceededError)]
+    if len(errors) == 1 or refusals:
+        raise (refusals or errors)[0]
     words = "; ".join(str(error) for error in errors)
     kind: type[ZstratError] = DeadlineExceededError
     if all(isinstance(error, UnavailableError) for error in errors):
@@ -163,13 +162,12 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 @final
 class ProbedTask:
-    """A task that is greeted over a link of its own, without a session: to see whether
-    it is there, or to ask the backup of a store what it does. What it says unasked is
-    told to whoever has a session.
+    """A task with a link but without a session: to see whether it answers, or to send a
+    request to the backup of a store. Its notices are ignored: they are for sessions.
 
     Args:
-        name: What it is called in errors; left out: the job and the number.
-        incarnation: That of the process that has to be there; 0: any may be.
+        name: Its name in errors; default: the job and the number.
+        incarnation: The process that is expected there; 0: any.
     """
 
     def __init__(
@@ -204,21 +202,21 @@ class ProbedTask:
 
     @property
     def state(self) -> str:
-        """Words for why it is not open."""
+        """Why the link is not open, for messages."""
         return self._loss or self.link.trouble
 
     def start(self) -> None:
         self.link.start()
 
     async def wait_ready(self, deadline: float) -> None:
-        """Waits until it has greeted; raises as `TaskLink.wait_open`, and
+        """Waits for its greeting; raises as `TaskLink.wait_open`, and
 
         Raises:
-            NotPrimaryError: Another process is there by now.
+            NotPrimaryError: Another process answers at the address.
         """
         hello = await self.link.wait_open(deadline)
         if self._incarnation not in (0, hello.incarnation):
-            raise NotPrimaryError(f"another process is at {self.address}")
+            raise NotPrimaryError(f"another process answers at {self.address}")
 
     def _lost(self, error: PeerLostError) -> None:
         self._loss = f"lost: {error}"
@@ -230,16 +228,16 @@ async def probe(
     make_link: MakeTaskLink,
     timeout: float,
 ) -> None:
-    """Whether a program could have this cluster: all parameter servers and one worker
-    greet, over links of their own, which are closed again. No session is opened, so
-    nothing changes for the program that has the cluster.
+    """Checks that all parameter servers and one worker answer, over links that are
+    closed again. It opens no session, so nothing changes for a program that has the
+    cluster now.
 
     Args:
         timeout: Seconds.
 
     Raises:
-        DeadlineExceededError: Tasks did not answer in time; each one is named.
-        VersionMismatchError, PermissionDeniedError: A task will never take us.
+        DeadlineExceededError: Tasks did not answer in time; names each of them.
+        VersionMismatchError, PermissionDeniedError: A task will never accept us.
 
     Cancellation: the links are closed.
     """
@@ -257,10 +255,10 @@ def _ignored(_: object) -> None:
 
 
 def devices_of(workers: Iterable[TaskSession]) -> SessionOpened | None:
-    """What all workers that are there say about their devices.
+    """Returns the devices that all connected workers report; None if there are none.
 
     Raises:
-        ValueError: They differ; TF's words.
+        ValueError: They differ (the text is TensorFlow's).
     """
     there = {task.name: task.opened for task in workers if task.opened is not None}
     if len({opened.devices for opened in there.values()}) > 1:
@@ -279,19 +277,19 @@ def objection_to(
     workers: Iterable[TaskSession],
     planned: SessionOpened | None,
 ) -> ZstratError | None:
-    """Why a worker is not taken: it is one of the others by another address, or has
-    more or fewer devices than steps are planned for."""
+    """Returns why a worker is refused, or None: it is another worker of the cluster by
+    a second address, or has another number of devices than steps are planned for."""
     for other in workers:
         if other is task or other.is_closed or not other.is_ready:
             continue
         if other.hello is not None and other.hello.incarnation == hello.incarnation:
             return AlreadyExistsError(
-                f"the process at {task.address} is {other.name} of the cluster, "
-                f"which has it by the address {other.address} already"
+                f"the process at {task.address} is already in the cluster: it is "
+                f"{other.name} at {other.address}"
             )
     if planned is None or opened is None or planned.devices == opened.devices:
         return None
     return InvalidArgumentError(
-        f"it has {opened.devices} devices, and steps are planned for workers with "
-        f"{planned.devices} (num_replicas_in_sync): start it with as many as the others"
+        f"it has {opened.devices} devices, expected {planned.devices} as the other "
+        "workers (num_replicas_in_sync): start it with as many devices as they have"
     )

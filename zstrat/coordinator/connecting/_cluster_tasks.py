@@ -1,4 +1,4 @@
-"""All tasks of a session, as the parts of a cluster know them."""
+"""The face of `Cluster` that its parts use: all tasks of a session."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class ClusterTasks(TaskSessionEvents, Protocol):
-    """What recovery, second copies, moves of stores and time lines need of the
-    `Cluster` that they are parts of. What only one of them needs it says itself."""
+    """What recovery, replication, moves of stores and time lines need of `Cluster`.
+    What only one of them needs is in a protocol of its own."""
 
     @property
     def name(self) -> str:
-        """What the session is called, if another program may go on with it."""
+        """The name under which another program may resume the session; or empty."""
         ...
 
     @property
     def session(self) -> int:
-        """The number that the parameter servers know the session by."""
+        """The number of the session on the parameter servers."""
         ...
 
     @property
     def ps(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
+        """The sessions on the servers of the stores, by number of the store."""
         ...
 
     @property
@@ -49,15 +49,15 @@ class ClusterTasks(TaskSessionEvents, Protocol):
 
     @property
     def failovers(self) -> int:
-        """How often another copy took the place of a server."""
+        """Number of times that a backup became the primary of a store."""
         ...
 
     @property
     def outage_error(self) -> PSUnavailableError | None:
-        """The parameter server that is not there, and no other in its place."""
+        """The error that names a store without a server; None if all are served."""
         ...
 
     def store_lost(self, store: int, reason: str) -> None:
-        """No process serves the store; its task session says whether it is gone for
+        """No process serves the store. `TaskSession.gone` says whether it is lost for
         good."""
         ...

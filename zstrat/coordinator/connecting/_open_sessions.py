@@ -1,12 +1,13 @@
-"""The sessions that this program has open: a newer one replaces one of the same tasks.
+"""The open sessions of this program: a new session replaces an older one that has the
+same tasks.
 
-A task serves one coordinator. So who makes a strategy a second time, as every rerun of
-a notebook's cell does, takes the tasks over from the first one, if that has nothing
-unfinished. That one lives on until it is known that the new one reaches the cluster; it
-is closed before the new one asks for the tasks, so that nobody waits for it.
+A task serves one coordinator. So a second strategy, which every rerun of a notebook
+cell makes, takes the tasks over from the first one, unless that has unfinished work.
+The first session stays open until the new one is known to reach the cluster; it is
+closed before the new one asks for the tasks.
 
-The law of this file: of the sessions of this program that claim a task at most one is
-open, and at most one on its way there.
+The law of this file: of the sessions of this program that claim a task, at most one is
+open, and at most one is being opened.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
 
 ClaimedTask = tuple[str, int, str]
-"""The job and the index that the program has, and the address of a task that knows it
-as that."""
+"""The job and the index of this program, and the address of a task that it uses under
+these."""
 
 
 class SessionClaim:
-    """One session, and for which tasks. It does not keep the session alive."""
+    """The tasks that one session claims. It does not keep the session alive."""
 
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
@@ -55,79 +56,81 @@ class SessionClaim:
 
     @property
     def session(self) -> ClusterSession | None:
-        """None while it is not open, and when the program has dropped it."""
+        """The session; None while it is not open, or when it was collected."""
         return None if self._session is None else self._session()
 
     def give_way(self, made_at: str) -> None:
-        """Ends the session, for one that is made there.
+        """Closes the session in favour of a newer one.
+
+        Args:
+            made_at: The line that makes the newer one.
 
         Raises:
-            BusyError: It has something unfinished.
+            BusyError: The session has unfinished work.
         """
         session = self.session
         if session is not None:
             session.give_way(self.made_at, made_at)
         elif self._portal is not None and (portal := self._portal()) is not None:
-            portal.close()  # it was dropped, and is on its way out
+            portal.close()  # the session was collected, and its portal closes anyway
 
 
 @final
 class OpenSessions:
-    """The sessions that this program has open. From any thread."""
+    """The open sessions of this program. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._claims: list[SessionClaim] = []
 
     def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
-        """Says that a session of these tasks is on its way. Nobody is closed for it.
+        """Claims tasks for a session that is being opened. Closes nothing yet.
 
         Raises:
-            BusyError: Another thread opens one just now. Nothing is claimed.
+            BusyError: Another thread is opening a session of some of them.
         """
         claim = SessionClaim(tasks)
         with self._lock:
             for rival in self._rivals_of(claim):
                 if rival.is_opening:
                     raise BusyError(
-                        "another thread of this program connects to the same cluster "
-                        f"just now (strategy made at {rival.made_at}): make one "
+                        "another thread of this program is connecting to the same "
+                        f"cluster (strategy made at {rival.made_at}): make one "
                         "strategy, and use it in all threads"
                     )
             self._claims.append(claim)
         return claim
 
     def has_rivals(self, claim: SessionClaim) -> bool:
-        """Whether open sessions have some of its tasks."""
+        """Whether other sessions have some of its tasks."""
         with self._lock:
             return bool(self._rivals_of(claim))
 
     def take_over(self, claim: SessionClaim) -> None:
-        """Closes the sessions that have some of its tasks.
+        """Closes the other sessions that have some of its tasks.
 
         Raises:
-            BusyError: One of these has something unfinished. It and those after it stay
-                as they are.
+            BusyError: One of them has unfinished work. It and those after it stay open.
         """
         with self._lock:
             rivals = self._rivals_of(claim)
-        # Without the lock: it may take a while until one has given way.
+        # Without the lock: closing a session may take a while.
         for rival in rivals:
             rival.give_way(claim.made_at)
 
     def present(self) -> list[ClusterSession]:
-        """Those that are open."""
+        """Returns the open sessions."""
         with self._lock:
-            found = [each.session for each in self._claims if not each.is_over]
-        return [session for session in found if session is not None]
+            sessions = [claim.session for claim in self._claims if not claim.is_over]
+        return [session for session in sessions if session is not None]
 
     def drop(self, claim: SessionClaim) -> None:
-        """The session was not opened."""
+        """Withdraws the claim of a session that was not opened."""
         with self._lock:
             self._claims.remove(claim)
 
     def forget(self) -> None:
-        """After a fork: the sessions are those of the parent."""
+        """Forgets all sessions after a fork: they belong to the parent."""
         self._lock = threading.Lock()
         for claim in self._claims:
             if (session := claim.session) is not None:
@@ -135,11 +138,11 @@ class OpenSessions:
         self._claims = []
 
     def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:
-        self._claims = [each for each in self._claims if not each.is_over]
+        self._claims = [other for other in self._claims if not other.is_over]
         return [
-            each
-            for each in self._claims
-            if each is not claim and each.tasks & claim.tasks
+            other
+            for other in self._claims
+            if other is not claim and other.tasks & claim.tasks
         ]
 
 

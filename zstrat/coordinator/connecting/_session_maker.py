@@ -1,6 +1,6 @@
-"""How a program holds its cluster, and the sessions with its tasks that follow from it.
+"""The options of a program's session, and the sessions on its tasks that follow.
 
-Law of the file: only this file says what a message has that opens a session.
+The law of this file: only it fills in the message that opens a session.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How a program holds its cluster."""
+    """How a program uses its cluster."""
 
     prefetch: int = 0
     """Optimizer steps that workers fetch ahead."""
     listens: bool = False
-    """Workers are to say what their steps print."""
+    """Workers send what their steps print."""
     joins: bool = False
     """Another program holds the parameter servers, and creates the variables."""
     is_held_for_others: bool = False
@@ -37,13 +37,12 @@ class SessionOptions:
     stores_per_ps: int = 1
     """Logical servers of each parameter server, which may move."""
     name: str = ""
-    """What the session is called. It goes on with what a program before has left under
-    that name, and is left there itself, unless that is ended (`Cluster.end_on_close`).
-    """
+    """Name of the session: it resumes what an earlier program left under the name, and
+    stays for a later one, unless it is ended (`Cluster.end_on_close`)."""
     restart_partial: bool = False
-    """It begins with nothing if only a part is left under its name."""
+    """Begin empty if only a part is left under the name."""
     program: str = ""
-    """What others are told of the program that holds the cluster."""
+    """Name of this program in the errors of others that want the cluster."""
 
     @property
     def is_shared(self) -> bool:
@@ -53,7 +52,7 @@ class SessionOptions:
 
 @final
 class SessionMaker:
-    """Makes the sessions with the tasks of one cluster; they are not started yet."""
+    """Makes the sessions on the tasks of one cluster, not started yet."""
 
     def __init__(
         self,

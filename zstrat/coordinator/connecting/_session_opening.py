@@ -1,12 +1,13 @@
-"""How a program comes to its `ClusterSession`.
+"""Opens the `ClusterSession` of a program.
 
 `connect_session` takes a cluster for this program alone. `hold_session` takes its
-parameter servers for several programs, and `join_session` shares what another program
-holds.
+parameter servers for several programs, and `join_session` shares those that another
+program holds.
 
-Law of the file: a session of this program that has some of the same tasks is closed
-only when these have greeted the program once more, so a wrong address leaves it as it
-is; and it is closed before the tasks are asked for the new session, as each serves one.
+The law of this file: an older session of this program that has some of the same tasks
+is closed only when these have answered once more, so a wrong address leaves it as it
+is; and it is closed before the tasks are asked for the new session, as each task serves
+one.
 """
 
 from __future__ import annotations
@@ -51,34 +52,32 @@ def connect_session(
     resume: str = "",
     restart_partial: bool = False,
 ) -> ClusterSession:
-    """Takes the cluster: all its parameter servers, and a worker at least.
+    """Opens a session on all parameter servers of a cluster and at least one worker.
 
-    Blocks for at most ``timeouts.connect``. Workers that come later join later.
+    Blocks for at most ``timeouts.connect``. Other workers join later.
 
-    A session of this program that has the cluster is replaced. It lives on until
-    all parameter servers and a worker have greeted this program once more, which
-    may take ``timeouts.connect``, too; so a wrong address or key, another version,
-    and a task that is dead leave it as it is. It is closed before the tasks are
-    asked for the new session, as each serves one. What can go wrong from then on
-    leaves none: a task dies at that moment, workers differ in their devices, or
-    tasks that the older session did not have belong to another program.
+    An older session of this program on the cluster is replaced. It stays open until
+    all parameter servers and a worker have answered once more, which may take another
+    ``timeouts.connect``; so a wrong address or key, another version, or a dead task
+    leave it as it is. Then it is closed, before the tasks are asked for the new
+    session, as each serves one. An error after that leaves no session: a task dies at
+    that moment, workers differ in their devices, or tasks that the older session did
+    not have belong to another program.
 
     Args:
         replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
-        stores_per_ps: Logical servers of each parameter server.
-            All are made when this returns.
-        make_link: How a task is reached; left out: over ZeroMQ.
-        resume, restart_partial: What the session is called, and what becomes of it if
-            only a part is left, as of `SessionOptions`.
+        stores_per_ps: Stores of each parameter server. All exist when this returns.
+        make_link: Makes the link to a task; default: over ZeroMQ.
+        resume, restart_partial: ``name`` and ``restart_partial`` of `SessionOptions`.
 
     Raises:
-        ValueError: The indices of the parameter servers have gaps, or there cannot
-            be replicas.
+        ValueError: The indices of the parameter servers have gaps, or there are too few
+            servers for replicas.
         PSUnavailableError: Only a part is left of the session to resume.
-        DeadlineExceededError: Tasks did not answer; each one is named.
-        BusyError: Another program holds the cluster, or a session of this one that
-            has something unfinished.
-        VersionMismatchError, PermissionDeniedError: A task will never take us.
+        DeadlineExceededError: Tasks did not answer; names each of them.
+        BusyError: Another program holds the cluster, or an older session of this one
+            has unfinished work.
+        VersionMismatchError, PermissionDeniedError: A task will never accept us.
     """
     session = new_incarnation()
     ps, workers = addresses_of_ps(spec), addresses_of_workers(spec)
@@ -100,8 +99,8 @@ def connect_session(
 def hold_session(
     spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
 ) -> ClusterSession:
-    """Takes the parameter servers for several programs, of which this one creates
-    the variables, which stay when it ends. A session of this program is
+    """Opens a session on the parameter servers for several programs. This program
+    creates the variables, which stay when it ends. An older session of this program is
     replaced as in `connect_session`.
 
     Raises:
@@ -121,12 +120,12 @@ def join_session(
     *,
     make_link: MakeTaskLink | None = None,
 ) -> ClusterSession:
-    """Joins the session of a program that calls `hold_session`, and waits for it.
+    """Waits for the session of a program that calls `hold_session`, and joins it.
 
-    What this program creates, that one has to create as well, in the same order: it
-    is waited for, for ``timeouts.request`` each time, and has to be of the same
-    name, shape and dtype. A session of this program is replaced as in
-    `connect_session`; whether the other program is there is seen only after that.
+    That program has to create the same variables in the same order, with the same
+    name, shape and dtype: this one waits for each for ``timeouts.request``. An older
+    session of this program is replaced as in `connect_session`, before it is known
+    whether the other program is there.
 
     Args:
         index: Of this program among the workers of the cluster.
@@ -150,7 +149,7 @@ def join_session(
             writer=me,
         )
 
-    # A ps lets in one process as a worker: the older session is that until it ends.
+    # A ps accepts one process as this worker: the older session until it ends.
     observe = make_link or links_of(
         Job.WORKER, index, new_incarnation(), settings, looks=True
     )
@@ -167,7 +166,7 @@ def _taken(
     make: MakeTaskLink,
     options: SessionOptions,
 ) -> ClusterSession:
-    """The session of a program that has the tasks for itself, or for several."""
+    """Opens a session that has its tasks for this program, or for several."""
 
     async def cluster() -> Cluster:
         return Cluster(session, ps, workers, settings.timeouts, make, options)
@@ -184,12 +183,12 @@ def _opened(
     settings: Settings,
     tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
-    """The session, when all that it needs is there. Other sessions of this program that
-    claim some of the same tasks are closed before, once ``look`` has found no fault.
+    """Opens a session. Closes older ones of this program on the same tasks before that,
+    once ``look`` has found no fault.
 
     Raises:
-        BusyError: One of them has something unfinished.
-        ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
+        BusyError: One of them has unfinished work.
+        ValueError, OSError: The HTTP port is not free (``settings.http``).
     """
     serve_from_settings(settings)
     claim = open_sessions.claim(tasks)
@@ -216,16 +215,16 @@ def _connected(
     slack: float,
     claim: SessionClaim,
 ) -> Cluster:
-    """A cluster that is open. The portal is closed if this fails.
+    """Opens a cluster on the portal, which is closed if this fails.
 
     Args:
-        slack: Seconds for each part. The cluster keeps deadlines of its own, and names
-            the tasks that missed them; there are two, as a program that joins a session
-            waits for it first.
+        slack: Seconds for each part, longer than the deadlines of the cluster, whose
+            errors name the tasks that missed them. There are two such deadlines, as a
+            program that joins a session waits for it first.
 
     Raises:
-        BusyError: One of the sessions to be replaced has something unfinished.
-        ZstratError, ValueError: As of `Cluster.open` and ``look``.
+        BusyError: An older session has unfinished work.
+        ZstratError, ValueError: As `Cluster.open` and ``look``.
     """
 
     async def open_() -> Cluster:

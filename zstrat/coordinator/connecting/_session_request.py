@@ -1,9 +1,9 @@
-"""What is said to one task to open our session there, and to close it.
+"""The requests that open and close our session on one task.
 
-The task is asked again, after pauses that grow, while another coordinator that may be
-alive holds it, or while it ends a step of an earlier session. The law of this file: one
-request at most is under way, and only the answer to the last one is told. Each message
-says when it was sent: a task hears several of our connections, in any order.
+A task is asked again, after growing pauses, while another coordinator that may be alive
+holds it, or while it ends a step of an earlier session. The law of this file: at most
+one request is under way, and only the answer to the last one is reported. Each message
+has the time when it was sent, as a task gets those of several connections in any order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sent = TypeVar("Sent", OpenSession, CloseSession)
 
 MAX_EARLY_NOTICES: Final = 2048
 """Notices that are kept until the task has answered: those of all workers that may wait
-at it, and some more."""
+there, and some more."""
 
 
 @final
@@ -44,11 +44,11 @@ class SessionRequest:
 
     Args:
         opening: What opens the session there.
-        turn: Seconds after which a task that another coordinator holds is not worth
-            waiting for; it is asked further on.
-        notice: The same, where that coordinator is not heard any more, and may be gone:
-            so long it takes the task to notice that.
-        on_answer: Gets each request that was answered and not stopped.
+        turn: Seconds to wait for a task that another coordinator holds; it is asked
+            after that, too.
+        notice: The same if that coordinator may be dead: as long as the task needs to
+            notice it.
+        on_answer: Called with each request that was answered and not stopped.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class SessionRequest:
             self._reopening = replace(opening, timeout=0.0)
         self._turn, self._notice, self._on_answer = turn, notice, on_answer
         self._close_messages: Sequence[CloseSession] = ()
-        """What the task is told before it is asked in."""
+        """Sent before the request that opens the session."""
         self._pause = FIRST_PAUSE_SECONDS
         self._held_since: float | None = None
-        """Since when (loop time) the task says that another coordinator holds it."""
+        """Loop time since which the task answers that another coordinator holds it."""
         self.early: Final[deque[Message]] = deque(maxlen=MAX_EARLY_NOTICES)
-        """What the task has told before it answered the last request."""
+        """Notices of the task before its answer to the last request."""
         self._sent: asyncio.Future[Message] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -80,21 +80,21 @@ class SessionRequest:
 
     @property
     def is_patient(self) -> bool:
-        """Whether the pauses have grown as long as they become."""
+        """Whether the pauses have their longest length."""
         return self._pause >= LONGEST_PAUSE_SECONDS
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the task is to answer."""
+        """Whether an answer of the task is awaited."""
         return self._sent is not None
 
     def keep_origin(self, origin: int) -> None:
-        """From now on it is opened as a session whose keys are counted from there."""
+        """From now on opens a session whose keys are counted from ``origin``."""
         assert isinstance(self._opening, OpenSession), self._opening
         self._opening = self._reopening = replace(self._opening, origin=origin)
 
     def enter(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """From now on another session is opened.
+        """From now on opens another session.
 
         Args:
             close_messages: Close the sessions before.
@@ -104,14 +104,14 @@ class SessionRequest:
         self.restart_pauses()
 
     def restart_pauses(self) -> None:
-        """The next pause is the shortest one."""
+        """Makes the next pause the shortest one."""
         self._pause = FIRST_PAUSE_SECONDS
 
     def send(self, link: TaskLink, *, resumes: bool) -> None:
-        """Asks now.
+        """Sends the request now.
 
         Args:
-            resumes: The task was in the session when it was heard of last.
+            resumes: The task is in the session as far as we know.
         """
         self.stop()
         self.early.clear()
@@ -127,15 +127,15 @@ class SessionRequest:
     def repeat(
         self, send: Callable[[], None], refusal: BusyError | DeadlineExceededError
     ) -> bool:
-        """Asks again after a pause, by ``send``.
+        """Calls ``send`` after a pause.
 
         Args:
-            refusal: What the task has said just now: a `BusyError` if another
-                coordinator holds it.
+            refusal: The answer of the task: a `BusyError` if another coordinator holds
+                it.
 
         Returns:
-            Whether it has said so for a whole turn: that coordinator is alive, and
-            waiting for its end is over.
+            Whether that coordinator has held it for a whole turn: so it is alive, and
+            we no longer wait for its end.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -150,14 +150,13 @@ class SessionRequest:
         return now - self._held_since >= max(self._turn, doubt)
 
     def opened(self) -> None:
-        """The task is in the session: no other coordinator holds it, and it has been
-        told what comes before. Told once more it would lose what the session has there
-        by then, which may have the number of the one before."""
+        """Notes that the task is in the session. The messages that close earlier ones
+        are not sent again: this session may have the number of one of them."""
         self._held_since = None
         self._close_messages = ()
 
     def stop(self) -> None:
-        """Asks nothing any more, and heeds no answer to what was asked."""
+        """Stops asking, and ignores the answer to what was asked."""
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.cancel()
@@ -166,18 +165,18 @@ class SessionRequest:
             self._timer = None
 
     def withdraw(self, link: TaskLink) -> None:
-        """Closes the session on a task that is not taken, heard or unheard."""
+        """Closes the session on a task that we refuse, without awaiting its answer."""
         goodbye = _sent_now(CloseSession(self.session, False))
         link.submit(goodbye).add_done_callback(_ignore_outcome)
 
     def close(
         self, link: TaskLink, timeout: float, *, exits: bool
     ) -> asyncio.Future[Message]:
-        """Closes the session. That the task did not hear so is logged.
+        """Closes the session, and logs it if the task does not answer.
 
         Args:
             timeout: Seconds that the task has to answer.
-            exits: It ends as a process, too.
+            exits: The process of the task exits, too.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         goodbye = _sent_now(CloseSession(self.session, exits))
@@ -198,8 +197,9 @@ _last_sent: WeakKeyDictionary[asyncio.AbstractEventLoop, float] = WeakKeyDiction
 
 
 def _sent_now(message: Sent) -> Sent:
-    """The message with a time that no message before has: uvloop's clock stands still
-    for a millisecond, in which a task may be let go and taken again."""
+    """Returns the message with the time of now, later than that of any message before:
+    uvloop's clock has steps of a millisecond, in which a task may be let go and taken
+    again."""
     loop = asyncio.get_running_loop()
     sent = max(loop.time(), math.nextafter(_last_sent.get(loop, 0.0), math.inf))
     _last_sent[loop] = sent
@@ -207,12 +207,12 @@ def _sent_now(message: Sent) -> Sent:
 
 
 def _ignore_outcome(answer: asyncio.Future[Message]) -> None:
-    """A task that serves no such session any more says so."""
+    """Ignores an error: the task may no longer serve that session."""
     if not answer.cancelled():
         answer.exception()
 
 
 def _log_error(answer: asyncio.Future[Message]) -> None:
-    """A task that is lost meanwhile has left the session anyway."""
+    """Logs an error: a task that was lost meanwhile has left the session anyway."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("closing the session: %s", error)

@@ -1,9 +1,9 @@
-"""Where each store is served, as the workers know it.
+"""Tells workers where each store is served.
 
-The message that opens a worker's session names all addresses. When a store moves after
-that, each worker that is connected is sent a `MoveServer`; one that is not gets the new
-address when its session is opened the next time. Law of the file: only this file sends
-workers the address of a store.
+The message that opens a worker's session has all addresses. When a store moves later,
+each connected worker gets a `MoveServer`; the others get the new address when their
+session is opened again. The law of this file: only this file sends workers the address
+of a store.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StoreDirectory:
     """The addresses of all stores of one session. On the loop.
 
     Args:
-        addresses: By store, as they are at first.
-        workers: The sessions with the workers that the cluster has at any time.
+        addresses: By store, at the beginning.
+        workers: The sessions on the workers, which come and go.
     """
 
     def __init__(
@@ -41,46 +41,45 @@ class StoreDirectory:
         # when they are sent: they name the addresses of that moment.
         self.addresses: Final = list(addresses)
         self.views: Final = [1] * len(self.addresses)
-        """By store: how often its copies have changed, which orders its addresses."""
+        """By store: its view, by which a worker knows the newer of two addresses."""
         self._workers = workers
-        self._telling: set[asyncio.Future[Message]] = set()
-        """Answers that workers owe."""
+        self._unanswered: set[asyncio.Future[Message]] = set()
+        """Messages to workers that they have not answered yet."""
 
     def publish(self, store: int, view: int, address: str) -> None:
-        """The store is served at this address from now on: the workers are told."""
+        """Sends all workers the address where a store is served from now on."""
         before, self.addresses[store] = self.addresses[store], address
         self.views[store] = view
-        if before == address:  # it goes on where it was, as without a backup
+        if before == address:  # it stays where it was, without its backup
             return
         for worker in self._workers:
-            if worker.link.is_open:  # else it is told when its session is opened
-                self._tell(worker, MoveServer(worker.session, store, view, address))
+            if worker.link.is_open:  # else it gets all addresses with its next session
+                self._send(worker, MoveServer(worker.session, store, view, address))
 
     def reset_addresses(self, addresses: Iterable[str]) -> None:
-        """The stores are filled again at these addresses, in another session, which the
-        workers are to enter: they are told then."""
+        """Sets the addresses for another session, with which workers get them."""
         self.addresses[:] = addresses
 
     async def wait_workers_told(self, timeout: float) -> None:
-        """Waits until all workers that are there know where stores are, or for so many
+        """Waits until all connected workers know the addresses, at most ``timeout``
         seconds.
 
         Cancellation: loses nothing.
         """
-        if self._telling:
-            await asyncio.wait(list(self._telling), timeout=timeout)
+        if self._unanswered:
+            await asyncio.wait(list(self._unanswered), timeout=timeout)
 
-    def _tell(self, worker: TaskSession, moved: MoveServer) -> None:
+    def _send(self, worker: TaskSession, moved: MoveServer) -> None:
         try:
-            telling = worker.link.submit(moved)
+            answer = worker.link.submit(moved)
         except BusyError:
-            worker.reopen("it has too much to answer to hear where a server is")
+            worker.reopen("too many requests wait for its answer to send an address")
             return
-        self._telling.add(telling)
-        telling.add_done_callback(self._answered)
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._answered)
 
-    def _answered(self, telling: asyncio.Future[Message]) -> None:
-        """A worker that was lost meanwhile is told when its session opens again."""
-        self._telling.discard(telling)
-        if not telling.cancelled() and (error := telling.exception()) is not None:
-            log.info("telling a worker where a parameter server is: %s", error)
+    def _answered(self, answer: asyncio.Future[Message]) -> None:
+        # A worker that was lost meanwhile gets the address with its next session.
+        self._unanswered.discard(answer)
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            log.info("sending a worker the address of a store: %s", error)

@@ -1,10 +1,8 @@
-"""Links to the tasks of a cluster: where these are, how a link to one is made, and one
-that may go on at another address. Also what a program decides with a look at all of
-them: how far ahead of their steps workers fetch, and whether servers can keep copies
-for each other.
+"""Addresses of the tasks of a cluster, and links to them, which may move to other
+addresses. Also checks whether the servers can keep copies for each other.
 
 A program may know only some of the workers, but all parameter servers: a variable names
-its server by its place among them.
+its server by the index among them.
 """
 
 from __future__ import annotations
@@ -28,19 +26,19 @@ if TYPE_CHECKING:
 
 
 def addresses_of_ps(spec: ClusterSpec) -> list[str]:
-    """Their addresses: a variable names its server by its place here."""
+    """Returns the addresses of all parameter servers, by index."""
     numbers = spec.task_indices("ps")
     if numbers != list(range(len(numbers))):
         raise ValueError(
-            f"the cluster has the parameter servers {numbers}: number ps from 0 "
-            "without gaps, all programs of a cluster must know all of them; only "
-            "workers may be left out"
+            f"the cluster has ps with the indices {numbers}, expected all from 0 on "
+            "without gaps: each program has to know all ps; only workers may be left "
+            "out"
         )
     return [spec.task_address("ps", number) for number in numbers]
 
 
 def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
-    """By task number."""
+    """Returns the addresses of the known workers, by task number."""
     return {
         number: spec.task_address("worker", number)
         for number in spec.task_indices("worker")
@@ -50,37 +48,39 @@ def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
 def check_replicas(
     replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
 ) -> None:
-    """
+    """Checks that the cluster can have so many copies and stores.
+
     Args:
-        ps: How many parameter servers there are.
-        stores_per_ps: Logical servers of each of them.
+        ps: Number of parameter servers.
+        stores_per_ps: Stores of each of them.
 
     Raises:
-        ValueError: There cannot be so many copies, or stores; says why.
+        ValueError: It cannot; says why.
     """
     if not replicas and stores_per_ps == 1:
         return
     if ps <= replicas:
         raise ValueError(
-            f"replicas={replicas}: what one parameter server holds is kept by another "
-            f"one, too, and the cluster has {ps}: give it {replicas + 1} ps at least"
+            f"replicas={replicas} needs at least {replicas + 1} ps, as another one "
+            f"keeps the copy, and the cluster has {ps}: add a ps, or leave "
+            "out replicas="
         )
     keys = settings.keys
     if keys is not None and any(name.startswith("ps-") for name in key_names(keys)):
         raise ValueError(
-            f"replicas={replicas}, stores_per_ps={stores_per_ps}: what one parameter "
-            f"server hosts has the key of another one, and {keys} has a key for each: "
-            "make keys for the roles, `zstrat keygen` without --per-task"
+            f"replicas={replicas} and stores_per_ps={stores_per_ps} need keys per "
+            f"role, as a ps hosts stores of others, and {keys} has a key for each "
+            "task: make keys with `zstrat keygen`, without --per-task"
         )
 
 
 def links_of(
     job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
 ) -> MakeTaskLink:
-    """Links over ZeroMQ, with the key of the job if there are keys.
+    """Returns what makes links over ZeroMQ, with the key of the job if there are keys.
 
     Args:
-        looks: They say that they are those of an observer.
+        looks: The links are those of an observer.
     """
     keys = None if settings.keys is None else Security.load(settings.keys, job, index)
     me = hello(Job.OBSERVER if looks else job, index, incarnation)
@@ -92,17 +92,16 @@ T = TypeVar("T")
 
 @final
 class MovableLink:
-    """The links to one task, which may go on at another address, one after the other.
-    On the loop.
+    """The link to one task, which may move to another address. On the loop.
 
-    A link has one address for its whole life, so each move makes another link. The link
-    before is closed first: what the end of its requests sets going comes first at the
-    new address. Law of the class: only the link of now tells anything to its owner.
+    A `Link` has one address for life, so each move makes another one. The earlier link
+    is closed first: requests that end with it, and are sent again, come first at the
+    new address. The law of this class: only the current link calls its owner.
 
     Args:
-        name: What the task is called: "/job:ps/task:0".
+        name: The name of the task: "/job:ps/task:0".
         expect: The job and the task number that have to answer there.
-        on_notice, on_open, on_lost: What the link of now has to tell.
+        on_notice, on_open, on_lost: Called by the current link.
     """
 
     def __init__(
@@ -121,27 +120,26 @@ class MovableLink:
         self._moves = 0
         self._is_closed = False
         self._moving: asyncio.Task[None] | None = None
-        """Closes the link before, and starts the next one."""
+        """Closes the earlier link, and starts the current one."""
         self._started: TaskLink | None = None
         """The link that was started last."""
         self._has_address = asyncio.Event()
         self._has_address.set()
         self.now: TaskLink = self._new_link(address)
-        """The link to the present address."""
+        """The current link."""
 
     @property
     def is_parked(self) -> bool:
-        """Whether nobody knows the address, up to the next `move`."""
+        """Whether the address is unknown, up to the next `move`."""
         return not self._has_address.is_set()
 
     def start(self) -> None:
-        """Begins to connect to the first address; a link that was moved starts by
-        itself."""
+        """Starts to connect to the first address; does nothing if it has moved."""
         if not self._moves:
             self._start(self.now)
 
     def move(self, address: str) -> None:
-        """Goes on at another address."""
+        """Moves to another address."""
         self._has_address.set()
         self._moves += 1
         before, self.now = self.now, self._new_link(address)
@@ -150,11 +148,11 @@ class MovableLink:
         self._moving = loop.create_task(going, name=f"{self._name} moves")  # see close
 
     def park(self) -> None:
-        """Starts no link up to the next `move`, as nobody knows the address."""
+        """Starts no link up to the next `move`, as the address is unknown."""
         self._has_address.clear()
 
     async def wait_open(self, deadline: float) -> None:
-        """Waits until the link of that moment is open; raises as `TaskLink.wait_open`.
+        """Waits until the current link is open; raises as `TaskLink.wait_open`.
 
         Cancellation: nothing is lost.
         """
@@ -174,7 +172,7 @@ class MovableLink:
                 return
 
     def stop(self) -> None:
-        """Starts no link any more. `close` has to follow."""
+        """Starts no further link. `close` has to follow."""
         self._is_closed = True
 
     async def close(self) -> None:
@@ -189,15 +187,15 @@ class MovableLink:
             address,
             name=self._name,
             expect=self._expect,
-            on_notice=partial(self._tell, self._moves, self._on_notice),
-            on_open=partial(self._tell, self._moves, self._on_open),
-            on_lost=partial(self._tell, self._moves, self._on_lost),
+            on_notice=partial(self._call, self._moves, self._on_notice),
+            on_open=partial(self._call, self._moves, self._on_open),
+            on_lost=partial(self._call, self._moves, self._on_lost),
         )
 
-    def _tell(self, moves: int, callback: Callable[[T], None], what: T) -> None:
-        """Drops what a link to an earlier address has to say."""
+    def _call(self, moves: int, callback: Callable[[T], None], event: T) -> None:
+        """Calls the owner, unless the event is of an earlier link."""
         if moves == self._moves:
-            callback(what)
+            callback(event)
 
     async def _replace(
         self, before: TaskLink, moving: asyncio.Task[None] | None
@@ -206,7 +204,7 @@ class MovableLink:
         if moving is not None:
             await moving
         await before.close()
-        # Behind what the end of its requests sets going: they come first at the next.
+        # After the requests that end with it are sent again: they come first.
         asyncio.get_running_loop().call_soon(self._start, link)
 
     def _start(self, link: TaskLink) -> None:
@@ -221,5 +219,6 @@ class MovableLink:
             async with asyncio.timeout_at(deadline):
                 await self._has_address.wait()
         except TimeoutError:
-            words = f"{self._name}: no process has taken its place in time"
-            raise DeadlineExceededError(words) from None
+            raise DeadlineExceededError(
+                f"{self._name}: no other process took its place in time"
+            ) from None

@@ -3,11 +3,11 @@
 A task session opens the session on one worker or parameter server each time its link
 opens (`MovableLink`), and again while another coordinator holds the task or is not yet
 known to be dead (`SessionRequest`). It runs on the loop thread and has no task of its
-own: futures and timers call it back.
+own: futures and timers call it back. `SessionPhase` has its drawing.
 
-A task with one life (a parameter server) keeps what is ours over a cut line and over
-our own absence. So its loss is not told while it may come back with all of it: it is
-asked whether the session goes on, in silence.
+A task with *one life* (a parameter server) keeps our data while its connection is cut
+and while we are away. So its loss is not reported while it may come back with all of
+it: it is silently asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
 alternate.
@@ -16,9 +16,10 @@ alternate.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.errors import (
     BusyError,
@@ -49,21 +50,57 @@ if TYPE_CHECKING:
     Objection = Callable[
         ["TaskSession", Hello, SessionOpened | None], ZstratError | None
     ]
-    """Says why a task is not taken, or None. It is asked when the task greets, and when
-    the task has opened the session."""
+    """Returns why a task is refused, or None. Called when the task greets, and when it
+    has opened the session."""
 
 log = logging.getLogger("zstrat.coordinator")
 
 
+class SessionPhase(enum.Enum):
+    """Whether a task is in our session, and what is known of our data there if not.
+
+    AWAY ──opened──▶ JOINED ──link lost (one life)──▶ SILENT ──greets──▶ JOINED
+     ▲ ▲               │                                │
+     │ └─ link lost ───┴──── its time to return is over ┘
+     │
+     └──RECONNECTED, RENEWING: only while `TaskSessionEvents.task_lost` runs
+
+    any ──another process greets, or another coordinator has taken it──▶ GONE
+    any ──it says that it has nothing, or `move` to an empty one──▶ EMPTY
+    GONE ──resumed after all──▶ JOINED
+    GONE, EMPTY ──`renew`, or `move` to where our data is──▶ AWAY
+    any ──`release`──▶ RELEASED ──`leave`──▶ CLOSED ◀──`leave`── any
+    """
+
+    AWAY = "not in the session; our data may still be there"
+    JOINED = "in the session"
+    SILENT = "in the session; its link is lost, and it has some time to return"
+    RECONNECTED = "lost its link alone: it is the same process"
+    RENEWING = "enters another session of ours"
+    GONE = "our data is lost for certain"
+    EMPTY = "our data is lost for certain; it is not asked again before `renew`"
+    RELEASED = "a worker that we let go: no loss"
+    CLOSED = "we have left it"
+
+
+_WITHOUT_SESSION: Final = (
+    SessionPhase.AWAY,
+    SessionPhase.RECONNECTED,
+    SessionPhase.RENEWING,
+    SessionPhase.GONE,
+    SessionPhase.EMPTY,
+)
+
+
 class TaskSessionEvents(Protocol):
-    """What an owner of task sessions is told of them, on the loop thread."""
+    """Called by task sessions, on the loop thread."""
 
     def task_ready(self, task: TaskSession) -> None:
         """The task is in our session."""
         ...
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
-        """The task is not in our session any more."""
+        """The task is no longer in our session."""
         ...
 
     def message_received(self, task: TaskSession, message: Message) -> None:
@@ -80,20 +117,19 @@ class TaskSession:
 
     Args:
         task_number: The number with which the daemon was started (``--index``).
-        place: Its place among the tasks of the job that this program knows, from 0;
-            another number than ``task_number`` if the cluster leaves numbers out.
-        opening: What opens the session on it.
-        one_life: A task that returns with another incarnation, or from another
-            coordinator, has lost what makes it ours (a parameter server its variables),
-            and is not taken back.
-        grace: Seconds that a task with one life has to return after its link lost it.
+        place: Its index among the tasks of the job that this program knows, from 0;
+            not ``task_number`` if the cluster leaves numbers out.
+        opening: The message that opens the session.
+        one_life: A task that was restarted, or comes back from another coordinator, has
+            lost our data (a parameter server its variables), and is refused.
+        grace: Seconds that a task with one life has to return after its link is lost.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
-            the task; it is asked further on.
-        notice: The same, where the other one is not heard any more, and may be gone: so
-            long it takes the task to notice that.
-        moves: What it held may be in another process: requests wait until `move` or
+            the task; it is asked after that, too.
+        notice: The same if that coordinator may be dead: as long as the task needs to
+            notice it.
+        moves: Our data may be in another process: requests wait until `move` or
             `give_up` is called.
-        objection: Says why a task is not taken.
+        objection: Returns why the task is refused, or None.
     """
 
     def __init__(
@@ -119,31 +155,26 @@ class TaskSession:
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
         self.layouts: dict[int, LayoutMessage] = {}
-        """Of results, by number: the task tells each once after it has entered, to
-        whichever coordinator of the session is there."""
+        """Layouts of results, by number: the task sends each of them once after it has
+        entered, to whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None
         """Why the session was not opened at the last attempt."""
         self.line: ServerLine | None = None
         """Where requests wait while the task is away."""
-        self.gone = False
-        """What the task held of ours is lost for certain."""
-        self.lives_on = False
-        """It was lost to its connection alone: the process is the same."""
-        self.is_moved = False
-        """It leaves because it enters another session of ours: `renew`."""
+        self.phase = SessionPhase.AWAY
+        """Only this class changes it."""
         self.back_by = 0.0
-        """Until when (loop time) it is to be back with all it held, as it has said."""
+        """Loop time until which it has announced to be back, with all our data."""
         self._request = SessionRequest(opening, turn, notice, self._answered)
         self._events, self._one_life, self._moves = events, one_life, moves
         self._grace, self._objection = grace, objection
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
-        """The incarnation that has something of ours."""
-        self._emptied, self._warned = False, ""
+        """The incarnation that has our data."""
+        self._warned = ""
         self._missed: int | None = None
         """The level at which its loss was logged: that of its return, too."""
         self._entered: asyncio.Event = asyncio.Event()
-        self._closed = False
         self._link = MovableLink(
             make_link,
             address,
@@ -161,7 +192,7 @@ class TaskSession:
 
     @property
     def session(self) -> int:
-        """The number that the task knows our session by."""
+        """The number of our session on the task."""
         return self._request.session
 
     @property
@@ -171,14 +202,38 @@ class TaskSession:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the task is in our session, and was heard just now: one whose
-        connection has broken may still be back in time, and is not known to live."""
+        """Whether the task is in our session and its link is alive. One whose link is
+        lost may still be back in time, and is not known to live."""
         return self.is_ready and self.link.is_heard
 
     @property
+    def gone(self) -> bool:
+        """Whether our data on the task is lost for certain."""
+        is_emptied = self.phase is SessionPhase.RENEWING and self._one_life
+        return is_emptied or self.phase in (SessionPhase.GONE, SessionPhase.EMPTY)
+
+    @property
+    def lives_on(self) -> bool:
+        """Whether the process of a worker that is being lost still runs."""
+        if self.phase is SessionPhase.RENEWING:
+            return not self._one_life
+        is_ours = self.phase in (SessionPhase.RELEASED, SessionPhase.CLOSED)
+        return is_ours or self.phase is SessionPhase.RECONNECTED
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the task is lost because we move it to another session, or let it
+        go."""
+        return self.phase in (
+            SessionPhase.RENEWING,
+            SessionPhase.RELEASED,
+            SessionPhase.CLOSED,
+        )
+
+    @property
     def is_closed(self) -> bool:
-        """Whether we have left it, for good."""
-        return self._closed
+        """Whether we have left the task, for good."""
+        return self.phase is SessionPhase.CLOSED
 
     @property
     def is_lost(self) -> bool:
@@ -187,18 +242,18 @@ class TaskSession:
 
     @property
     def is_parked(self) -> bool:
-        """Whether nobody knows its address, up to the next `move`."""
+        """Whether its address is unknown, up to the next `move`."""
         return self._link.is_parked
 
     @property
     def state(self) -> str:
-        """Words for how far it got."""
+        """How far connecting got, for messages."""
         if self.is_ready:
             return "in the session"
         if self.refusal is not None:
             return f"{type(self.refusal).__name__}: {self.refusal}"
         if self.link.is_open:
-            return "connected, opens no session yet"
+            return "connected, has not opened the session yet"
         return self.link.trouble
 
     def start(self) -> None:
@@ -211,7 +266,7 @@ class TaskSession:
         Raises:
             DeadlineExceededError: It did not answer before ``deadline`` (loop time).
             BusyError: It answered, but belongs to another coordinator.
-            VersionMismatchError, PermissionDeniedError: It will never take us.
+            VersionMismatchError, PermissionDeniedError: It will never accept us.
         """
         await self._link.wait_open(deadline)
         try:
@@ -224,100 +279,104 @@ class TaskSession:
         return self.opened
 
     def _late(self) -> ZstratError:
-        """Why it is not in our session yet, which it should be by now."""
+        """The error of a task that is not in our session in time."""
         if isinstance(self.refusal, PeerLostError):
             return DeadlineExceededError(
-                f"{self.name} at {self.address} was lost while it was connected "
-                f"({self.refusal.reason}), and is not back in time; look at its log, "
-                "and start it again"
+                f"{self.name} at {self.address} was lost while it connected "
+                f"({self.refusal.reason}), and did not come back in time; look at its "
+                "log, and start it again"
             )
         return self.refusal or DeadlineExceededError(
             f"{self.name} at {self.address} is connected, but did not open a "
-            "session in time: a step of an earlier one may run there without end; "
-            "look at its log, and start it again"
+            "session in time: a step of an earlier session may still run there; look "
+            "at its log, and start it again"
         )
 
     def reopen(self, reason: str) -> None:
-        """Enters again, as the task says that it is not ours."""
+        """Enters the session again, as the task answers that it is not in it."""
         if self.is_ready:
             self._leave(reason)
             self._ask()
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """Enters another session of ours, in which the task has nothing yet, whatever
-        it had, and whichever process it is.
+        """Enters another session of ours, in which any process begins empty.
 
         Args:
             close_messages: Close the sessions before.
         """
-        if self._closed:
+        if self.is_closed:
             return
         self._request.stop()
         self._stop_absence()
         if self.is_ready:
-            # A parameter server loses what it held; a worker is the process that it
-            # was.
-            self.gone, self.lives_on = self._one_life, not self._one_life
-            self.is_moved = True
-            self._leave("it enters another session of the program", logging.INFO)
+            why = "it enters another session of the program"
+            self._leave(why, logging.INFO, SessionPhase.RENEWING)
             if self._moves:
-                self.give_up("it enters another session of the program")
-        self.gone = self.lives_on = self.is_moved = self._emptied = False
+                self.give_up(why)
+        self._set_phase(SessionPhase.AWAY)
         self._life, self.refusal = None, None
         self._request.enter(session, close_messages)
         if self.link.is_open:
             self._ask()
 
     def move(self, address: str, *, is_empty: bool = False, life: int = 0) -> None:
-        """Goes on at another address, where all is that the task held, in the memory of
-        the incarnation ``life``, if that is known; ``is_empty``: where nothing is, and
-        which is entered behind `renew`."""
-        if self._closed:
+        """Moves to another address, where our data is.
+
+        Args:
+            is_empty: Our data is not there: the task is entered after `renew`.
+            life: The incarnation that has our data; 0: unknown.
+        """
+        if self.is_closed:
             return
         self._request.stop()
         self._stop_absence()
         self.opened, self.refusal, self._life = None, None, life or None
         self._entered.clear()
         self._request.restart_pauses()
-        self.address, self.gone, self._emptied = address, is_empty, is_empty
+        self.address = address
+        self._set_phase(SessionPhase.EMPTY if is_empty else SessionPhase.AWAY)
         self._link.move(address)
         if self.line is not None:
             self.line.move(self.link)
 
     def park(self) -> None:
-        """What it held is gone, and its next address is not known yet: requests wait
-        for `move`."""
+        """Marks our data as lost while the next address is unknown: requests wait for
+        `move`."""
         self.move(self.address, is_empty=True)
         self._link.park()
 
     def give_up(self, reason: str) -> None:
-        """Ends the requests that wait for a task that ``moves``: it is lost."""
+        """Fails the requests that wait for a task that ``moves``."""
         if self.line is not None:
             self.line.lose(reason, gone=self.gone, keep_pushes=not self.gone)
 
     def require_same_process(self, other: TaskSession) -> None:
-        """Another session of ours on the same task has what is ours: a process that has
-        been started since then has nothing, and is not taken for it."""
+        """Expects the incarnation that another session of ours on the same task has: a
+        process that was started since then is empty."""
         self._life = other._life
 
     def keep_origin(self, origin: int) -> None:
-        """From now on it is opened as a session whose keys are counted from there."""
+        """From now on opens a session whose keys are counted from ``origin``."""
         self._request.keep_origin(origin)
 
     def say_goodbye(
         self, timeout: float, *, exits: bool = False
     ) -> asyncio.Future[Message]:
-        """Closes our session on the task. That it did not hear so is logged.
+        """Closes our session on the task, and logs it if the task does not answer.
 
         Args:
             timeout: Seconds that it has to answer.
-            exits: It ends as a process, too.
+            exits: Its process exits, too.
         """
         return self._request.close(self.link, timeout, exits=exits)
 
+    def release(self) -> None:
+        """Marks a worker that we let go: its end is not a loss."""
+        self._set_phase(SessionPhase.RELEASED)
+
     def leave(self) -> None:
-        """We go: nothing is told to `TaskSessionEvents` any more."""
-        self._closed = True
+        """Leaves the task: nothing is reported to `TaskSessionEvents` from now on."""
+        self._set_phase(SessionPhase.CLOSED)
         self._link.stop()
         self._request.stop()
         self._stop_absence()
@@ -330,23 +389,27 @@ class TaskSession:
         await self._link.close()
 
     def _greeted(self, hello: Hello) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         self._stop_absence()
         before, self.hello = self.hello, hello
         if self.line is not None:
-            self.line.hold()  # requests wait until it has said that it is still ours
+            self.line.hold()  # requests wait until it has resumed the session
         if not self._one_life:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
-                self.lives_on = same
-                self._leave("it connected anew")
-                self.lives_on = False
+                phase = SessionPhase.RECONNECTED if same else SessionPhase.AWAY
+                self._leave("it connected anew", phase=phase)
+                if self.phase is SessionPhase.RECONNECTED:
+                    self._set_phase(SessionPhase.AWAY)
         elif self._life not in (None, hello.incarnation):
-            self.gone = True
-            self._leave("it was started again, and what it held is gone")
+            is_empty = self.phase is SessionPhase.EMPTY
+            self._leave(
+                "it was started again, and what it held is gone",
+                phase=None if is_empty else SessionPhase.GONE,
+            )
             return
-        elif self._emptied:
+        elif self.phase is SessionPhase.EMPTY:
             if self._moves:
                 self._events.task_lost(self, "what it held is gone")
             return
@@ -357,7 +420,7 @@ class TaskSession:
         self._ask()
 
     def _lost(self, error: PeerLostError) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         self._request.stop()
         self.back_by = asyncio.get_running_loop().time() + error.returns
@@ -365,22 +428,23 @@ class TaskSession:
         if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)
         elif self._absence is None:
-            # A goodbye too: to a program that was stopped for long, an intact task says
-            # that it does not know it any more.
+            # After a goodbye, too: an intact task closes the link of a program that was
+            # suspended for long.
             loop, grace = asyncio.get_running_loop(), self._grace
             if error.returns > grace:
                 grace = error.returns
-                words = "%s at %s is to be back within %g s, with all it held: %s"
+                words = "%s at %s is to be back within %g s, with its data: %s"
                 log.warning(words, self.name, self.address, grace, error.reason)
             self._absence = loop.call_later(grace, self._leave, error.reason, level)
+            self._set_phase(SessionPhase.SILENT)
 
     def _received(self, message: Message) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         if self.is_ready:
             self._events.message_received(self, message)
         elif self._one_life and self._request.is_under_way:
-            # That a backup is lost, say, or that a worker waits: told when it is ours.
+            # A backup is lost, say, or a worker waits: reported when it has entered.
             self._request.early.append(message)
 
     def _ask(self) -> None:
@@ -392,16 +456,17 @@ class TaskSession:
             self._enter(asked.result())
             return
         if isinstance(error, PeerLostError):
-            self.refusal = error  # the link opens again, and we are greeted anew
+            self.refusal = error  # the link opens again, and the task greets again
             return
         if self.is_ready:
             # A coordinator that takes a server over empties it.
-            self.gone = self._one_life and isinstance(error, BusyError)
-            self._leave(str(error))
+            is_taken = self._one_life and isinstance(error, BusyError)
+            phase = SessionPhase.GONE if is_taken else SessionPhase.AWAY
+            self._leave(str(error), phase=phase)
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             if self._request.repeat(self._ask, error):
-                self._entered.set()  # it lives: waiting for its end is over
+                self._entered.set()  # that coordinator lives: stop waiting for its end
         else:
             words = f"{type(error).__name__}: {error}"
             self._refused(
@@ -413,8 +478,8 @@ class TaskSession:
         assert isinstance(answer, SessionOpened), answer
         assert self.hello is not None
         if self._one_life and self._life is not None and not answer.resumed:
-            self._emptied = self.gone = True
-            self._leave("it served another coordinator, and what it held is gone")
+            why = "it served another coordinator, and what it held is gone"
+            self._leave(why, phase=SessionPhase.EMPTY)
             return
         if (objection := self._objection(self, self.hello, answer)) is not None:
             self._request.withdraw(self.link)
@@ -423,13 +488,13 @@ class TaskSession:
         resumed, self.opened, self.refusal = self.is_ready, answer, None
         self._request.opened()
         self._warned = ""
-        self.gone = False
+        self._set_phase(SessionPhase.JOINED)
         if self.line is not None:
             self.line.resume()
         if resumed:
-            log.info("%s at %s is back, with all it held", self.name, self.address)
+            log.info("%s at %s is back with its data", self.name, self.address)
             return
-        self.layouts = {}  # it tells them anew, as it does after each entry
+        self.layouts = {}  # it sends them again after each entry
         self._life = self.hello.incarnation
         self._entered.set()
         where = "in the session" if self._missed is None else "back"
@@ -441,21 +506,35 @@ class TaskSession:
             self._received(early.popleft())
 
     def _decline(self, error: ZstratError) -> None:
-        """Does not take the task as it is; it is asked again when it greets anew."""
+        """Refuses the task; it is asked again when it greets again."""
         self._refused(error)
         self._entered.set()
 
     def _refused(self, error: ZstratError) -> None:
-        # A coordinator that has died holds its tasks until its silence is noticed,
-        # which is before our pauses have grown: so each task is no alarm of its own.
+        # A dead coordinator holds its tasks until they notice its silence, which is
+        # before our pauses have grown: so do not warn for each of them.
         lasts = not isinstance(error, BusyError) or self._request.is_patient
         if lasts and self._warned != str(error):
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
             self._warned = str(error)
         self.refusal = error
 
-    def _leave(self, reason: str, level: int = logging.WARNING) -> None:
-        level = logging.INFO if self._moves else level  # its owner says what follows
+    def _leave(
+        self,
+        reason: str,
+        level: int = logging.WARNING,
+        phase: SessionPhase | None = None,
+    ) -> None:
+        """Reports that the task is not in our session.
+
+        Args:
+            phase: What is known of our data there; None: nothing new.
+        """
+        if phase is None and self.phase in (SessionPhase.JOINED, SessionPhase.SILENT):
+            phase = SessionPhase.AWAY
+        if phase is not None:
+            self._set_phase(phase)
+        level = logging.INFO if self._moves else level  # its owner logs what follows
         if self.opened is not None:
             words = "lost" if self.gone or not self._one_life else "no contact with"
             log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)
@@ -473,3 +552,23 @@ class TaskSession:
         if self._absence is not None:
             self._absence.cancel()
             self._absence = None
+        if self.phase is SessionPhase.SILENT:
+            self.phase = SessionPhase.JOINED
+
+    def _set_phase(self, phase: SessionPhase) -> None:
+        if self.phase is not SessionPhase.CLOSED:
+            self.phase = phase
+
+    def validate(self) -> None:
+        """Checks the phase against all else that is known. Tests call it."""
+        phase, where = self.phase, (self.name, self.phase)
+        assert (self._absence is not None) == (phase is SessionPhase.SILENT), where
+        if phase in (SessionPhase.JOINED, SessionPhase.SILENT):
+            assert self.is_ready, where
+            assert self._entered.is_set(), where
+        if phase in _WITHOUT_SESSION:
+            assert not self.is_ready, where
+        if phase in (SessionPhase.GONE, SessionPhase.EMPTY, SessionPhase.SILENT):
+            assert self._one_life, where
+        if phase in (SessionPhase.RECONNECTED, SessionPhase.RELEASED):
+            assert not self._one_life, where

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat.errors import (
@@ -27,7 +26,7 @@ from zstrat.errors import (
     ZstratError,
     to_wire,
 )
-from zstrat.transport import RateLimit
+from zstrat.transport import RateLimitedLog
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ class ReportedWorkers:
         self._is_accepting, self._decided = False, asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_GREETED)
-        self._rate_limit = RateLimit(time.monotonic)
+        self._refusals = RateLimitedLog(log)
 
     def accept(self, is_accepting: bool) -> None:
         """Takes such workers from now on, or refuses them."""
@@ -209,9 +208,8 @@ class ReportedWorkers:
         try:
             answer = AnswerReport(session, report, await self._join_worker(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            if self._rate_limit.may_log():
-                words = "no worker at %.80r: %s (%d so far)"
-                log.warning(words, message.address, error, self._rate_limit.count)
+            text = "refused the worker at %.80r: %s"
+            self._refusals.write(logging.WARNING, text, message.address, error)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_log_error)

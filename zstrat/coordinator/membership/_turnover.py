@@ -103,7 +103,7 @@ class WorkerSessions:
             if timeout is not None:
                 await self.dispatcher.retire_worker(task, reason, timeout)
             # It is not lost, so none of its closures is suspected of having killed it.
-            task.lives_on = task.is_moved = True
+            task.release()
             self.dispatcher.remove_worker(task, reason, for_good=timeout is not None)
         if task.is_ready and timeout is not None:
             answer = task.say_goodbye(GOODBYE_SECONDS)

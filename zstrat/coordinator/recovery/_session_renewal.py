@@ -130,8 +130,8 @@ class SessionRenewal:
         if found is None:
             await entered
         else:
-            await replication.left.unless_lost(entered)
-            await replication.left.unless_lost(replication.open(deadline))
+            await replication.orphans.unless_lost(entered)
+            await replication.orphans.unless_lost(replication.open(deadline))
 
     def _keep_origin(self) -> None:
         for task in self._cluster.ps:

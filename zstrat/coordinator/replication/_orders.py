@@ -1,4 +1,26 @@
-"""What is ordered so that stores have the copies that they are to have: as data.
+"""The phases of one store and its copies, and the orders that change them: as data.
+
+    CREATING ──created──▶ ALONE, or ──refused──▶ EMPTY: a process is asked to create a
+                                                 store that it does not have by itself.
+
+    ALONE ──host──▶ HOSTING ──attach──▶ ATTACHING ──whole──▶ PAIRED
+      ▲ ▲                                   │ │                │ │
+      │ └──────────detached── DETACHING ◀───┘─│──backup lost───┘ │
+      │                        ▲     │        │                  │
+      │              backup    │     │refused │    primary lost  │
+      │              refuses,  │     ▼        ▼                  │
+      └──promoted── or is lost └─ PROMOTING ◀────────────────────┘
+                                     │
+    PAIRED ──host──▶ ADDING ──attach──▶ FILLING ──whole──▶ REPLACING ──▶ PAIRED, with
+        the third copy as its backup. A third copy that is lost is forgotten.
+    PAIRED ──swap──▶ SWAPPING ──▶ PROMOTING, with the former primary as its partner
+        ──promoted──▶ PAIRED. If the backup is lost the partner is promoted.
+    in all of these ──primary lost──▶ PROMOTING: a copy that cannot lack anything
+    any phase ──no live copy is complete──▶ EMPTY: requests for the store fail.
+    any phase ──another session (`ReplicatedStore.reset`)──▶ ALONE, or CREATING.
+
+`NEXT_PHASES` is this drawing as data, and `COPIES_IN` says which copies there are in a
+phase: `ReplicatedStore.validate` checks a store against both.
 
 Each order is for one process, and is of one view of its store.
 """
@@ -7,6 +29,95 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
+
+
+class CopyPhase(enum.Enum):
+    """What is asked for a store now."""
+
+    CREATING = "creating"
+    ALONE = "alone"
+    HOSTING = "hosting"
+    ATTACHING = "attaching"
+    PAIRED = "paired"
+    ADDING = "adding a copy"
+    FILLING = "filling another copy"
+    REPLACING = "replacing its backup"
+    SWAPPING = "swapping with its backup"
+    DETACHING = "detaching"
+    PROMOTING = "promoting"
+    EMPTY = "empty"
+
+
+THIRD_BESIDE: Final = (CopyPhase.ADDING, CopyPhase.FILLING)
+"""A third copy is being made, which does not count yet."""
+WHOLE: Final = (
+    CopyPhase.PAIRED,
+    *THIRD_BESIDE,
+    CopyPhase.REPLACING,
+    CopyPhase.SWAPPING,
+)
+"""Two copies are complete."""
+WITH_BACKUP: Final = (
+    CopyPhase.ATTACHING,
+    CopyPhase.PAIRED,
+    *THIRD_BESIDE,
+    CopyPhase.REPLACING,
+)
+"""The primary has a backup, or fills it."""
+
+
+_ONE_LOST: Final = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
+NEXT_PHASES: Final[dict[CopyPhase, tuple[CopyPhase, ...]]] = {
+    CopyPhase.CREATING: (CopyPhase.ALONE, CopyPhase.EMPTY),
+    # Two of them when a program takes a store over from a lost one.
+    CopyPhase.ALONE: (
+        CopyPhase.ALONE,
+        CopyPhase.CREATING,
+        CopyPhase.HOSTING,
+        CopyPhase.DETACHING,
+        CopyPhase.EMPTY,
+        CopyPhase.ATTACHING,
+        CopyPhase.PROMOTING,
+    ),
+    CopyPhase.HOSTING: (
+        CopyPhase.ALONE,
+        CopyPhase.ATTACHING,
+        CopyPhase.DETACHING,
+        CopyPhase.EMPTY,
+    ),
+    CopyPhase.ATTACHING: (CopyPhase.PAIRED, *_ONE_LOST),
+    CopyPhase.PAIRED: (CopyPhase.ADDING, CopyPhase.SWAPPING, *_ONE_LOST),
+    CopyPhase.ADDING: (CopyPhase.FILLING, CopyPhase.PAIRED, *_ONE_LOST),
+    CopyPhase.FILLING: (CopyPhase.REPLACING, CopyPhase.ATTACHING, *_ONE_LOST),
+    CopyPhase.REPLACING: (CopyPhase.PAIRED, *_ONE_LOST),
+    CopyPhase.SWAPPING: (CopyPhase.ATTACHING, *_ONE_LOST),
+    CopyPhase.DETACHING: (CopyPhase.ALONE, CopyPhase.PROMOTING, CopyPhase.EMPTY),
+    CopyPhase.PROMOTING: (
+        CopyPhase.ALONE,
+        CopyPhase.PAIRED,
+        CopyPhase.EMPTY,
+        *_ONE_LOST,
+    ),
+    CopyPhase.EMPTY: (),
+}
+"""What may follow a phase in one session."""
+
+COPIES_IN: Final[dict[CopyPhase, tuple[bool | None, bool | None]]] = {
+    CopyPhase.CREATING: (False, False),
+    CopyPhase.ALONE: (False, False),
+    CopyPhase.HOSTING: (True, False),
+    CopyPhase.ATTACHING: (True, False),
+    CopyPhase.PAIRED: (True, False),
+    CopyPhase.ADDING: (True, True),
+    CopyPhase.FILLING: (True, True),
+    CopyPhase.REPLACING: (True, True),
+    CopyPhase.SWAPPING: (True, False),
+    CopyPhase.DETACHING: (None, False),
+    CopyPhase.PROMOTING: (True, None),
+    CopyPhase.EMPTY: (False, False),
+}
+"""Whether there are a backup and a third copy; None: there may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +219,3 @@ class Lose:
 Asked = Host | Establish | Attach | Detach | Swap | Promote
 """Orders that are answered, one at a time for each store: a later one replaces it."""
 PlacementOrder = Asked | Drop | Serve | Lose
-
-
-class CopyPhase(enum.Enum):
-    """What is asked for a store now."""
-
-    CREATING = "creating"
-    ALONE = "alone"
-    HOSTING = "hosting"
-    ATTACHING = "attaching"
-    PAIRED = "paired"
-    ADDING = "adding a copy"
-    FILLING = "filling another copy"
-    REPLACING = "replacing its backup"
-    SWAPPING = "swapping with its backup"
-    DETACHING = "detaching"
-    PROMOTING = "promoting"
-    EMPTY = "empty"

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.wire import OrphanedCopy
 
-    from ._store_processes import SessionStores
-    from ._store_status import CopiesStatus
+    from ._store_orders import StoreOrders
     from ._successors import Successor
 
 _ASKED_AGAIN: Final = 0.1
@@ -47,33 +46,27 @@ class OrphanedStores:
     Args:
         take_over_stores: Orders what becomes of these copies, when processes had these
             lives.
-        wait_until: Waits for what orders bring about.
     """
 
     def __init__(
         self,
-        stores: SessionStores,
-        status: CopiesStatus,
+        orders: StoreOrders,
         name: str,
         timeouts: Timeouts,
         take_over_stores: Callable[[Mapping[int, Successor], Sequence[int]], None],
-        wait_until: Callable[[Callable[[], bool]], Coroutine[None, None, None]],
     ) -> None:
-        self._stores, self._status = stores, status
+        self._orders, self._known = orders, orders.known
         self._name, self._timeouts = name, timeouts
-        self._take_over_stores, self._wait_until = take_over_stores, wait_until
+        self._take_over_stores = take_over_stores
         self._told: dict[int, _ProcessReport] = {}
         """By process."""
         self.origin = 0
         """What keys are counted from."""
 
-    async def find(self, session: int, deadline: float) -> Mapping[int, Successor]:
+    async def find(self, deadline: float) -> Mapping[int, Successor]:
         """What is left of each store, as all processes tell; nothing if nothing is.
         Who was lost behind its answer has said what it had; the others are asked again
         then, as they may know by now that they have all.
-
-        Args:
-            session: The number of this program's.
 
         Raises:
             PSUnavailableError: Of a store no copy is left that has all.
@@ -83,25 +76,24 @@ class OrphanedStores:
         Cancellation: nothing has changed.
         """
         told, loop = self._told, asyncio.get_running_loop()
+        session = self._orders.session
         noticed_within = self._timeouts.liveness + self._timeouts.reconnect
         until: float | None = None
         while True:
-            lives = list(self._stores.known.lives)
+            lives = list(self._known.lives)
             asked = [
                 n for n, at in enumerate(lives) if n not in told or told[n].life == at
             ]
-            said = await asyncio.gather(
-                *(self._copies_of(n, session, deadline) for n in asked)
-            )
+            said = await asyncio.gather(*(self._copies_of(n, deadline) for n in asked))
             told.update(zip(asked, said, strict=True))
             # One was lost while they were asked: what the others know of it may change
             # yet.
-            if lives != self._stores.known.lives:
+            if lives != self._known.lives:
                 until = loop.time() + noticed_within
                 continue
             copies = {number: each.copies for number, each in told.items()}
             try:
-                stores = len(self._stores.servers)
+                stores = len(self._orders.servers)
                 return successors(self._name, session, copies, stores)
             except PSUnavailableError:
                 if until is None:  # who lost the other one silently notices it by then
@@ -110,9 +102,7 @@ class OrphanedStores:
                     raise
             await asyncio.sleep(_ASKED_AGAIN)  # who has lost the other one hears it yet
 
-    async def go_on(
-        self, left: Mapping[int, Successor], session: int, deadline: float
-    ) -> None:
+    async def go_on(self, left: Mapping[int, Successor], deadline: float) -> None:
         """Has the copies serve that are to, and waits until they do.
 
         Raises:
@@ -120,26 +110,27 @@ class OrphanedStores:
             DeadlineExceededError: One does not answer.
         """
         self.origin = left[0].chosen.copy.origin
-        await self.keep_origin(self.origin, session, deadline)
-        processes = self._stores.processes
+        await self.keep_origin(self.origin, deadline)
+        processes = self._known.sessions
         self._take_over_stores(
             left, [self._told[each.place].life for each in processes]
         )
         await self._wait_served(deadline)
 
-    async def keep_origin(self, origin: int, session: int, deadline: float) -> None:
+    async def keep_origin(self, origin: int, deadline: float) -> None:
         """All processes count keys from there, also those that have begun empty; or,
         if none has anything, from the number of this session.
 
         Raises:
             DeadlineExceededError: One does not answer.
         """
-        for process in self._stores.processes:
+        for process in self._known.sessions:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
                 # It has begun with another origin, with nothing: it enters once more.
+                session = self._orders.session
                 process.renew(session, [CloseSession(session, False)])
-        for process in self._stores.processes:
+        for process in self._known.sessions:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
@@ -151,7 +142,8 @@ class OrphanedStores:
 
         Cancellation: that of the work.
         """
-        loop, waits = asyncio.get_running_loop(), self._wait_until(self._is_any_lost)
+        loop = asyncio.get_running_loop()
+        waits = self._orders.wait_until(self._is_any_lost)
         doing = loop.create_task(work, name="going on with what was left")
         looking = loop.create_task(waits, name="looking for what is lost")
         both = doing, looking
@@ -164,16 +156,14 @@ class OrphanedStores:
                 each.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    async def _copies_of(
-        self, number: int, session: int, deadline: float
-    ) -> _ProcessReport:
+    async def _copies_of(self, number: int, deadline: float) -> _ProcessReport:
         """What it says that it has; it is asked again if it was lost before it said
         so."""
-        process, known = self._stores.processes[number], self._stores.addresses[number]
-        ask = AskCopies(session)
+        process, known = self._known.sessions[number], self._known.addresses[number]
+        ask = AskCopies(self._orders.session)
         while True:
             await process.wait_ready(deadline)
-            life = self._stores.known.lives[number]
+            life = self._known.lives[number]
             try:
                 answer = await process.link.submit(ask, deadline=deadline)
             except PeerLostError:
@@ -186,12 +176,12 @@ class OrphanedStores:
             return _ProcessReport(life, copies)
 
     async def _wait_served(self, deadline: float) -> None:
-        stores, status = self._stores.placement.stores, self._status
+        stores, status = self._orders.placement.stores, self._orders.status
         waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
         try:
             async with asyncio.timeout_at(deadline):
                 await self.unless_lost(
-                    self._wait_until(
+                    self._orders.wait_until(
                         lambda: all(s.phase not in waiting for s in stores)
                     )
                 )
@@ -202,10 +192,10 @@ class OrphanedStores:
             ) from None
 
     def _is_any_lost(self) -> bool:
-        return any(s.phase is CopyPhase.EMPTY for s in self._stores.placement.stores)
+        return any(s.phase is CopyPhase.EMPTY for s in self._orders.placement.stores)
 
     def _require_left(self) -> None:
-        for store in self._stores.placement.stores:
+        for store in self._orders.placement.stores:
             if store.phase is CopyPhase.EMPTY:
                 why = f"nothing is left of it: {store.reason}"
                 raise session_lost(self._name, store.number, why)

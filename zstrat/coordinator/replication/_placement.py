@@ -1,19 +1,21 @@
-"""Which process has which copy of each store. Decides only: it is told what happened
-and returns orders, each for one process.
+"""Decides which process has which copy of each store: events in, orders out, each for
+one process.
 
-One record of where each store is (`StorePlaces`), and two that decide by it: who serves
-a store after a loss (`Failover`), and where one goes on purpose (`MovingStores`).
-`StorePlacement` is what both need: who is there, and which answers are heard. Law of
-that class: only an answer to what is asked now is heard, and before `start` nothing is
-decided but where stores are created.
+What becomes of one store is decided by its own machine (`ReplicatedStore`). This file
+has what concerns all of them: which processes are there, which of them gets a copy,
+and which store moves.
+
+The law of this file: only the answer to the last order of a store is used, and before
+`StorePlacement.start` nothing is decided but where stores are created.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
-from ._failover import Failover
 from ._orders import (
+    THIRD_BESIDE,
+    WITH_BACKUP,
     Attach,
     Copy,
     CopyPhase,
@@ -24,122 +26,42 @@ from ._orders import (
     Promote,
     Swap,
 )
-from ._store_places import THIRD_BESIDE, WITH_BACKUP, ProcessPlace, StorePlaces
+from ._replicated_store import ReplicatedStore, StoreProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ._orders import Asked, PlacementOrder
-    from ._store_places import StorePlace
     from ._successors import Successor
 
 
 MOVES: Final = "it moves"
 
 _ASKED_TO_SERVE: Final = (CopyPhase.SWAPPING, CopyPhase.PROMOTING)
-"""A copy is asked to be the primary, or to make room for it: what cannot be taken
-back."""
-
-
-@final
-class MovingStores:
-    """The stores of a session that move on purpose: a process is to serve one that
-    another one serves.
-
-    It gets a backup in the process that is its *target*, which is promoted when it is
-    whole. Without replicas a store has a backup only to move. With replicas it keeps
-    two whole copies: a backup elsewhere is replaced when a third copy is whole, and one
-    at the target swaps with the primary.
-
-        has no backup ─────────seek──▶ one at the target
-        has one at the target, whole ──▶ promoted, or swapped: it is there
-        has one elsewhere ──detach──▶ has none                       (no replicas)
-        has one elsewhere ──add, fill, replace──▶ one at the target  (replicas)
-        is created, promoted or detached: its target is kept until it is served again
-
-    The law of this class: a store that moves can be lost as one that does not, and no
-    more. What ends the copy at the target before that is promoted ends the move, and
-    the store stays where it is (`StorePlaces.end_move` names all that does); once the
-    copy is asked to be the primary, the move is not taken back.
-    """
-
-    def __init__(self, places: StorePlaces) -> None:
-        self._places = places
-
-    def move(self, store: StorePlace, target: int) -> list[PlacementOrder]:
-        """The store is to be served by the process ``target``."""
-        places = self._places
-        if store.primary.process == target:
-            return self.cancel_move(store, "it is there")
-        store.target = target
-        at_target = store.is_backup_at_target
-        match store.phase:
-            case CopyPhase.ALONE:
-                return places.seek(store)
-            case CopyPhase.PAIRED if places.replicas:
-                return places.seek(store)
-            case CopyPhase.ADDING | CopyPhase.FILLING if not store.is_third_at_target:
-                return [*places.end_third(store, MOVES), *places.seek(store)]
-            case CopyPhase.PAIRED if at_target:
-                return places.promote(store, MOVES)
-            case CopyPhase.HOSTING if not at_target:
-                return places.seek_elsewhere(store, unwilling=False)
-            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
-                at_target or places.replicas
-            ):
-                return places.detach(store, MOVES)
-            case CopyPhase.EMPTY:
-                places.end_move(store)
-        return []
-
-    def cancel_move(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        """The store is to stay where it is; a switch that is under way ends."""
-        if store.target is None or store.phase in _ASKED_TO_SERVE:
-            return []
-        if store.phase in THIRD_BESIDE:
-            self._places.end_move(store)
-            return self._places.end_third(store, reason)
-        is_for_move = store.is_backup_at_target
-        self._places.end_move(store)
-        if self._places.replicas or not is_for_move:
-            return []  # the backup is one that the store is to have anyway
-        return self._end_backup(store, reason)
-
-    def evict(self, store: StorePlace) -> list[PlacementOrder]:
-        """The backup of the store, in a process that leaves, is to be elsewhere."""
-        if self._places.replicas and store.phase is not CopyPhase.HOSTING:
-            return self._places.seek(store)
-        return self._end_backup(store, MOVES)
-
-    def _end_backup(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        if store.phase is CopyPhase.HOSTING:
-            return self._places.seek_elsewhere(store, unwilling=False)
-        if store.phase in WITH_BACKUP:
-            return self._places.detach(store, reason)
-        return []
-
-    def backup_whole(self, store: StorePlace) -> list[PlacementOrder]:
-        """The backup has all: it is promoted where the store moves."""
-        if self._places.replicas:
-            return self._places.seek(store)
-        if store.is_backup_at_target:
-            return self._places.promote(store, MOVES)
-        return []
-
-    def promoted(self, store: StorePlace) -> bool:
-        """The backup is the primary. Returns whether the store moved there: then it
-        belongs there; else that is a failover."""
-        if store.target != store.primary.process:
-            return False
-        self._places.end_move(store)
-        store.home = store.primary.process
-        return True
+"""A copy is asked to become the primary, or to make room for it: that cannot be
+cancelled."""
 
 
 @final
 class StorePlacement:
-    """The copies of all stores, which are distributed to the processes. Store ``i`` is
-    what the process ``i`` has by itself; it hosts others if asked (`create_stores`).
+    """The copies of all stores. Store ``i`` is what the process ``i`` has by itself;
+    processes create further ones when asked (`create_stores`).
+
+    A store moves when another process is its *target*. That gets a backup, which is
+    promoted when it is complete. Without replicas a store has a backup only to move.
+    With replicas it keeps two complete copies: a backup elsewhere is replaced when a
+    third copy is complete, and one at the target swaps with the primary.
+
+        has no backup ─────────seek──▶ one at the target
+        has one at the target, complete ──▶ promoted, or swapped: it is there
+        has one elsewhere ──detach──▶ has none                       (no replicas)
+        has one elsewhere ──add, fill, replace──▶ one at the target  (replicas)
+        is created, promoted or detached: keeps its target until it is served again
+
+    A store that moves is as safe as one that does not. What ends the copy at the target
+    before that is promoted ends the move, and the store stays where it is: a loss of
+    the copy or of the store, a target that is away or refuses, `cancel_move`, another
+    session. Once the copy is asked to become the primary, the move is not cancelled.
 
     Args:
         addresses: Of the processes.
@@ -150,18 +72,30 @@ class StorePlacement:
     def __init__(
         self, addresses: Sequence[str], replicas: int = 1, per_process: int = 1
     ) -> None:
-        self._places: Final = StorePlaces(addresses, replicas, per_process)
-        self._failover: Final = Failover(self._places)
-        self._moving: Final = MovingStores(self._places)
-        self.stores: Final = self._places.stores
+        self.replicas, self._own = replicas, len(addresses)
+        self._is_started = False
+        """Until then no backup is sought."""
+        self._processes = [StoreProcess(address) for address in addresses]
+        self.stores: Final = [
+            ReplicatedStore(
+                number,
+                Copy(home, 0, addresses[home]),
+                self._processes,
+                replicas,
+                self._seek,
+                home=home,
+            )
+            for number in range(len(addresses) * per_process)
+            for home in [number % len(addresses)]
+        ]
         self.failovers = 0
-        """How often a backup became primary because that was lost."""
+        """Number of backups that became primary because the primary was lost."""
         self.moves = 0
-        """How often one did so on purpose."""
+        """Number of backups that became primary on purpose."""
 
     @property
     def without_backup(self) -> int:
-        """How many stores have no second copy that has all, if all processes live."""
+        """Number of stores without two complete copies, if all processes live."""
         return sum(not store.is_paired for store in self.stores)
 
     @property
@@ -169,45 +103,47 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Whether the process where the store belongs has it by itself."""
-        return self._places.is_own(number)
+        """Whether the home of the store has it by itself."""
+        return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
         """Whether the store has more than a primary, or is to have."""
-        return bool(self._places.replicas) or not self.stores[number].is_bare
+        return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
-        """Stores that no process has by itself are made where they belong. Comes before
-        `start`."""
+        """Creates the stores that no process has by itself. Comes before `start`."""
         orders: list[PlacementOrder] = []
         for store in self.stores:
             if not self.is_own(store.number):
-                orders += self._places.create(store)
+                orders += store.create()
         return orders
 
     def start(self) -> list[PlacementOrder]:
-        """All stores are served where they belong, by processes that are there."""
-        self._places.is_started = True
+        """All stores are served at home, by processes that are there."""
+        self._is_started = True
         for store in self.stores:
             if self.is_own(store.number):
-                store.primary = self._places.copy_at(store.home)
-        return self._places.seek_all()
+                store.primary = store.copy_at_home()
+        return self._seek_all()
 
     def take_over_stores(
-        self, left: Mapping[int, Successor], lives: Sequence[int]
+        self, orphans: Mapping[int, Successor], lives: Sequence[int]
     ) -> list[PlacementOrder]:
-        """Another program has left these copies: two that are a pair go on together,
-        and each other one alone. Comes instead of `start`; what has become of processes
-        since they had these lives is told afterwards."""
-        self._places.is_started = True
-        return self._failover.take_over_stores(left, lives)
+        """Continues with copies that another program has left, by store, when processes
+        had these lives. Comes instead of `start`; report later what has become of the
+        processes since then."""
+        self._is_started = True
+        orders: list[PlacementOrder] = []
+        for number, successor in orphans.items():
+            orders += self.stores[number].take_over(successor, lives)
+        return orders
 
     def enter_session(self) -> None:
-        """All stores begin anew where they belong, in another session; up to `start`
-        nothing is decided. Views go on."""
-        self._places.is_started = False
+        """All stores begin again at home, in another session; up to `start` nothing is
+        decided. Views continue."""
+        self._is_started = False
         for store in self.stores:
-            self._places.reset_store(store)
+            store.reset()
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """The process is in the session. Its ``life`` is the same number as before if
@@ -215,46 +151,45 @@ class StorePlacement:
         process = self._processes[number]
         process.is_there, process.life = True, life
         process.unwilling.clear()
-        if not self._places.is_started:
+        if not self._is_started:
             return []
         orders: list[PlacementOrder] = []
         for store in self.stores:
-            orders += self._failover.process_back(store, number)
-        return orders + self._places.seek_all()
+            orders += store.process_back(number)
+        return orders + self._seek_all()
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
         """The process is away."""
         self._processes[number].is_there = False
-        if not self._places.is_started:
+        if not self._is_started:
             return []
         orders: list[PlacementOrder] = []
         for store in self.stores:
-            # Of a store without copies the way to the store itself says so.
+            # The loss of a store without copies is reported by the link to it.
             if self.has_or_wants_backup(store.number):
-                orders += self._failover.process_lost(store, number, reason)
+                orders += store.process_lost(number, reason)
         return orders
 
     def enter(self, address: str) -> int:
-        """Another process is to be had; returns its number."""
-        self._processes.append(ProcessPlace(address))
+        """Adds a process; returns its index."""
+        self._processes.append(StoreProcess(address))
         return len(self._processes) - 1
 
     def set_leaving(self, number: int, is_leaving: bool) -> None:
-        """The process is to get no copies, or may get some again."""
+        """Cordons (or uncordons) the process for new copies."""
         self._processes[number].is_leaving = is_leaving
 
     def abandon(self, number: int) -> None:
-        """The process is gone: a store that belonged there belongs where it is now."""
+        """Removes the process: it is no longer the home of any store."""
         for store in self.stores:
             if store.home == number:
                 store.home = store.primary.process
 
     def forgive(self) -> list[PlacementOrder]:
-        """Some time has passed: processes that would not, or could not, keep a backup
-        may be asked again."""
+        """After some time, asks processes again that refused a copy."""
         for process in self._processes:
             process.unwilling.clear()
-        return self._places.seek_all() if self._places.is_started else []
+        return self._seek_all() if self._is_started else []
 
     @property
     def is_waiting(self) -> bool:
@@ -264,167 +199,257 @@ class StorePlacement:
     def primary_lost(
         self, number: int, address: str, reason: str
     ) -> list[PlacementOrder]:
-        """The address does not answer for the store, or not with what it had."""
+        """The address does not answer for the store, or no longer has what it had."""
         store = self.stores[number]
-        if not self._places.is_started or store.primary.address != address:
+        if not self._is_started or store.primary.address != address:
             return []
-        return self._failover.primary_lost(store, reason)
+        return store.primary_lost(reason)
 
-    def backup_lost(self, number: int, view: int, reason: str) -> list[PlacementOrder]:
-        """The primary says so of the backup that it has in this view."""
-        store = self.stores[number]
-        is_known = store.paired_view <= view <= store.view
-        if not is_known or store.phase not in WITH_BACKUP:
+    def validate(self) -> None:
+        """Checks each store against the tables of phases. Tests call it."""
+        for store in self.stores:
+            store.validate()
+
+    # Where copies go.
+
+    def _seek_all(self) -> list[PlacementOrder]:
+        return [order for store in self.stores for order in self._seek(store)]
+
+    def _seek(self, store: ReplicatedStore) -> list[PlacementOrder]:
+        """Seeks a backup: at the target, or else in the process with the fewest copies
+        that has not the primary. For a backup that has to be elsewhere, seeks a third
+        copy."""
+        if not self._is_started:
             return []
-        return self._failover.backup_lost(store, reason)
+        if store.phase is CopyPhase.PAIRED and self.replicas:
+            return self._seek_third(store)
+        if store.phase is not CopyPhase.ALONE:
+            return []
+        at, count = store.primary.process, len(self._processes)
+        fit = self._fit_for_copy(store)
+        if not fit or (store.target is None and not self.replicas):
+            return []
+        # Of equals the next one after the primary, so that backups go round.
+        return store.host(
+            min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
+        )
+
+    def _seek_third(self, store: ReplicatedStore) -> list[PlacementOrder]:
+        """Keeps both copies until a third one is complete: a backup at the target swaps
+        with the primary, any other one is replaced."""
+        assert store.backup is not None, store
+        if store.is_backup_at_target:
+            return store.swap()
+        fit = self._fit_for_copy(store)
+        is_leaving = self._processes[store.backup.process].is_leaving
+        if not fit or (store.target is None and not is_leaving):
+            return []
+        return store.host(min(fit, key=self._copies_of))
+
+    def _fit_for_copy(self, store: ReplicatedStore) -> list[int]:
+        """Processes that may get a further copy: only the target, if it is one of them.
+        If it is not, the store stays where it is."""
+        fit = [
+            number
+            for number, process in enumerate(self._processes)
+            if process.is_there
+            and not process.is_leaving
+            and number not in (copy.process for copy in store.copies)
+            and store.number not in process.unwilling
+        ]
+        if store.target not in fit:
+            store.target = None
+        return fit if store.target is None else [store.target]
+
+    def _copies_of(self, process: int) -> int:
+        return sum(process in store.copy_processes for store in self.stores)
+
+    # Moves.
 
     def move(self, number: int, target: int) -> list[PlacementOrder]:
-        """The store is to be served by another process. It is where `StorePlace.target`
-        is None again, or stays where it was."""
-        if not self._places.is_started:
+        """Moves the store to another process. The move is over when
+        `ReplicatedStore.target` is None again; the store may have stayed where it was.
+        """
+        store = self.stores[number]
+        if not self._is_started:
             return []
-        return self._moving.move(self.stores[number], target)
+        if store.primary.process == target:
+            return self.cancel_move(number, "it is there")
+        store.target = target
+        at_target = store.is_backup_at_target
+        match store.phase:
+            case CopyPhase.ALONE:
+                return self._seek(store)
+            case CopyPhase.PAIRED if self.replicas:
+                return self._seek(store)
+            case CopyPhase.ADDING | CopyPhase.FILLING if (
+                store.third is not None and store.third.process != target
+            ):
+                return [*store.end_third(MOVES), *self._seek(store)]
+            case CopyPhase.PAIRED if at_target:
+                return store.promote(MOVES)
+            case CopyPhase.HOSTING if not at_target:
+                return store.seek_elsewhere(unwilling=False)
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
+                at_target or self.replicas
+            ):
+                return store.detach(MOVES)
+            case CopyPhase.EMPTY:
+                store.target = None
+        return []
 
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
-        """The store is to stay where it is; a switch that is under way ends."""
-        return self._moving.cancel_move(self.stores[number], reason)
+        """Leaves the store where it is; a copy that only the move needed ends."""
+        store = self.stores[number]
+        if store.target is None or store.phase in _ASKED_TO_SERVE:
+            return []
+        is_for_move, store.target = store.is_backup_at_target, None
+        if store.phase in THIRD_BESIDE:
+            return store.end_third(reason)
+        if self.replicas or not is_for_move:
+            return []  # the store is to have the backup anyway
+        return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
-        """The backup of the store, in a process that leaves, is to be elsewhere."""
-        return self._moving.evict(self.stores[number])
+        """Replaces the backup of the store, in a process that leaves."""
+        store = self.stores[number]
+        if self.replicas and store.phase is not CopyPhase.HOSTING:
+            return self._seek(store)
+        return self._end_backup(store, MOVES)
+
+    def _end_backup(self, store: ReplicatedStore, reason: str) -> list[PlacementOrder]:
+        if store.phase is CopyPhase.HOSTING:
+            return store.seek_elsewhere(unwilling=False)
+        if store.phase in WITH_BACKUP:
+            return store.detach(reason)
+        return []
+
+    # Answers to orders.
 
     def hosted(
         self, order: Host, address: str, incarnation: int
     ) -> list[PlacementOrder]:
-        """The process keeps an empty copy there."""
-        store = self.stores[order.store]
+        """The process keeps an empty copy at this address."""
         phase = CopyPhase.ADDING if order.beside else CopyPhase.HOSTING
-        if not self._is_of_now(order, phase):
+        if not self._is_current(order, phase):
             return self._useless(order)
-        backup = self._copy(order, address, incarnation)
-        if order.beside:
-            return self._places.fill_third(store, backup)
-        self._places.fill(store, backup)
-        return [Attach(store.number, store.view, backup)]
+        copy = self._copy(order, address, incarnation)
+        return self.stores[order.store].fill(copy)
 
     def created(
         self, order: Establish, address: str, incarnation: int
     ) -> list[PlacementOrder]:
-        """The process serves the store, empty, there."""
+        """The process serves the store, empty, at this address."""
         store = self.stores[order.store]
         if (store.view, store.phase) != (order.view, CopyPhase.CREATING):
-            return [Drop(store.number, store.view, order.process)]
+            return self._useless(order)
         store.primary = self._copy(order, address, incarnation)
-        return self._places.serve(store)
+        return store.serve()
 
     def attached(self, order: Attach) -> list[PlacementOrder]:
-        """The backup has all, or the third copy."""
+        """The backup is complete, or the third copy."""
         store = self.stores[order.store]
-        if self._is_of_now(order, CopyPhase.FILLING):
-            return self._places.replace(store)
-        dropped: list[PlacementOrder] = []
-        if self._is_of_now(order, CopyPhase.REPLACING):
-            dropped = self._places.replaced(store)
-        elif self._is_of_now(order, CopyPhase.ATTACHING):
-            self._places.pair(store)
-        else:
+        if self._is_current(order, CopyPhase.FILLING):
+            return store.filled()
+        if not self._is_current(order, CopyPhase.REPLACING, CopyPhase.ATTACHING):
             return []
-        return [*dropped, *self._moving.backup_whole(store)]
+        orders = store.filled()
+        if self.replicas:
+            return orders + self._seek(store)
+        if store.is_backup_at_target:
+            return orders + store.promote(MOVES)
+        return orders
 
     def swapped(
         self, order: Swap, address: str, incarnation: int
     ) -> list[PlacementOrder]:
         """The process of the primary has handed the store to its backup, and keeps what
-        it has as a copy there."""
+        it has as a copy at this address."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, CopyPhase.SWAPPING):
+        if not self._is_current(order, CopyPhase.SWAPPING):
             return self._useless(order)
         store.third = partner = self._copy(order, address, incarnation)
         store.is_third_in_sync = True
-        if not self._places.is_there(store.backup):
-            return self._places.promote_third(store, "it was lost as it swapped")
-        return self._places.promote(store, MOVES, partner)
+        if not store.is_there(store.backup):
+            return store.promote_third("it was lost as it swapped")
+        return store.promote(MOVES, partner)
 
-    def _useless(self, order: Host | Swap) -> list[PlacementOrder]:
-        """Nobody wants the copy that was made, unless a later one took its place."""
+    def _useless(self, order: Host | Establish | Swap) -> list[PlacementOrder]:
+        """Drops the copy that was made, unless a later one took its place."""
         store = self.stores[order.store]
         return [Drop(store.number, store.view, order.process)]
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
-        """The primary goes on alone."""
+        """The primary continues alone."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, CopyPhase.DETACHING):
+        if not self._is_current(order, CopyPhase.DETACHING):
             return []
         backup, store.backup = store.backup, None
-        return self._places.drop(store, backup) + self._places.serve(store)
+        return store.drop(backup) + store.serve()
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
-        """The backup is the primary."""
+        """The backup is the primary. Where the store was to move, it belongs now; else
+        that was a failover."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, CopyPhase.PROMOTING):
+        if not self._is_current(order, CopyPhase.PROMOTING):
             return []
         former, third = store.primary, store.third
         store.primary, store.backup, store.third = order.backup, None, None
-        if self._moving.promoted(store):
+        if store.target == store.primary.process:
+            store.home, store.target = store.primary.process, None
             self.moves += 1
         else:
             self.failovers += 1
         if order.partner is not None:  # which is where the former primary was
-            return self._places.serve_with(store, order.partner)
-        # Before a new backup is asked for.
-        dropped = self._places.drop(store, third)
+            return store.serve_with(order.partner)
+        # Before a new backup is sought.
+        dropped = store.drop(third)
         if former.process != store.primary.process:  # else that has swapped
-            dropped += self._places.drop(store, former)
-        return dropped + self._places.serve(store)
+            dropped += store.drop(former)
+        return dropped + store.serve()
 
     def refused(
         self, order: Asked, reason: str, *, never_counted: bool = False
     ) -> list[PlacementOrder]:
-        """The process or copy that was asked has refused: nothing of the order was
-        carried out, nor will be.
+        """The process or copy that was asked has refused, and did nothing.
 
         Args:
-            never_counted: As of `Failover.refused`.
+            never_counted: As of `ReplicatedStore.refused`.
         """
-        if not self._may_hear(order):
+        if not self._is_last(order):
             return []
         store = self.stores[order.store]
-        return self._failover.refused(store, reason, never_counted=never_counted)
+        return store.refused(reason, never_counted=never_counted)
 
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
-        """Nobody knows whether the order was carried out; it is given once more."""
-        if not self._may_hear(order):
-            return []
+        """Nobody knows whether the order was carried out: gives it once more, or asks
+        another process for a copy."""
         store = self.stores[order.store]
+        if not self._is_last(order):
+            return []
         if isinstance(order, Host) and order.beside:
+            store.avoid(store.third)
             is_asked = store.phase is CopyPhase.ADDING
-            self._places.avoid_process(store, store.third)
-            return self._places.end_third(store, reason) if is_asked else []
+            return store.end_third(reason) if is_asked else []
         if isinstance(order, Host):
             is_asked = store.phase is CopyPhase.HOSTING
-            return self._places.seek_elsewhere(store) if is_asked else []
+            return store.seek_elsewhere() if is_asked else []
         store.reason = reason
         return [order]
-
-    @property
-    def _processes(self) -> list[ProcessPlace]:
-        return self._places.processes
 
     def _copy(
         self, order: Host | Establish | Swap, address: str, incarnation: int
     ) -> Copy:
-        """What the process has made, in its life of now."""
+        """What the process has made, in its present life."""
         life = self._processes[order.process].life
         return Copy(order.process, life, address, incarnation)
 
-    def _may_hear(self, order: Asked) -> bool:
-        """Whether nothing else was ordered since, and `start` or this comes first."""
-        is_due = self._places.is_started or isinstance(order, Establish)
+    def _is_last(self, order: Asked) -> bool:
+        """Whether it is the last order of its store. Before `start` only stores are
+        created."""
+        is_due = self._is_started or isinstance(order, Establish)
         return is_due and self.stores[order.store].view == order.view
 
-    def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
-        return (
-            self._places.is_started
-            and self._may_hear(order)
-            and self.stores[order.store].phase is phase
-        )
+    def _is_current(self, order: Asked, *phases: CopyPhase) -> bool:
+        is_last = self._is_started and self._is_last(order)
+        return is_last and self.stores[order.store].phase in phases

@@ -1,9 +1,9 @@
-"""Keeps a second copy of each store, and goes on with that when the first is lost; and
+"""Keeps a second copy of each store, continues with it when the first is lost, and
 moves stores on purpose.
 
-Carries out what `StorePlacement` decides: asks processes and copies, moves the
-program's own lines, has the workers told. Each process is watched by a session of its
-own for as long as the program's lasts, whoever serves its store. On the loop thread.
+`StorePlacement` decides, and `StoreOrders` carries out. Each process has a session of
+its own for as long as the program's lasts, whichever stores it serves. On the loop
+thread.
 """
 
 from __future__ import annotations
@@ -24,24 +24,17 @@ from zstrat.errors import (
 from zstrat.wire import (
     BackupLost,
     CloseSession,
-    DropStore,
     Message,
     OpenSession,
     Telemetry,
     WorkerReported,
 )
 
-from ._order_asking import OrderAsking
-from ._orders import (
-    CopyPhase,
-    Drop,
-    Lose,
-    Serve,
-)
+from ._orders import CopyPhase
 from ._orphaned_stores import OrphanedStores
 from ._placement import StorePlacement
-from ._store_processes import SessionStores, StoreProcesses
-from ._store_status import CopiesStatus, StoreLosses
+from ._store_orders import StoreOrders
+from ._store_processes import StoreProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -50,16 +43,11 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import ClusterTasks
     from zstrat.transport import MakeTaskLink
 
-    from ._orders import PlacementOrder
-    from ._store_places import StorePlace
     from ._successors import Successor
 
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
-
-FORGIVING: Final = 5.0
-"""Seconds until a process is asked again to keep a backup that it could not."""
 
 
 @final
@@ -87,34 +75,22 @@ class Replication:
     ) -> None:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
-        self._cluster, self._session = cluster, session
-        self._make_link = make_link
+        self._cluster, self._make_link = cluster, make_link
         self._takes_over = False
         opening = OpenSession(session, 0, 0, [], name=name, replicas=replicas)
         self._known: Final = StoreProcesses(self, opening, timeouts, make_link)
         for number, address in enumerate(addresses):
             self._known.add(number, number, address)
-        self.status: Final = CopiesStatus(
-            self.placement, replicas, cluster.ps, self.processes
+        self._orders: Final = StoreOrders(
+            cluster, session, self.placement, self._known, timeouts, make_link
         )
-        stores = SessionStores(self.placement, cluster.ps, self._known)
-        self.left: Final = OrphanedStores(
-            stores, self.status, name, timeouts, self.take_over_stores, self.wait_until
+        self.status: Final = self._orders.status
+        self.wait_until: Final = self._orders.wait_until
+        self.orphans: Final = OrphanedStores(
+            self._orders, name, timeouts, self.take_over_stores
         )
         """What another program has left under the name."""
-        self._orders: Final = OrderAsking(
-            stores, session, timeouts, make_link, self.carry_out
-        )
-        self._forgiving: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
-        self._losses: Final = StoreLosses(
-            cluster.ps,
-            self.processes,
-            timeouts.reconnect,
-            cluster.store_lost,
-            self._news.set,
-        )
-        self.is_started = self._is_watching = False
+        self.is_started = False
         self._is_renewed = False
         """Stores are being filled: `start` follows."""
 
@@ -130,7 +106,7 @@ class Replication:
         if self.is_started:
             return
         self.is_started, self._is_renewed = True, False
-        self.carry_out(self.placement.start())
+        self._orders.carry_out(self.placement.start())
 
     async def take_over(self, deadline: float) -> int | None:
         """Goes on with the copies that another program has left under the name of the
@@ -144,13 +120,13 @@ class Replication:
             PSUnavailableError: Of a store no copy is left that has all.
             ZstratError: As of `arrive`.
         """
-        self._is_watching = self._takes_over = True
+        self._takes_over = True
         await arrive(self.processes, (), deadline)
-        successors = await self.left.find(self._session, deadline)
+        successors = await self.orphans.find(deadline)
         if successors:
-            await self.left.go_on(successors, self._session, deadline)
-            return self.left.origin
-        await self.left.keep_origin(self._session, self._session, deadline)
+            await self.orphans.go_on(successors, deadline)
+            return self.orphans.origin
+        await self.orphans.keep_origin(self._orders.session, deadline)
         self._takes_over = False
         await self.create_stores(deadline)
         return None
@@ -167,9 +143,8 @@ class Replication:
             UnavailableError: A process does not; says why.
             ZstratError: As of `arrive`.
         """
-        self._is_watching = True
         await arrive(self.processes, (), deadline)
-        self.carry_out(self.placement.create_stores())
+        self._orders.carry_out(self.placement.create_stores())
         try:
             async with asyncio.timeout_at(deadline):
                 await self.wait_until(lambda: not self.placement.is_creating)
@@ -196,9 +171,7 @@ class Replication:
 
         Cancellation: it may be called again.
         """
-        if not self._is_watching:
-            self._is_watching = True
-            self._known.start()
+        self._known.start()
         await self._known.wait_ready(deadline)
         if self._is_renewed:
             return
@@ -224,15 +197,6 @@ class Replication:
                 f"{self.status.words()}; look at the logs of the parameter servers"
             ) from None
 
-    async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for what orders and their answers bring about.
-
-        Cancellation: nothing is lost.
-        """
-        while not is_so():
-            self._news.clear()
-            await self._news.wait()
-
     def enter(self, number: int, address: str) -> TaskSession:
         """Begins to greet another process, which has no store yet."""
         index = self.placement.enter(address)
@@ -253,7 +217,7 @@ class Replication:
         """The process gets no copies any more, or may get some again."""
         self.placement.set_leaving(index, is_leaving)
         if not is_leaving:
-            self.carry_out(self.placement.forgive())
+            self._orders.carry_out(self.placement.forgive())
 
     async def move(self, store: int, target: int) -> None:
         """Has another process serve the store, and waits until it does; returns when it
@@ -262,19 +226,19 @@ class Replication:
         Cancellation: it stays there, if that was not said already.
         """
         place = self.placement.stores[store]
-        self.carry_out(self.placement.move(store, target))
+        self._orders.carry_out(self.placement.move(store, target))
         try:
             await self.wait_until(
                 lambda: place.target is None or place.is_reported_lost
             )
         finally:
-            self.carry_out(
+            self._orders.carry_out(
                 self.placement.cancel_move(store, "it is not to move any more")
             )
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
-        self.carry_out(self.placement.evict(store))
+        self._orders.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
         """Whether it decides what becomes of the store if that is lost."""
@@ -283,23 +247,14 @@ class Replication:
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
         when they are filled."""
-        self._session = self._orders.session = session
+        self._orders.session = session
         self._stop()
         self._is_renewed = True
         self.placement.enter_session()
         for store in self.placement.stores:
-            self._send_home(store)
+            self._orders.send_home(store)
         self._known.renew(session, close_messages)
-        self.carry_out(self.placement.create_stores())
-
-    def _send_home(self, store: StorePlace) -> None:
-        """Nothing is left of the store: its session goes to where it begins anew, and
-        is entered behind `TaskSession.renew`."""
-        task, home = self._cluster.ps[store.number], self._known.addresses[store.home]
-        if not self.placement.is_own(store.number):
-            task.park()
-        elif task.address != home or task.is_parked:
-            task.move(home, is_empty=True)
+        self._orders.carry_out(self.placement.create_stores())
 
     def home_of(self, store: int) -> str:
         """The address where it begins anew, or of the process that hosts it there."""
@@ -367,7 +322,9 @@ class Replication:
         return self.placement.failovers + self.placement.moves
 
     def task_ready(self, task: TaskSession) -> None:
-        self.carry_out(self.placement.joined(task.place, self._known.lives[task.place]))
+        self._orders.carry_out(
+            self.placement.joined(task.place, self._known.lives[task.place])
+        )
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
         if task.is_moved:
@@ -380,10 +337,10 @@ class Replication:
 
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
-        if isinstance(message, BackupLost) and message.session == self._session:
+        if isinstance(message, BackupLost) and message.session == self._orders.session:
             # A process has its own store's number, whatever its place among processes.
-            store, view = task.task_number, message.view
-            self.carry_out(self.placement.backup_lost(store, view, message.reason))
+            store = self.placement.stores[task.task_number]
+            self._orders.carry_out(store.backup_lost(message.view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)
         elif isinstance(message, Telemetry):
@@ -404,12 +361,8 @@ class Replication:
     def store_lost(self, task: TaskSession, reason: str) -> None:
         """The server of the store does not answer, or does not have what it had."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
-        self.carry_out(orders)
-        place = self.placement.stores[task.place]
-        if place.is_reported_lost and not self._losses.is_due(task.place):
-            # Its process was lost before, and this way to it was not known to be.
-            words = self.status.reason_with_process(task.place, reason)
-            self._losses.report(task.place, words)
+        self._orders.carry_out(orders)
+        self._orders.report_unserved(task.place, reason)
 
     def take_over_stores(
         self, left: Mapping[int, Successor], lives: Sequence[int]
@@ -422,7 +375,7 @@ class Replication:
                 # Who is there by now may be another, with nothing.
                 self._cluster.ps[store].move(copy.address, life=copy.incarnation)
         self.is_started, self._takes_over = True, False
-        self.carry_out(self.placement.take_over_stores(left, lives))
+        self._orders.carry_out(self.placement.take_over_stores(left, lives))
         for process, life in zip(self.processes, lives, strict=True):
             if not process.is_ready:
                 self.process_lost(process, "it was lost while it was taken over")
@@ -431,67 +384,9 @@ class Replication:
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
         """The process is away."""
-        self.carry_out(self.placement.process_lost(task.place, reason))
-
-    def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
-        """Does what was decided, or asks for it."""
-        for order in orders:
-            match order:
-                case Drop():
-                    self._drop(order)
-                case Serve():
-                    self._serve(order)
-                case Lose():
-                    self._lose(order)
-                case _:
-                    self._orders.ask(order)
-        self._look()
-
-    def _drop(self, order: Drop) -> None:
-        process = self.processes[order.process]
-        if process.is_ready:  # else it is told when it is back
-            drop = DropStore(self._session, order.store, order.view)
-            process.link.submit(drop).add_done_callback(_unheeded)
-
-    def _serve(self, order: Serve) -> None:
-        self._losses.cancel(order.store)
-        address = order.primary.address
-        self._cluster.store_directory.publish(order.store, order.view, address)
-        task = self._cluster.ps[order.store]
-        if task.address != address:
-            task.move(address, life=order.primary.incarnation)
-
-    def _lose(self, order: Lose) -> None:
-        reason = self.status.reason_with_process(order.store, order.reason)
-        if order.gone:
-            self._send_home(self.placement.stores[order.store])
-            self._losses.report(order.store, reason)
-        else:
-            self._losses.report_later(order.store, reason)
-
-    def _look(self) -> None:
-        """What follows from all orders together."""
-        self.status.log_changes()
-        self._news.set()
-        if self.placement.is_waiting and self._forgiving is None:
-            loop = asyncio.get_running_loop()
-            self._forgiving = loop.call_later(FORGIVING, self._forgive)
-
-    def _forgive(self) -> None:
-        self._forgiving = None
-        self.carry_out(self.placement.forgive())
+        self._orders.carry_out(self.placement.process_lost(task.place, reason))
 
     def _stop(self) -> None:
-        """What was asked may be carried out; nobody waits for it."""
+        """Stops deciding; what was asked may be carried out."""
         self.is_started = False
         self._orders.stop()
-        self._losses.stop()
-        if self._forgiving is not None:
-            self._forgiving.cancel()
-            self._forgiving = None
-
-
-def _unheeded(answer: asyncio.Future[Message]) -> None:
-    """A process that did not hear of it is told again when it is back."""
-    if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("dropping a copy: %s", error)

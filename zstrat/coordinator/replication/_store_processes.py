@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import TaskSession
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from zstrat.transport import MakeTaskLink
     from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
 
-    from ._placement import StorePlacement
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -159,28 +158,3 @@ class StoreProcesses:
                     f"has at {other.address}"
                 )
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStores:
-    """The stores of a session, and who has to do with them.
-
-    Args:
-        placement: Where the stores are; hears what becomes of orders.
-        servers: The sessions with those that serve the stores, by number.
-        known: The processes.
-    """
-
-    placement: StorePlacement
-    servers: Sequence[TaskSession]
-    known: StoreProcesses
-
-    @property
-    def processes(self) -> Sequence[TaskSession]:
-        """By index."""
-        return self.known.sessions
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Of the processes, by index."""
-        return self.known.addresses

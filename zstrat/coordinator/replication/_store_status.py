@@ -12,76 +12,16 @@ from zstrat.errors import ZstratError
 from zstrat.wire import Inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import PlainTree
 
     from ._placement import StorePlacement
-    from ._store_places import StorePlace
+    from ._replicated_store import ReplicatedStore
 
 
 log = logging.getLogger("zstrat.coordinator")
-
-
-@final
-class StoreLosses:
-    """When a program hears that nobody serves a store of its session: at once if what
-    the store held is gone, else when whoever has it had the time to be back.
-
-    Args:
-        servers: The sessions with those that serve the stores, by number.
-        processes: All that may have a store.
-        reconnect: Seconds that a connection that has broken has to come back.
-        lost: Told the store and why; its session says whether it is gone for good.
-        reported: Called behind each report.
-    """
-
-    def __init__(
-        self,
-        servers: Sequence[TaskSession],
-        processes: Sequence[TaskSession],
-        reconnect: float,
-        lost: Callable[[int, str], None],
-        reported: Callable[[], None],
-    ) -> None:
-        self._servers, self._processes = servers, processes
-        self._reconnect, self._lost, self._reported = reconnect, lost, reported
-        self._due: dict[int, asyncio.TimerHandle] = {}
-
-    def is_due(self, store: int) -> bool:
-        """Whether a report of it is under way."""
-        return store in self._due
-
-    def report(self, store: int, reason: str) -> None:
-        """Reports the loss now, unless the server of the store is there."""
-        self.cancel(store)
-        task = self._servers[store]
-        if not task.is_ready:
-            task.give_up(reason)
-            self._lost(store, reason)
-        self._reported()
-
-    def report_later(self, store: int, reason: str) -> None:
-        """Reports the loss when no process that has the store is to be expected back.
-        As for a server without a copy: a line may be cut for so long, and a process
-        says for how long it is away."""
-        self.cancel(store)
-        loop = asyncio.get_running_loop()
-        until = [task.back_by for task in (*self._processes, *self._servers)]
-        until.append(loop.time() + self._reconnect)
-        self._due[store] = loop.call_at(max(until), self.report, store, reason)
-
-    def cancel(self, store: int) -> None:
-        """The store is served again: nothing is reported."""
-        due = self._due.pop(store, None)
-        if due is not None:
-            due.cancel()
-
-    def stop(self) -> None:
-        """Reports nothing any more."""
-        for store in list(self._due):
-            self.cancel(store)
 
 
 @final
@@ -89,7 +29,6 @@ class CopiesStatus:
     """Tells of all stores of a session.
 
     Args:
-        replicas: Second copies that each store is to have.
         servers: The sessions with those that serve the stores, by number.
         processes: The sessions with the processes, by index.
     """
@@ -97,13 +36,12 @@ class CopiesStatus:
     def __init__(
         self,
         placement: StorePlacement,
-        replicas: int,
         servers: Sequence[TaskSession],
         processes: Sequence[TaskSession],
     ) -> None:
-        self._placement, self._replicas = placement, replicas
+        self._placement, self._replicas = placement, placement.replicas
         self._servers, self._processes = servers, processes
-        bare = len(placement.stores) * replicas
+        bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a second copy, and the level at which its coming is logged."""
 
@@ -168,12 +106,12 @@ class CopiesStatus:
             for store in self._placement.stores
         )
 
-    def _is_unknown(self, store: StorePlace) -> bool:
+    def _is_unknown(self, store: ReplicatedStore) -> bool:
         """Whether it has two copies, if its processes live, of which one is silent."""
         heard = all(self._processes[copy.process].is_heard for copy in store.copies)
         return store.is_paired and not heard
 
-    def _log_change(self, store: StorePlace) -> None:
+    def _log_change(self, store: ReplicatedStore) -> None:
         name, bare = self._servers[store.number].name, self._bare
         if store.is_paired and store.number in bare:
             level = bare.pop(store.number)
@@ -190,7 +128,7 @@ class CopiesStatus:
                 store.reason,
             )
 
-    def _told(self, store: StorePlace) -> PlainTree:
+    def _told(self, store: ReplicatedStore) -> PlainTree:
         backup = store.backup
         return {
             "store": store.number,

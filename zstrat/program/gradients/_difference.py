@@ -1,9 +1,9 @@
-"""Values and gradients of one call, tables and all.
+"""`Difference`: value and gradients of one call, also with respect to tables.
 
-Without lookups this is `jax.value_and_grad` under a `Substitution`. A function that
-looks rows up is looked through first (`_lookup_discovery`); its rows are then among
-what jax differentiates with respect to, and the gradient of a table that was only
-looked up is the gradient of these rows.
+Without lookups this is `jax.value_and_grad` under a `Substitution`. If the function has
+lookups, `_lookup_discovery` finds them first; jax then differentiates with respect to
+their rows, too, and the gradient of a table that is only looked up is that of these
+rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _floating(leaf: Any, place: str) -> Any:
             what = str(leaf.table if in_parts else leaf.components[0].spec)
         raise TypeError(
             f"cannot differentiate with respect to {place}, {what}: gradients need a "
-            "floating dtype. Leave it out of what is differentiated"
+            "floating dtype. Leave it out of argnums and variables"
         )
     return None if in_parts else array
 
@@ -86,7 +86,7 @@ class Differentiated:
 
     @property
     def given(self) -> list[tuple[Any, Variable | None]]:
-        """The arrays that there are, with the variables that they are values of."""
+        """The arrays, with the variables that they are values of."""
         return [
             (array, variable if isinstance(variable, Variable) else None)
             for array, variable in zip(self.arrays, self.variables, strict=True)
@@ -94,7 +94,7 @@ class Differentiated:
         ]
 
     def rebuilt(self, arrays: Iterator[Any]) -> Any:
-        """The tree with these in place of its arrays; variables in parts stay."""
+        """Replaces the arrays of the tree; sharded variables stay."""
         return self.treedef.unflatten(
             [
                 variable if array is None else next(arrays)
@@ -105,10 +105,10 @@ class Differentiated:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What one call of ``zs.value_and_grad`` differentiates.
+    """One call of ``zs.value_and_grad``.
 
-    ``call`` calls the function with arrays in place of those of ``cuts``, one after the
-    other; ``own`` are the variables that it reads by itself.
+    ``call`` calls the function with other arrays in place of those of ``cuts``, in one
+    list; ``own`` are the variables that the function reads by itself.
     """
 
     call: Callable[[Sequence[Any], Substitution | None], Any]
@@ -118,26 +118,27 @@ class Difference:
     own: Differentiated
 
     def computed(self) -> tuple[Any, list[list[Any]]]:
-        """The value (and aux), and gradients per leaf of each cut and of ``own``."""
+        """Computes value (and aux), and gradients of each leaf of ``cuts`` and
+        ``own``."""
         given = [array for cut in self.cuts for array, _ in cut.given]
-        # One of each: a variable that is named twice has one gradient, not two halves.
+        # By key: a variable that occurs twice has one gradient, not two halves.
         values = {v.spec.key: array for array, v in self.own.given if v is not None}
         if not self._late():
             recordings: list[Substitution] = []
 
             def attempt(given: Any, values: Any) -> Any:
-                # Then reads are refused, and must be: what they gave would be kept.
+                # Without a recorder reads are refused: jax would keep their values.
                 if self.outer is None and is_staging():
                     return self.call(given, None)
                 recordings.append(Substitution(self.outer, values, self._handed(given)))
                 return self.call(given, recordings[-1])
 
-            # Optimistic: most functions look nothing up, and are traced once.
+            # Optimistic: most functions have no lookups, and are traced once.
             differentiate = jax.value_and_grad(attempt, (0, 1), has_aux=self.has_aux)
             try:
                 value, (of_given, of_values) = differentiate(given, values)
             except NotKnownYet as met:
-                # A function that is differentiated around this one has met the lookup.
+                # An outer differentiated function needs the rows.
                 if not recordings or met.by is not recordings[-1]:
                     raise
             else:
@@ -194,7 +195,7 @@ class Difference:
         return list(zip(given, stand_for, strict=True))
 
     def _late(self) -> dict[int, VariableHandle]:
-        """The components of variables in parts."""
+        """Returns the components of sharded variables, by key."""
         return {
             part.spec.key: part
             for cut in (*self.cuts, self.own)
@@ -234,7 +235,7 @@ class _Gathered:
     def arranged(
         self, cuts: Sequence[Differentiated], own: Differentiated
     ) -> list[list[Any]]:
-        """Per leaf of each cut, and of ``own``."""
+        """Arranges the gradients by leaf of each cut, and of ``own``."""
         numbers = iter(range(len(self.of_given)))
         parts = [[self._of_leaf(v, numbers) for v in cut.variables] for cut in cuts]
         parts.append([self._of_leaf(v, None) for v in own.variables])
@@ -252,16 +253,16 @@ class _Gathered:
         return self._in_parts(variable)
 
     def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
-        """The gradient of a variable that was given as an array (by number), or read by
-        itself."""
+        """Returns the gradient of a variable that is an argument (by number), or that
+        the function reads by itself."""
         key = variable.spec.key
         found = [x for x in self.looked_up if _meets(x.sought, key, number)]
         if number is None:
             dense, used = self.of_keys[key], key in self.found.used_keys
         else:
             dense, used = self.of_given[number], number in self.found.used_given
-        # Rows alone, if nothing but lookups used it: a dense gradient of a table would
-        # be as large as the table.
+        # Only rows, if only lookups use it: a dense gradient would be as large as the
+        # table.
         if found and not used and all(len(x.sought.via) == 1 for x in found):
             return _slices(found, variable.shape, variable.dtype)
         return self._dense(variable, dense, found, number)
@@ -274,9 +275,9 @@ class _Gathered:
             for x in self.looked_up
             if any(_meets(x.sought, key, None) for key in keys)
         ]
-        # Of what was read whole, and nothing depends on, the gradient is zero as of any
-        # other array: momentum moves it. Beside lookups its reading may be the way to
-        # an argument's shape.
+        # A variable that is read whole, without an effect on the result, has a zero
+        # gradient as any array: momentum updates it. With lookups a read may be only
+        # for its shape.
         dense = self.found.used_keys if found else self.of_keys.keys()
         if not keys & dense and all(x.sought.table == table for x in found):
             if not found:
@@ -308,16 +309,17 @@ class _Gathered:
 
 def _warn_of_unused(variable: AbstractVariable) -> None:
     warnings.warn(
-        f"nothing depends on ShardedVariable {variable.name!r}: its gradient has no "
-        "rows, and an optimizer moves nothing of it. A variable in one part has zeros, "
-        "which momentum and weight decay move; of a table they would be as large as "
-        "the table. Leave it out of what is differentiated",
+        f"the result does not depend on ShardedVariable {variable.name!r}: its "
+        "gradient has no rows, and optimizers do not change it. (The gradient of a "
+        "variable that is not sharded is zeros, with which momentum and weight decay "
+        "change it; zeros would be as large as the table.) Leave it out of argnums and "
+        "variables",
         stacklevel=user_stacklevel(),
     )
 
 
 def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
-    """Whether a lookup goes to this variable, by that array or by itself."""
+    """Whether a lookup uses this variable, through that array or by itself."""
     return any(
         component.spec.key == key and via == number
         for component, via in zip(sought.table.components, sought.via, strict=True)
@@ -333,7 +335,7 @@ def _slices(
     if len(found) == 1:
         return IndexedSlices(found[0].flat, found[0].flat_ids, shape)
     ids = [x.flat_ids for x in found]
-    # The wider one holds all ids; which that is depends on whether jax has 64 bits.
+    # The wider dtype holds all ids; it depends on whether jax has 64 bits.
     if len({x.dtype for x in ids}) > 1:
         wide: Any = jax.dtypes.canonicalize_dtype(jnp.int64)
         ids = [x.astype(wide) for x in ids]

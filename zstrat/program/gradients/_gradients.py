@@ -1,13 +1,13 @@
 """Gradients with respect to variables: ``zs.value_and_grad`` and ``zs.grad``.
 
 A differentiated argument may contain variables in place of arrays. `Differentiated`
-cuts it into what jax differentiates and what the function is given in place of each
-leaf: the array itself for arrays, the value for dense variables. Variables that the
-function reads by itself are differentiated by `Substitution`, a recorder that hands out
-the arrays of jax's trace in place of values read from outside.
+splits it into the arrays that jax differentiates and the objects that the function gets
+for each leaf: the array itself, or the value of a variable that is not sharded.
+`Substitution`, a recorder, differentiates variables that the function reads by itself:
+reads return arrays of jax's trace.
 
-A function that looks rows up is looked through first (`_lookup_discovery`), and the
-gradient of a table that it only looked up is one of those rows (`_difference`).
+If the function looks up rows, `_lookup_discovery` finds them first, and the gradient of
+a table that is only looked up is the gradient of these rows (`_difference`).
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the storage, at each call).
@@ -39,7 +39,8 @@ def value_and_grad(
     variables: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """A function that returns ``(fn(...), gradients)``; as ``jax.value_and_grad``.
+    """Makes a function that returns ``(fn(...), gradients)``; as
+    ``jax.value_and_grad``.
 
     Args:
         fn: Returns a scalar, or ``(scalar, aux)`` with ``has_aux``. It must not update
@@ -47,29 +48,29 @@ def value_and_grad(
         argnums: Positions of the arguments to differentiate: one number, whose gradient
             is returned by itself, or several, whose gradients are a tuple. Each of
             these arguments is an array, a `Variable`, a `ShardedVariable` or a pytree
-            of them. ``fn`` is given arrays in place of variables, which
-            `embedding_lookup` takes for what they stand for, and a `ShardedVariable` as
-            itself; the gradient has the argument's structure. Left out: 0, or no
-            argument if ``variables`` is given.
+            of them. ``fn`` gets arrays in place of variables, which `embedding_lookup`
+            accepts for these variables, and a `ShardedVariable` as itself; the gradient
+            has the argument's structure. Default: 0, or no argument if ``variables`` is
+            given.
         variables: A variable or a pytree of variables that ``fn`` reads by itself, with
             ``v.value()`` or in arithmetic (TF's GradientTape way); gradients have the
-            same structure, and a variable that is there twice the same gradient twice.
+            same structure; a variable that occurs twice has the same gradient twice.
             With ``argnums`` too, the gradients are the pair
             ``(of the arguments, of the variables)``.
 
-    The gradient of a variable is dense. That of one of which ``fn`` only looks rows up
-    is an `IndexedSlices` of these rows, in the order of the lookups, duplicates
-    included. That of a `ShardedVariable` which ``fn`` does not read is one without
-    rows, with a warning: momentum does not move it. Parts of a list that was looked up
-    together have dense gradients: join them in a `ShardedVariable`. With lookups ``fn``
-    is traced a few times, and its ids are computed once by themselves.
+    The gradient of a variable is dense. If ``fn`` only looks up rows of it, the
+    gradient is an `IndexedSlices` of these rows, in the order of the lookups, with
+    duplicates. If ``fn`` does not read a `ShardedVariable`, its gradient has no rows,
+    with a warning: momentum does not change it. Variables that are looked up together
+    as a list have dense gradients: join them in a `ShardedVariable`. With lookups
+    ``fn`` is traced several times, and its ids are computed once by themselves.
 
     Raises:
         ValueError: ``variables`` contains something else, or nothing.
 
-    The function that is returned raises:
+    The returned function raises:
         TypeError: A differentiated leaf is not of a floating or complex dtype.
-        RuntimeError: ``fn`` updates a variable or draws an element, or looks rows up
+        RuntimeError: ``fn`` updates a variable or draws an element, or looks up rows
             inside a function that jax transforms.
     """
     if variables is not None:
@@ -88,8 +89,8 @@ def grad(
     variables: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, but the function returns the gradients, or ``(gradients,
-    aux)``."""
+    """Makes a function as `value_and_grad` does, which returns only the gradients, or
+    ``(gradients, aux)``."""
     both = value_and_grad(fn, argnums, variables=variables, has_aux=has_aux)
     return _Grad(both, has_aux)
 
@@ -120,8 +121,8 @@ class _ValueAndGrad:
         difference = Difference(call, outer, self.has_aux, cuts, own)
         value, gradients = difference.computed()
         if outer is None:
-            # Reads under jax.jit are callbacks (see `Immediate`), which must have been
-            # made before the caller goes on to update the variables.
+            # Reads under jax.jit are callbacks (see `Immediate`), which must end before
+            # the caller updates the variables.
             jax.block_until_ready((value, gradients))  # type: ignore[no-untyped-call]
         parts = [c.treedef.unflatten(g) for c, g in zip(cuts, gradients, strict=False)]
         return value, self._arranged(parts, own.treedef.unflatten(gradients[-1]))

@@ -1,15 +1,15 @@
-"""A function that is differentiated: whom it tells, and what it looks up and uses.
+"""`Substitution`, the recorder of differentiated functions; and their lookups.
 
-Its recorder, a `Substitution`, hands out the arrays of jax's trace in place of the
-values of variables and of the rows that are looked up. Which rows those are is not
-known when a function is met for the first time: the first lookup then ends the attempt
-(`NotKnownYet`), and the function is looked through before it is differentiated.
+A `Substitution` returns the arrays of jax's trace in place of values of variables and
+of looked-up rows. The lookups of a function are not known at first: its first lookup
+ends the attempt (`NotKnownYet`), and a `LookupDiscovery` finds them before the function
+is differentiated.
 
-For that it is traced twice, and none of these traces is run. The first one finds its
-lookups, the second one has their rows as inputs and their ids as outputs. Then the ids
-of one lookup after the other are computed, with the rows of those before, and handed to
-whoever captures: to the step, its lookups are those of its own body. The second trace
-also tells which of the values the result depends on at all.
+The discovery traces the function twice, and runs neither trace. The first trace finds
+the lookups; the second one has their rows as inputs and their ids as outputs. Then it
+computes the ids of one lookup after the other, with the rows of those before, and looks
+them up with the outer recorder: to a step they are lookups of its own body. The second
+trace also shows which values the result depends on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from zstrat.program.trace._context import apart, current_trace, fresh
 from zstrat.program.trace._eager import Immediate
 from zstrat.program.trace._flow import Flow
 from zstrat.program.trace._where import claimed, here
-from zstrat.variables import KeepsCopies, recorder
+from zstrat.variables import TraceRecorder, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -36,31 +36,22 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         GradientCall,
         Table,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
 
 
 class NotKnownYet(BaseException):
-    """Raised where ``by`` is asked for rows or values that are not known before the
-    function was looked through. No `Exception`: it is nobody's error, and the function
-    that is differentiated must not catch it."""
+    """``by`` needs rows or values that only a `LookupDiscovery` finds. Not an
+    `Exception`: the differentiated function must not catch it."""
 
     def __init__(self, by: Substitution) -> None:
         self.by = by
 
 
-@runtime_checkable
-class Live(Protocol):
-    """A recorder that may hand out real values."""
-
-    live: bool
-
-
 class SoughtLookup(NamedTuple):
-    """A lookup by the function. ``via`` tells of each component of the table which of
-    the arrays that it was given (by number) was used in place of the variable."""
+    """A lookup by the function. ``via`` has for each component of the table the number
+    of the given array that stands for the variable, if any."""
 
     table: Table
     ids: jax.Array
@@ -68,21 +59,20 @@ class SoughtLookup(NamedTuple):
     where: str
 
 
-class Substitution:
-    """Hands out given arrays in place of values read from outside.
+class Substitution(TraceRecorder):
+    """Returns given arrays in place of values of variables.
 
-    Other reads go on to ``outer``; updates and draws are refused. If nothing is being
-    captured, a substituted read under jax.jit and the like is refused too: jax would
-    keep that trace with the array of this one, and `fresh` would compile every
-    operation again and again.
+    Other reads go to ``outer``; updates and draws are refused. With real values, a
+    substituted read under jax.jit and the like is refused, too: jax would cache that
+    trace with the array of this one, and `fresh` would compile every operation again.
 
     Args:
-        values: What to hand out, by key of the variable.
+        values: The arrays, by key of the variable.
         given: Arrays among the arguments with the variables that they stand for.
-        late: Variables, by key, whose values ``value_of`` gives; without it their reads
-            raise `NotKnownYet`.
-        rows_of: Gives the rows of a lookup; without it a lookup raises `NotKnownYet`.
-        is_staged: The function is only looked through: nothing of this trace is run.
+        late: Variables, by key, whose values ``value_of`` returns; without that, reads
+            of them raise `NotKnownYet`.
+        rows_of: Returns the rows of a lookup; without it a lookup raises `NotKnownYet`.
+        is_staged: The trace is never run.
     """
 
     def __init__(
@@ -96,7 +86,7 @@ class Substitution:
         rows_of: Callable[[int, SoughtLookup], jax.Array] | None = None,
         is_staged: bool = False,
     ) -> None:
-        self.live = not is_staged and (outer is None or is_live(outer))
+        self.live = not is_staged and (outer is None or outer.live)
         """Whether values are real, so that nothing is being captured."""
         self.sought: list[SoughtLookup] = []
         self._outer = Immediate() if outer is None else outer
@@ -111,7 +101,7 @@ class Substitution:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Substitutes in what is inside; entered in the trace of the given arrays."""
+        """Substitutes in the code inside; entered in the trace of the given arrays."""
         self._outermost = current_trace()
         before = recorder.set(self)
         try:
@@ -133,8 +123,6 @@ class Substitution:
         return self._value_of(variable)
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies of a variable of which each replica has its own."""
-        assert isinstance(self._outer, KeepsCopies)
         return self._outer.copies(variable)
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
@@ -152,7 +140,7 @@ class Substitution:
         return self._rows_of(len(self.sought) - 1, self.sought[-1])
 
     def behind(self, array: object) -> tuple[VariableHandle, int] | None:
-        """The variable that this very array stands for, and the array's number."""
+        """Returns the variable that this very array stands for, and its number."""
         for number, (given, variable) in enumerate(self._given):
             if given is array and variable is not None:
                 return variable, number
@@ -175,23 +163,16 @@ class Substitution:
         return self._outer.drew(leaf)
 
 
-def is_live(outer: TraceRecorder) -> bool:
-    """Whether values are real under this recorder, so that nothing is captured."""
-    if isinstance(outer, Immediate):
-        return True
-    return isinstance(outer, Live) and outer.live
-
-
 Call = Callable[[list[Any], Substitution], Any]
-"""Calls the function with these arrays among its arguments, under that recorder; gives
-what is differentiated, without aux."""
+"""Calls the function with these arrays among its arguments, under that recorder;
+returns the scalar without aux."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredLookups:
-    """What was found. ``ids`` and ``rows`` are those of ``sought``; ``late`` the values
-    by key that were asked for; ``used_given`` (by number) and ``used_keys`` say on
-    which arrays and values the result depends."""
+    """The lookups of a function: ``ids`` and ``rows`` of ``sought``; the ``late``
+    values that it reads, by key; and the arrays (``used_given``, by number) and values
+    (``used_keys``) that its result depends on."""
 
     sought: list[SoughtLookup]
     ids: list[jax.Array]
@@ -203,7 +184,7 @@ class DiscoveredLookups:
     def rows_of(
         self, rows: list[jax.Array]
     ) -> Callable[[int, SoughtLookup], jax.Array]:
-        """Hands these rows out in order, in place of ``rows``."""
+        """Makes a ``rows_of`` for `Substitution` that returns these rows in order."""
 
         def handed(number: int, sought: SoughtLookup) -> jax.Array:
             known = self.sought[number] if number < len(self.sought) else None
@@ -218,9 +199,9 @@ class DiscoveredLookups:
 
 @dataclass(frozen=True, slots=True)
 class LookupDiscovery:
-    """Finds the lookups of a function, which is looked through for them.
+    """Finds the lookups of a function by tracing it.
 
-    ``late`` are variables, by key, whose values are read only if it asks for them.
+    ``late`` are variables, by key, which are read only if the function reads them.
     """
 
     call: Call
@@ -231,7 +212,7 @@ class LookupDiscovery:
     late: dict[int, VariableHandle]
 
     def run(self) -> DiscoveredLookups:
-        """Traces it and does its lookups.
+        """Traces the function and does its lookups.
 
         Raises:
             Exception: Whatever the function raises.
@@ -262,7 +243,7 @@ class LookupDiscovery:
 
         for number, wanted in enumerate(sought):
             part, needed = flow.part([first + number])
-            # In order: these ids may be made of rows that were looked up before.
+            # In order: these ids may depend on rows of earlier lookups.
             ids += part(*[given(n) for n in needed])
             with claimed(wanted.where):
                 rows.append(self.outer.lookup(wanted.table, ids[-1]))
@@ -280,7 +261,7 @@ class LookupDiscovery:
         )
 
     def _found(self) -> tuple[list[SoughtLookup], list[int]]:
-        """The lookups, and which of the late values are asked for."""
+        """Finds the lookups, and the keys of the late values that are read."""
         keys: list[int] = []
         found: list[Substitution] = []
 
@@ -308,7 +289,7 @@ class LookupDiscovery:
         return found[-1].sought, keys
 
     def _traced(self, sought: list[SoughtLookup], keys: list[int]) -> Flow:
-        """The function with rows as inputs (the last ones) and ids as outputs."""
+        """Traces the function with rows as last inputs and ids as last outputs."""
         checked = DiscoveredLookups(sought, [], [], {}, frozenset(), frozenset())
 
         def replayed(given: Any, values: Any, late: Any, rows: Any) -> Any:

@@ -1,15 +1,14 @@
-"""``zs.embedding_lookup``: rows of a table by their ids, and several of them combined.
+"""``zs.embedding_lookup``: looks up rows of a table by ids, and combines rows.
 
-In a step the ids become part of its plan and the rows arrive with its other reads; only
-these rows travel, each of them once. Under `zs.value_and_grad` their gradient is that
-of the table. Outside of steps the rows are read from where they live, at once. What is
-a plain array is looked up in place.
+In a step the rows arrive with its other reads; only these rows are sent, each of them
+once. Under `zs.value_and_grad` their gradient is the gradient of the table. Outside of
+steps the rows are read at once from where they are stored. Rows of plain arrays are
+looked up in place.
 
-``zs.embedding_lookup_sparse`` brings the rows of several ids together. jax computes
-with fixed shapes, so a row of ids that is as long as it happens to be is written either
-as a padded array with a mask, or as pairs of an id and the row that it belongs to
-(`RaggedIds`). Law of that: no row is fetched, or touched by an optimizer, for the sake
-of an id that does not count.
+``zs.embedding_lookup_sparse`` combines the rows of several ids. jax computes with fixed
+shapes, so ids of different lengths (`RaggedIds`) are either a padded array with a mask,
+or pairs of an id and the row that it belongs to. Law: padding causes no fetch of a row,
+and no update of one by an optimizer.
 """
 
 from __future__ import annotations
@@ -55,28 +54,28 @@ def embedding_lookup(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Rows of a table, ``ids.shape + row``, in the order of ``ids``.
+    """Looks up rows of a table, ``ids.shape + row``, in the order of ``ids``.
 
-    Inside a step this belongs at its top level or under `zs.value_and_grad`; ids may be
-    computed from anything that the step knows, rows of other lookups included, at the
-    price of one more request for each such level. The rows are those before the step.
+    In a step call it at the top level or under `zs.value_and_grad`. Ids may be computed
+    from any value of the step, also from rows of other lookups, which costs one more
+    request for each such level. The rows are those from before the step.
 
     Args:
         params: A `Variable`, a `ShardedVariable`, an array, or a list of variables or
-            arrays that are a table in parts.
+            arrays that are the parts of a table.
         ids: Integers of any shape, in ``[0, rows of the table)``: an array, or lists.
         max_norm: Rows of a larger L2 norm are scaled down to it.
-        partition_strategy: How a list has the rows: ``"div"``, one part after the
-            other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
+        partition_strategy: The order of the rows of a list: ``"div"``, one part after
+            the other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
             ``i % n``.
 
     Raises:
         ValueError: ``params`` is empty, its parts do not fit each other or the
-            strategy, or ids are no integers.
+            strategy, or ids are not integers.
         TypeError: ``params`` is something else.
-        IndexError: There is no row of that id. Of ids that are known only when the step
-            runs, the step says it then; of an array, and of variables that its own
-            devices hold (`MirroredStrategy`, say), such a row is nan then, as of jax.
+        IndexError: An id is outside of the table. If ids are known only when the step
+            runs, the step raises it then; an array, or a variable on devices of the
+            process (`MirroredStrategy`, say), gives a row of nan then, as in jax.
         RuntimeError: Inside a function that jax transforms, or the same step has
             updated the table.
     """
@@ -86,19 +85,21 @@ def embedding_lookup(
 def lookup(
     params: Any, ids: Any, valid: Any, max_norm: float | None, partition_strategy: str
 ) -> jax.Array:
-    """`embedding_lookup` where ``valid``, of the shape of the ids, if it is not None;
-    what is not gives any numbers. For those ids nothing is fetched or updated."""
+    """`embedding_lookup` of the ids that are ``valid``, a mask of their shape or None.
+
+    Other ids give arbitrary rows; nothing is fetched or updated for them.
+    """
     if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
-        raise ValueError(f"max_norm is a norm, not negative; got {max_norm}")
+        raise ValueError(f"max_norm must not be negative, got {max_norm}")
     if partition_strategy not in _STRATEGIES:
         raise ValueError(
-            f"partition_strategy is 'div' or 'mod', got {partition_strategy!r}"
+            f"partition_strategy must be 'div' or 'mod', got {partition_strategy!r}"
         )
     layout = _STRATEGIES[partition_strategy]
     table, via = _table(params, layout)
     ids = _ids_given(ids, "ids" if table is None else f"ids of {table}")
     if valid is not None:
-        ids = _marked(ids, valid, 0 if table is None else ABSENT)
+        ids = _masked(ids, valid, 0 if table is None else ABSENT)
     if table is None:
         rows = _taken(_parts(params), ids, layout)
     else:
@@ -107,45 +108,44 @@ def lookup(
 
 
 def _ids_given(ids: Any, what: str) -> Any:
-    """Ids as an array, whatever they were given as: a variable, or lists of numbers,
-    which may be traced."""
+    """Converts ids to an array: a variable, or lists of numbers, which may be
+    traced."""
     ids = array_given(ids)
     return integers(ids, what) if isinstance(ids, list | tuple) else ids
 
 
 def _known(given: Any) -> Any:
-    """The array that it is, of numpy unless it is traced: what is known while a step is
-    traced stays known, and ids that are wrong can be refused."""
+    """Converts to an array of numpy unless it is traced, so that ids that are known
+    while a step is traced can be checked."""
     given = array_given(given)
     return given if isinstance(given, jax.core.Tracer) else np.asarray(given)
 
 
-def _narrowed(ids: Any) -> jax.Array:
-    """The ids in as many bits as jax has: what is too large for them is the largest,
-    and not the row that is left when the upper bits are gone."""
+def _downcast(ids: Any) -> jax.Array:
+    """Casts ids to jax's dtype; ids that are too large become the largest integer, not
+    the id of another row."""
     dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
     if dtype != ids.dtype:
         ids = np.clip(ids, np.iinfo(dtype).min, np.iinfo(dtype).max)
     return jnp.asarray(ids, dtype)
 
 
-def _marked(ids: Any, valid: Any, mark: int) -> Any:
-    """The ids with this one where they do not count, and only there; of numpy if
-    nothing is traced."""
+def _masked(ids: Any, valid: Any, fill: int) -> Any:
+    """Replaces ids that are not valid by ``fill``; in numpy if nothing is traced."""
     xp: Any = np
     wide = np.dtype(np.int64)
     if any(isinstance(each, jax.core.Tracer) for each in (ids, valid)):
-        xp, wide, ids = jnp, jax.dtypes.canonicalize_dtype(wide), _narrowed(ids)
+        xp, wide, ids = jnp, jax.dtypes.canonicalize_dtype(wide), _downcast(ids)
     if ids.dtype.itemsize < 4:
         ids = ids.astype(np.int32)
     elif ids.dtype.kind == "u":
-        # What is too large for a signed one is the largest, which is no row either.
+        # Too large for a signed dtype: the largest, which is not a row either.
         most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
         ids = xp.minimum(ids, xp.array(most, ids.dtype)).astype(wide)
-    marks = xp.full(ids.shape, mark, ids.dtype)
-    if mark == ABSENT:
-        ids = xp.where(ids == marks, marks - 1, ids)
-    return xp.where(valid, ids, marks)
+    fills = xp.full(ids.shape, fill, ids.dtype)
+    if fill == ABSENT:
+        ids = xp.where(ids == fills, fills - 1, ids)
+    return xp.where(valid, ids, fills)
 
 
 def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
@@ -164,7 +164,7 @@ def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
 
 
 def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
-    """From arrays."""
+    """Looks up rows of arrays."""
     arrays = [jnp.asarray(part) for part in parts]
     _require_alike([(array.shape, array.dtype) for array in arrays], layout)
     whole = arrays[0]
@@ -185,21 +185,24 @@ def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
             wrong = known[outside].flat[0]
             raise IndexError(f"{what} has no row {wrong}: ids are in [0, {rows})")
         return jnp.take(whole, jnp.asarray(ids), axis=0)
-    # Behind the last row: jax would count negative ones from the end.
+    # After the last row: jax would count negative ones from the end.
     index = reaching(ids)
     return jnp.take(whole, jnp.where(index < 0, whole.shape[0], index), axis=0)
 
 
 def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | None]]:
-    """The table of variables, None if it is one of arrays; and which of the arrays that
-    a differentiated function was given stand for its components."""
+    """Makes the table of variables; None if it consists of arrays.
+
+    Also returns, for each component, the number of the array that stands for it in a
+    differentiated function, if any.
+    """
     parts = _parts(params)
     if len(parts) == 1 and isinstance(parts[0], AbstractVariable):
         table = parts[0].table
         if layout is TableLayout.MOD and len(table.components) > 1:
             raise ValueError(
-                f"partition_strategy='mod' is for lists; the rows of {table} are one "
-                "part after the other"
+                f"partition_strategy='mod' is for lists, but {table} is sharded in "
+                "ranges of rows: leave it out"
             )
         return table, [None] * len(table.components)
     found: list[tuple[VariableHandle, int | None]] = []
@@ -216,13 +219,13 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
 
 
 def _variable(part: Any) -> tuple[VariableHandle, int | None] | None:
-    """The variable that the part is, or that it stands for in a differentiated
+    """Returns the variable of a part, or the one that it stands for in a differentiated
     function."""
     if isinstance(part, Variable):
         return part, None
     if isinstance(part, AbstractVariable):
         raise ValueError(
-            f"{part.table} is in parts already: give it by itself, not in a list"
+            f"{part.table} is sharded already: pass it by itself, not in a list"
         )
     recording = recorder.get()
     return recording.behind(part) if isinstance(recording, Substitution) else None
@@ -247,7 +250,7 @@ def _require_alike(
 ) -> None:
     shapes = [shape for shape, _ in kinds]
     if any(not shape for shape in shapes):
-        raise ValueError("embedding_lookup: params without a first axis have no rows")
+        raise ValueError("embedding_lookup: params is a scalar and has no rows")
     if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
         raise ValueError(
             "embedding_lookup: the parts of a table differ in dtype, or in shape "
@@ -258,24 +261,24 @@ def _require_alike(
     expected = [-(-(rows - n) // count) for n in range(count)]
     if layout is TableLayout.MOD and heights != expected:
         raise ValueError(
-            f"partition_strategy='mod' distributes {rows} rows in turn, {expected} to "
-            f"the parts; these have {heights}"
+            f"partition_strategy='mod' distributes {rows} rows round-robin: expected "
+            f"parts of {expected} rows, got {heights}"
         )
 
 
 def _require_integers(ids: Any, what: str) -> None:
     dtype = ids.dtype if isinstance(ids, jax.Array) else np.asarray(ids).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"ids of {what} must be integers, not {dtype}")
+        raise ValueError(f"ids of {what} must be integers, got {dtype}")
 
 
 def _clipped(rows: jax.Array, rank: int, max_norm: Any) -> jax.Array:
     limit = jnp.asarray(max_norm, rows.dtype)
     axes = tuple(range(rank, rows.ndim))
     square = jnp.sum(rows * rows, axis=axes, keepdims=True)
-    # The root of zero has an infinite slope.
+    # The derivative of the root is infinite at zero.
     norm = jnp.sqrt(jnp.where(square > 0, square, jnp.ones_like(square)))
-    # A row of just this norm has the gradient of those that are scaled, as in TF.
+    # A row of exactly this norm has the gradient of scaled rows, as in TF.
     scaled = (square > 0) & (norm >= limit)
     return jnp.where(scaled, rows * (limit / norm), rows)
 
@@ -285,7 +288,7 @@ _COMBINERS: Final = ("sum", "mean", "sqrtn")
 
 @dataclass(frozen=True, slots=True)
 class RaggedIds:
-    """Rows of ids of different lengths; a pytree. Made by `padded` or `pairs`."""
+    """Rows of ids of different lengths; a pytree. `padded` or `pairs` make it."""
 
     ids: Any
     mask: Any = None
@@ -294,30 +297,25 @@ class RaggedIds:
 
     @staticmethod
     def padded(ids: Any, mask: Any) -> RaggedIds:
-        """Ids ``[..., n]``; those count where ``mask`` of the same shape is true."""
+        """Makes rows from ids ``[..., n]`` and a mask of the same shape."""
         return RaggedIds(ids, mask)
 
     @staticmethod
     def pairs(values: Any, row_ids: Any, nrows: int) -> RaggedIds:
-        """Ids ``[m]``; that at i belongs to row ``row_ids[i]`` of ``[0, nrows)``, or
-        does not count if there is no such row.
+        """Makes rows from ids ``[m]``: id i belongs to row ``row_ids[i]`` of
+        ``[0, nrows)``, or is ignored if there is no such row.
 
-        Of row splits (a RaggedTensor) they are ``np.repeat(np.arange(nrows),
-        np.diff(row_splits))``, of a SparseTensor ``indices[:, 0]``.
+        For row splits (a RaggedTensor) ``row_ids`` are ``np.repeat(np.arange(nrows),
+        np.diff(row_splits))``, for a SparseTensor ``indices[:, 0]``.
         """
         return RaggedIds(values, None, row_ids, operator.index(nrows))
 
 
-def _flatten(ragged: RaggedIds) -> tuple[tuple[Any, ...], int | None]:
-    return (ragged.ids, ragged.mask, ragged.row_ids), ragged.nrows
-
-
-def _unflatten(nrows: int | None, leaves: tuple[Any, ...]) -> RaggedIds:
-    ids, mask, row_ids = leaves
-    return RaggedIds(ids, mask, row_ids, nrows)
-
-
-jax.tree_util.register_pytree_node(RaggedIds, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    RaggedIds,
+    lambda ragged: ((ragged.ids, ragged.mask, ragged.row_ids), ragged.nrows),
+    lambda nrows, leaves: RaggedIds(*leaves, nrows),
+)
 
 
 def embedding_lookup_sparse(
@@ -329,13 +327,13 @@ def embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """One row for each row of ids: the weighted sum, mean, or sum by root of squares.
+    """Looks up and combines rows: one row for each row of ids.
 
-    A row of no ids, or whose weights add up to 0, gives zeros; ``"sum"`` its sum.
+    A row without ids, or whose weights sum to 0, gives zeros (``"sum"``: its sum).
 
     Args:
-        params: As of `embedding_lookup`, and so are ``max_norm`` (of each row that is
-            looked up) and ``partition_strategy``.
+        params: As for `embedding_lookup`, and so are ``max_norm`` (of each looked-up
+            row) and ``partition_strategy``.
         ids: `RaggedIds`, or a tuple ``(ids, mask)`` or ``(values, row_ids, nrows)``.
         weights: One for each id, of a floating dtype; None: all one.
         combiner: ``"sum"``, ``"mean"`` (by the sum of the weights) or ``"sqrtn"`` (by
@@ -345,8 +343,8 @@ def embedding_lookup_sparse(
         ``[..., row]`` for ids ``[..., n]``, or ``[nrows, row]``.
 
     Raises:
-        ValueError: Shapes do not fit, ids are no integers, weights no floats, or an
-            unknown combiner. Otherwise as `embedding_lookup`.
+        ValueError: Shapes do not fit, ids are not integers, weights are not floats, or
+            the combiner is unknown. Otherwise as `embedding_lookup`.
     """
     bag = _Bag.of(ids, weights)
     return bag.combined(params, combiner, max_norm, partition_strategy)
@@ -362,11 +360,12 @@ def safe_embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Looks up as `embedding_lookup_sparse`, without ids below 0.
+    """Looks up as `embedding_lookup_sparse`, and ignores ids below 0.
 
-    ``"mean"`` and ``"sqrtn"`` also leave out ids whose weight is not positive, while
-    ``"sum"`` takes every weight. A row of which no id is left gives the row of
-    ``default_id``, or zeros."""
+    ``"mean"`` and ``"sqrtn"`` also ignore ids whose weight is not positive, ``"sum"``
+    takes every weight. A row without remaining ids gives the row of ``default_id``, or
+    zeros.
+    """
     bag = _Bag.of(ids, weights).pruned(by_weight=combiner != "sum")
     if default_id is not None:
         bag = bag.filled(operator.index(default_id))
@@ -375,8 +374,10 @@ def safe_embedding_lookup_sparse(
 
 @dataclass(frozen=True, slots=True)
 class _Bag:
-    """Ids, which of them count, and their weights, all of one shape. With ``row_ids``
-    they are pairs, else the last axis is combined. Of numpy where they are known."""
+    """Ids, their mask and weights, all of one shape; arrays of numpy if known.
+
+    With ``row_ids`` they are pairs, else the last axis is combined.
+    """
 
     ids: jax.Array | np.ndarray
     valid: jax.Array | np.ndarray
@@ -389,14 +390,14 @@ class _Bag:
         ragged = _ragged(given)
         ids = _known(_ids_given(ragged.ids, "ids"))
         if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"ids must be integers, not {ids.dtype}")
+            raise ValueError(f"ids must be integers, got {ids.dtype}")
         ids = reaching(ids)  # as far as the default id, too
         row_ids, nrows = None, ragged.nrows or 0
         if ragged.row_ids is None:
             valid = _known(ragged.mask)
             if ids.ndim < 1 or valid.shape != ids.shape or valid.dtype != jnp.bool_:
                 raise ValueError(
-                    f"padded ids [..., n] have a mask of booleans of the same shape; "
+                    f"padded ids [..., n] need a mask of booleans of the same shape; "
                     f"got ids {list(ids.shape)} and mask {valid.dtype}"
                     f"{list(valid.shape)}"
                 )
@@ -405,7 +406,7 @@ class _Bag:
             integers = jnp.issubdtype(row_ids.dtype, jnp.integer)
             if ids.ndim != 1 or row_ids.shape != ids.shape or not integers:
                 raise ValueError(
-                    f"pairs are values [m] and integer row_ids [m]; got values "
+                    f"pairs need values [m] and integer row_ids [m]; got values "
                     f"{list(ids.shape)} and row_ids {row_ids.dtype}"
                     f"{list(row_ids.shape)}"
                 )
@@ -416,25 +417,24 @@ class _Bag:
             floats = jnp.issubdtype(weights.dtype, jnp.floating)
             if weights.shape != ids.shape or not floats:
                 raise ValueError(
-                    f"weights are floats, one for each id {list(ids.shape)}; got "
+                    f"weights must be floats of shape {list(ids.shape)}, got "
                     f"{weights.dtype}{list(weights.shape)}"
                 )
         return _Bag(ids, valid, weights, row_ids, nrows)
 
     def pruned(self, *, by_weight: bool) -> _Bag:
-        """This bag without negative ids; ``by_weight``: without weights <= 0, too."""
+        """Drops negative ids; ``by_weight``: also ids of weights <= 0."""
         valid = self.valid & (self.ids >= 0)
         if by_weight and self.weights is not None:
             valid = valid & (self.weights > 0)
         return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
 
     def filled(self, default: int) -> _Bag:
-        """This bag with one more place for each row, which counts if nothing else
-        does."""
+        """Adds the default id to each row, valid only if the row has no other id."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
-        mine, row_ids = _narrowed(self.ids), self.row_ids
+        mine, row_ids = _downcast(self.ids), self.row_ids
         if row_ids is not None:
-            row_ids = _narrowed(row_ids)
+            row_ids = _downcast(row_ids)
             every = jnp.arange(self.nrows, dtype=row_ids.dtype)
             row_ids = jnp.concatenate([row_ids, every])
         else:
@@ -456,15 +456,15 @@ class _Bag:
         self, params: Any, combiner: str, max_norm: float | None, strategy: str
     ) -> jax.Array:
         if combiner not in _COMBINERS:
-            raise ValueError(f"combiner is one of {_COMBINERS}, got {combiner!r}")
+            raise ValueError(f"combiner must be one of {_COMBINERS}, got {combiner!r}")
         rows = lookup(params, self.ids, self.valid, max_norm, strategy)
         dtype = rows.dtype
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"rows of {dtype} cannot be combined: they are no floats")
+            raise ValueError(f"rows to combine must be floats, got {dtype}")
         wide: Any = dtype if dtype.itemsize > 4 else jnp.float32
         weights = self.valid.astype(wide)
         if self.weights is not None:
-            # Not multiplied: what is padded may be nan.
+            # Not multiplied: weights of padding may be nan.
             weights = jnp.where(self.valid, self.weights.astype(wide), weights)
         trailing = (1,) * (rows.ndim - weights.ndim)
         valid = self.valid.reshape(*self.valid.shape, *trailing)
@@ -493,6 +493,6 @@ def _ragged(given: Any) -> RaggedIds:
         case (values, row_ids, nrows):
             return RaggedIds.pairs(values, row_ids, nrows)
     raise ValueError(
-        "ids are zs.RaggedIds, a tuple (ids, mask) of padded ids, or a tuple (values, "
-        f"row_ids, nrows); got {type(given).__name__}"
+        "ids must be zs.RaggedIds, a tuple (ids, mask) of padded ids, or a tuple "
+        f"(values, row_ids, nrows); got {type(given).__name__}"
     )

@@ -1,19 +1,19 @@
-"""What a step asks the parameter servers for, level by level, and the rows it gets.
+"""The requests of a step to parameter servers, level by level, and their answers.
 
-A step asks for all that it reads in one request. Where the rows that it looks up depend
-on values that it read, it asks again, with the ids that only the first answer could
-give: each such round is a *level*. A step without lookups has one.
+A step asks for everything that it reads in one request. If ids of lookups depend on
+values that it reads, it sends another request with these ids: each round is a *level*.
+A step without lookups has one level.
 
-The lookups of one level are one batch: ids become rows that are wanted, and answers
-become rows. All ids of a level are one vector, table after table, and each row of each
-component has a number of its own in it: the rows of the first component, then those of
-the second, and so on. One sort of these numbers finds what is asked for twice in any
-table, in which component it is, and where each row goes when it is there. Tables
-whose rows are alike are next to each other: their rows are one array, a *block*, which
-the program takes as one input and cuts.
+The lookups of one level are one batch: from ids to the rows to ask for, and from
+answers to rows. All ids of a level are one vector, table after table. Each row of each
+component has its own number there: the rows of the first component, then those of the
+second, and so on. One sort of these numbers finds duplicates in any table, the
+component of each row, and the positions of each row in the result. Tables with rows of
+the same shape and dtype are neighbours: their rows are one array, a *block*, which the
+program takes as one input and cuts.
 
-Law of the file: what a level looks like is computed once; per step there is no work per
-lookup, and per component no more than a slice.
+Law of the file: the layout of a level is computed once; a step does no work per lookup,
+and per component only a slice.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 
 Part = tuple["VariableSpec", slice, np.ndarray]
-"""A component, and which of the summed rows are its, for which of its own rows."""
+"""A component, its part of the summed rows, and the indices of these rows in it."""
 
 
 class WantedRows(NamedTuple):
-    """Rows of one variable: ``indices`` ``[n]`` of its own first axis, int64, growing
-    strictly."""
+    """Rows of one variable: ``indices`` ``[n]`` of its first axis, int64, strictly
+    ascending."""
 
     spec: VariableSpec
     indices: np.ndarray
 
 
 class Wanted(NamedTuple):
-    """One request: whole values and rows.
+    """One request, for whole values and for rows.
 
-    The answer is one list: the values of ``reads`` in order, and behind them, for each
-    of ``rows``, an array ``[n, ...]`` of the variable's dtype.
+    The answer is one list: the values of ``reads`` in order, then for each of ``rows``
+    an array ``[n, ...]`` of the variable's dtype.
     """
 
     reads: tuple[VariableSpec, ...] = ()
@@ -60,8 +60,8 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLookup:
-    """Rows ``ids.shape + row`` of a table. ``shape`` is that of the ids; ``level`` the
-    number of the request that asks for them; ``where`` the user's line."""
+    """A lookup of rows of a table: ``shape`` of its ids, ``level`` of the request that
+    asks for the rows, and the user's line."""
 
     table: Table
     shape: tuple[int, ...]
@@ -70,13 +70,13 @@ class PlannedLookup:
 
     @property
     def size(self) -> int:
-        """How many ids."""
+        """Number of ids."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 class IdSegment(NamedTuple):
-    """The ids of one table in the level: ``[start, stop)`` of the vector. Its rows are
-    numbered from ``base``; its components are those from ``first``."""
+    """The ids of one table in a level: ``[start, stop)`` of the vector. Its rows have
+    numbers from ``base``, its components from ``first``."""
 
     table: Table
     lookups: tuple[int, ...]
@@ -87,8 +87,8 @@ class IdSegment(NamedTuple):
 
 
 class LookupBlock(NamedTuple):
-    """Segments whose rows are alike: ids ``[start, stop)``, components ``[first,
-    last)``."""
+    """Segments with rows of one shape and dtype: ids ``[start, stop)``, components
+    ``[first, last)``."""
 
     kind: Kind
     segments: tuple[IdSegment, ...]
@@ -99,10 +99,12 @@ class LookupBlock(NamedTuple):
 
 
 class LevelRequest(NamedTuple):
-    """What one step wants of a level. ``cuts[c]`` is where the rows of component c
-    begin among ``found.unique``; ``rows`` are those of components that have some.
-    ``absent_mask`` says which ids are `ABSENT`, if any: they are in none of the
-    runs."""
+    """The request of one step for a level.
+
+    The rows of component c start at ``cuts[c]`` in ``found.unique``; ``rows`` has the
+    components that have some. ``absent_mask`` marks ids that are `ABSENT`, if any; they
+    are not in the runs.
+    """
 
     found: Runs
     cuts: list[int]
@@ -111,8 +113,8 @@ class LevelRequest(NamedTuple):
 
 
 class Level:
-    """Lookups (by number) of one level. ``blocks`` cover them all; ``order`` is that of
-    their ids in the vector."""
+    """The layout of the lookups of one level; ``order`` is that of their ids in the
+    vector."""
 
     def __init__(self, lookups: Sequence[tuple[int, PlannedLookup]]) -> None:
         self._planned = dict(lookups)
@@ -135,10 +137,10 @@ class Level:
         self._modular = [s for s in self._full if s.table.layout is TableLayout.MOD]
 
     def ask(self, ids: np.ndarray) -> LevelRequest:
-        """What is wanted for ids ``[size]``, int64.
+        """Makes the request for ids ``[size]``, int64.
 
         Raises:
-            IndexError: A table has no such row. Names the table and the user's line.
+            IndexError: An id is outside of its table; names it and the user's line.
         """
         absent_mask = absent(ids) if self._require_inside(ids) else None
         keys = ids + self._base
@@ -161,10 +163,10 @@ class Level:
     def assembled(
         self, asked: LevelRequest, answers: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Per block the rows ``[n, *row]`` for its ids, in their order.
+        """Makes the rows ``[n, *row]`` of each block, in the order of its ids.
 
         Raises:
-            ValueError: An answer is not what was asked for.
+            ValueError: An answer does not fit the request.
         """
         _require_answers(asked, answers)
         inverse = _inverse(asked, self.size)
@@ -182,7 +184,7 @@ class Level:
                 rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 assert len(rows) == last - first
                 own = aligned((len(places), *rows.shape[1:]), rows.dtype)
-                # Clipped: the places are right, and numpy need not check them.
+                # mode="clip": the indices are valid, and numpy need not check them.
                 places = places - first if first else places
                 rows = rows.take(places, 0, own, mode="clip")
                 if asked.absent_mask is not None:
@@ -191,8 +193,8 @@ class Level:
         return blocks
 
     def runs_of(self, asked: LevelRequest, segments: Sequence[IdSegment]) -> Runs:
-        """The runs of the ids of neighbouring segments of a block, where the first of
-        these ids and the first of their runs are number 0."""
+        """Returns the runs of ids of neighbouring segments; ids and runs count from the
+        first of these segments."""
         first, last = segments[0], segments[-1]
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
@@ -210,8 +212,7 @@ class Level:
     def parts_of(
         self, asked: LevelRequest, segments: Sequence[IdSegment]
     ) -> list[list[Part]]:
-        """For each of the segments, which of these runs are those of which component,
-        and for which of its rows."""
+        """Splits the runs of neighbouring segments over the components of each."""
         first, rows = asked.cuts[segments[0].first], asked.rows
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
         parts: list[list[Part]] = []
@@ -228,7 +229,7 @@ class Level:
         return parts
 
     def _require_inside(self, ids: np.ndarray) -> bool:
-        """Whether some of them may be `ABSENT`, as they are negative."""
+        """Refuses ids outside of their table; returns whether some may be `ABSENT`."""
         if not len(self._starts):
             return False
         low = np.minimum.reduceat(ids, self._starts)
@@ -248,14 +249,13 @@ class Level:
 
 
 def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
-    """The runs of some of the keys, at their places among all of them."""
+    """Finds the runs of selected keys, with positions among all keys."""
     found = runs(keys[some])
     return found._replace(order=np.flatnonzero(some)[found.order])
 
 
 def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
-    """For each id of the level its place among the unique ones; some place, if it is
-    left out."""
+    """Returns for each id its index among the unique ones; any index for `ABSENT`."""
     if asked.absent_mask is None:
         return asked.found.inverse()
     found = asked.found
@@ -290,5 +290,6 @@ def _require_answers(asked: LevelRequest, answers: Sequence[np.ndarray]) -> None
         if answer.shape != expected or answer.dtype != wanted.spec.numpy_dtype:
             raise ValueError(
                 f"{wanted.spec.device} answered {answer.dtype}{list(answer.shape)} to "
-                f"a read of {expected[0]} rows of {wanted.spec}"
+                f"a read of {expected[0]} rows of {wanted.spec}; expected shape "
+                f"{list(expected)}"
             )

@@ -1,12 +1,12 @@
-"""A plan with lookups as compiled programs: one for the ids of each level, one for all.
+"""`RowsProgram`: a plan with lookups as compiled programs, for ids and for the step.
 
-All of them are cut out of the same trace. Ids leave a program as one vector per dtype,
-whatever the number of lookups. A program of ids is not needed where they are elements
-of the batch as they are: then they are taken from it.
+All programs are parts of the same trace: one for the ids of each level, and the main
+one. A program returns ids as one vector per dtype, whatever the number of lookups. A
+level whose ids are inputs needs no program.
 
-What goes out with the ids of a lookup, the gradient of its rows, does not take them
-along: the host has sorted these ids already, and knows which of the rows are to be
-summed and where they go. `Lookups` is one step that goes through these programs.
+Gradients of looked-up rows leave the program without their ids: the host has sorted
+these ids already, and knows which rows to sum and where to send them. `Lookups` is one
+step that runs through these programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class RowPlace(NamedTuple):
-    """Where the rows of a lookup are: in which block of which level, from where."""
+    """The position of a lookup's rows: level, block, and first row there."""
 
     level: int
     block: int
@@ -47,7 +47,7 @@ class RowPlace(NamedTuple):
 
 
 class TraceInputs:
-    """Where the inputs of the trace are, by number, among ``given`` and ``blocks``."""
+    """Finds inputs of the trace, by number, in ``given`` and ``blocks``."""
 
     def __init__(self, traced: Traced, places: Sequence[RowPlace]) -> None:
         self.data = traced.inputs
@@ -64,7 +64,7 @@ class TraceInputs:
         given: Sequence[Any] | Mapping[int, Any],
         blocks: Sequence[Any],
     ) -> Any:
-        """The input, inside a program."""
+        """Returns the input, inside of a program."""
         if number < self.data:
             return given[number]
         if number < self._first:
@@ -76,7 +76,7 @@ class TraceInputs:
         return rows.reshape(*place.shape, *rows.shape[1:])
 
     def givens(self, numbers: Sequence[int]) -> list[int]:
-        """Which of ``given`` these inputs are, without the rows."""
+        """Returns the numbers in ``given`` of these inputs, without rows."""
         return [
             number if number < self.data else self._values[number]
             for number in numbers
@@ -85,7 +85,7 @@ class TraceInputs:
 
 
 class Ids:
-    """The ids of one level: taken from the batch, or computed by a program."""
+    """The ids of one level: inputs of the step, or computed by a program."""
 
     def __init__(
         self, level: Level, flow: Flow, first: int, inputs: TraceInputs, name: str
@@ -127,7 +127,7 @@ class Ids:
 def _compiled(
     flow: Flow, computed: dict[Any, list[int]], inputs: TraceInputs, name: str
 ) -> Callable[..., Any]:
-    """A program that gives the ids of each dtype as one vector."""
+    """Compiles a program that returns the ids of each dtype as one vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
     chosen = inputs.givens(needed)
@@ -147,8 +147,8 @@ def _compiled(
 
 
 class Shared(NamedTuple):
-    """Updates, by number, of neighbouring segments ``[first, last)`` of a block, with
-    the very ids that were looked up: their rows leave as one array."""
+    """Updates, by number, of neighbouring segments ``[first, last)`` of a block, by the
+    same ids that were looked up: the program returns their rows as one array."""
 
     level: int
     block: LookupBlock
@@ -160,13 +160,13 @@ class Shared(NamedTuple):
 class RowsProgram:
     """The programs of one signature, compiled when they first run.
 
-    ``given`` are, everywhere, the leaves of arguments and elements and the values of
-    ``plan.reads``, in one list; ``blocks`` the rows of the levels so far, as `Level`
-    gives them.
+    In all methods ``given`` are the leaves of arguments and elements and the values of
+    ``plan.reads``, in one list; ``blocks`` are the rows of the levels so far, as
+    `Level` returns them.
     """
 
     is_current: Final = True
-    """As of `CompiledProgram`."""
+    """Always, as that of `CompiledProgram`."""
 
     def __init__(self, plan: Plan, traced: Traced) -> None:
         self.plan = plan
@@ -186,7 +186,7 @@ class RowsProgram:
         self._traced = False
 
     def ids(self, number: int, given: list[Any], blocks: list[Any]) -> np.ndarray:
-        """The ids of a level, one vector in the level's order."""
+        """Computes the ids of a level, one vector in the level's order."""
         ids = self._ids[number]
         assert ids is not None
         with _refusals.in_our_words(self.plan.function):
@@ -204,10 +204,10 @@ class RowsProgram:
     def updates(
         self, outputs: Outputs, asked: Sequence[LevelRequest | None]
     ) -> list[StepUpdate]:
-        """What the step wants done, in the order of the body.
+        """Makes the updates of the step, in the order of the body.
 
         Raises:
-            IndexError: A table has no such row.
+            IndexError: An index is outside of its table.
         """
         found: dict[int, list[StepUpdate]] = {}
         for shared, rows in zip(self._shared, outputs.shared, strict=True):
@@ -254,11 +254,11 @@ class RowsProgram:
 
 
 class Lookups:
-    """One step on its way through its levels: what it has asked for and got.
+    """The progress of one step through its levels.
 
-    An answer is the values and rows of one `Wanted`. The values come with the first one
-    and stay; of the rows of each level the blocks are made when the next thing is
-    computed. ``given`` are the leaves of arguments and elements.
+    An answer has the values and rows of one `Wanted`; values come with the first one.
+    Before the next level or the main program the rows become blocks. ``given`` are the
+    leaves of arguments and elements.
     """
 
     __slots__ = ("_asked", "_blocks", "_given", "_program")
@@ -270,22 +270,22 @@ class Lookups:
         self._blocks: list[list[np.ndarray]] = []
 
     def first(self) -> Wanted:
-        """What is wanted before anything was answered.
+        """Makes the first request.
 
         Raises:
-            IndexError: A table has no such row.
+            IndexError: An id is outside of its table.
         """
         return Wanted(self._program.plan.reads, self._ask())
 
     def advance(self, answer: Sequence[np.ndarray]) -> Wanted | None:
-        """What is wanted next, None if nothing is. Raises as `first`."""
+        """Makes the next request, None if there is none. Raises as `first`."""
         if len(self._asked) == self._program.plan.levels:
             return None
         self._take(answer)
         return Wanted((), self._ask())
 
     def compute(self, answer: Sequence[np.ndarray]) -> Computed:
-        """Computes with the last answer."""
+        """Runs the main program with the last answer."""
         self._take(answer)
         outputs = self._program(self._given, self._blocks)
         arrays = [*outputs.operands.values(), outputs.shared]
@@ -321,8 +321,8 @@ class Lookups:
 
 
 class Outputs(NamedTuple):
-    """What the main program returns: arrays of the result, operands by number of their
-    update, and rows of updates that go together."""
+    """The outputs of the main program: arrays of the result, operands by number of the
+    update, and the rows of each `Shared`."""
 
     results: list[jax.Array]
     operands: dict[int, list[jax.Array]]
@@ -330,13 +330,13 @@ class Outputs(NamedTuple):
 
 
 def _level(plan: Plan, number: int) -> Level | None:
-    """The lookups of a level; the first one may have none."""
+    """Makes the layout of a level; None for the first one if it has no lookups."""
     found = [(n, x) for n, x in enumerate(plan.lookups) if x.level == number]
     return Level(found) if found else None
 
 
 def _operands(plan: Plan) -> dict[int, list[int]]:
-    """The outputs of the trace that are the operands of each update."""
+    """Returns the outputs of the trace that are operands, by number of the update."""
     at, found = len(plan.out_specs), {}
     for number, update in enumerate(plan.updates):
         found[number] = list(range(at, at + len(update.operands)))
@@ -363,7 +363,7 @@ def _shared(
     operands: dict[int, list[int]],
     first: int,
 ) -> list[Shared]:
-    """The updates whose ids are those of a segment, grouped with their neighbours."""
+    """Finds updates by the ids of a segment, and groups neighbours."""
     open_updates = [
         number
         for number, update in enumerate(plan.updates)
@@ -394,7 +394,7 @@ def _shared(
 def _neighbours(
     level: int, block: LookupBlock, matched: Sequence[int | None]
 ) -> Iterator[Shared]:
-    """One group for each unbroken row of segments that have an update."""
+    """Makes one group for each run of segments that have an update."""
     start = 0
     for has, run in itertools.groupby(matched, lambda update: update is not None):
         updates = tuple(run)

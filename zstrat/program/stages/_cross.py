@@ -1,14 +1,14 @@
 """Collectives between processes in a step: equations at which the program is cut.
 
-A step of several processes is traced as one program, in which each collective between
-them is one equation of a primitive of ours. Nothing compiles that equation: the program
-is cut there (`_stages`), and what is before it runs, then the collective, then what
-is after it. Where nothing is traced, the collective happens at once.
+A step of several processes is traced as one program, in which each collective is one
+equation of a primitive of ours. XLA does not compile that equation: the program is cut
+there (`_stages`), and the parts run before and after the collective. Outside of traces
+the collective happens at once.
 
-Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
+If XLA itself reaches the other processes (`_whole`), nothing is cut: the program is
 mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
 
-Law of the file: all processes trace the same program, so they come to the same
+Law of the file: all processes trace the same program, so they reach the same
 collectives in the same order.
 """
 
@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from zstrat.program.trace._where import here
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from jax.sharding import Mesh
 
@@ -38,12 +38,12 @@ PROCESS: Final = "process"
 """Name of the axis that is mapped over processes."""
 
 within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=False)
-"""Whether what is traced is mapped over `PROCESS`. Law of the file: whoever sets it
+"""Whether the trace is mapped over `PROCESS`. Law of the file: the code that sets it
 resets it."""
 
 
 class Collective(Protocol):
-    """What processes are brought together by; a `zstrat.collectives.Group` is one.
+    """The collectives of several processes; a `zstrat.collectives.Group` has them.
 
     Every process calls the same methods in the same order, with arrays of the same
     shapes and dtypes. Trees are lists of arrays of numpy.
@@ -57,54 +57,53 @@ class Collective(Protocol):
 
     @property
     def generation(self) -> int:
-        """0 where nobody was lost so far."""
+        """0 if no process was lost so far."""
         ...
 
     def all_reduce(self, tree: Any, op: str = "sum") -> Any:
-        """Arrays that nobody writes to any more, equal on all ranks."""
+        """Reduces arrays over all ranks; the results are read-only."""
         ...
 
     def all_gather(self, tree: Any, axis: int = 0) -> Any:
-        """The ranks' arrays one after the other along an axis."""
+        """Concatenates the ranks' arrays along an axis."""
         ...
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
-        """What rank ``root`` gave."""
+        """Returns the arrays of rank ``root``."""
         ...
 
     def under(self, options: Any) -> Collective:
-        """The same processes, with these options (of whoever made it) in place of
-        those that it was made with."""
+        """Returns the same processes with other options."""
         ...
 
     def reform(self, *, timeout: float | None = None) -> None:
-        """Brings the same tasks together again, with newcomers for those lost."""
+        """Re-forms the group, with new processes in place of lost ones."""
         ...
 
     def close(self) -> None:
-        """Leaves the others."""
+        """Leaves the group."""
         ...
 
 
 class CrossKind(enum.Enum):
-    """What becomes of the arrays of all processes."""
+    """The kinds of collectives."""
 
     SUM = enum.auto()
     GATHER = enum.auto()
-    """One after the other along the first axis, as many of each process."""
+    """Concatenate along the first axis, equally many rows of each process."""
     FIRST = enum.auto()
-    """Those of rank 0."""
+    """Take the arrays of rank 0."""
 
 
 class Channel:
     """The processes of a strategy, as traced programs know them.
 
-    The collective behind it may change (a group that is formed anew): ``fingerprint``
-    is what a trace depends on. With a ``mesh`` of the devices of all processes, whose
-    axes are `PROCESS` and that of the replicas, XLA carries out what steps do.
+    The group of processes may change (it is re-formed): traces depend on
+    ``fingerprint``. With a ``mesh`` of the devices of all processes, whose axes are
+    `PROCESS` and that of the replicas, XLA does the collectives of steps.
 
-    Calls that are to be carried out with options of their own go through a channel of
-    their own (`under`), so they are one call with no others.
+    Calls with options of their own go through a channel of their own (`under`), so that
+    they are not batched with other calls.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class Channel:
         self.options = options
 
     def under(self, options: Hashable) -> Channel:
-        """A channel of the same processes, for calls with these options
-        (`Collective.under`)."""
+        """Makes a channel of the same processes for calls with these options."""
         return Channel(self.collective, self.mesh, options)
 
     def __eq__(self, other: object) -> bool:
@@ -139,14 +137,14 @@ class Channel:
 
     @property
     def fingerprint(self) -> tuple[int, int]:
-        """A program that was traced under another one is not used."""
+        """Identifies the group; programs depend on it."""
         return self.rank, self.size
 
     def carry_out(self, kind: CrossKind, arrays: Sequence[Any]) -> list[Any]:
-        """Does it, for several arrays together; waits for all processes.
+        """Does the collective for several arrays; waits for all processes.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: Names the rank.
+            PeerLostError, CollectiveTimeoutError: A rank is lost or late; names it.
         """
         given = [np.asarray(array) for array in arrays]
         collective = self.collective
@@ -161,22 +159,33 @@ class Channel:
                 return list(collective.broadcast(given, 0))
 
 
-def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums over all processes. Differentiable: gradients are summed as well."""
-    return list(_differentiable(channel, here())(tuple(arrays)))
+def sum_over(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
+    """Sums over all processes. Differentiable: gradients are summed, too.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
+    """
+    return list(_differentiable(channel, here(), axis)(tuple(arrays)))
 
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays of rank 0."""
+    """Returns the arrays of rank 0."""
     return _bound(channel, CrossKind.FIRST, here(), arrays)
 
 
-def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays of all processes, ``[size * n, ...]`` of ``[n, ...]`` each.
+def gather_from(
+    channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
+) -> list[jax.Array]:
+    """Concatenates the arrays of all processes, ``[size * n, ...]``.
 
-    Differentiable: a process is given the sum of all gradients of its part.
+    Differentiable: a process gets the sum of all gradients of its part.
+
+    Args:
+        axis: Name of a mapped axis on which the arrays are equal.
     """
-    return list(_gathering(channel, here())(tuple(arrays)))
+    return list(_gathering(channel, here(), axis)(tuple(arrays)))
 
 
 crossing: Final[Any] = Primitive("zstrat_crossing")
@@ -226,7 +235,7 @@ def _bound(
 
 
 def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The collective inside of XLA."""
+    """Does the collective inside of XLA."""
     match kind:
         case CrossKind.SUM:
             summed: list[jax.Array] = _psum(list(arrays), PROCESS)
@@ -234,7 +243,7 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         case CrossKind.GATHER:
             return [gathered(x, PROCESS) for x in arrays]
         case CrossKind.FIRST:
-            # A select, because 0 * nan of another rank is nan.
+            # A select: 0 * nan of another rank would be nan.
             is_mine = jax.lax.axis_index(PROCESS) == 0
             mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
             found: list[jax.Array] = _psum(mine, PROCESS)
@@ -242,37 +251,58 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def gathered(array: jax.Array, axis: str) -> jax.Array:
-    """The arrays of a mapped axis, one after the other along the first of their own."""
+    """Concatenates the arrays of a mapped axis along their first axis."""
     if array.size:
         whole: jax.Array = jax.lax.all_gather(array, axis, tiled=True)
         return whole
-    # Which XLA refuses.
+    # XLA refuses empty arrays.
     return jnp.zeros(
         (jax.lax.axis_size(axis) * array.shape[0], *array.shape[1:]), array.dtype
     )
 
 
-def _differentiable(channel: Channel, where: str) -> Any:
+def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
         lambda arrays: (reduced(arrays), None),
-        lambda _, gradients: (reduced(gradients),),
+        lambda _, gradients: (_summed_once(reduced, gradients, axis),),
     )
     return summed
 
 
-def _gathering(channel: Channel, where: str) -> Any:
+def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
-    def mine(_: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+    def mine(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
-        return (tuple(jnp.split(x, size)[rank] for x in whole),)
+        return tuple(jnp.split(x, size)[rank] for x in whole)
 
     both = jax.custom_vjp(gathered)
-    both.defvjp(lambda arrays: (gathered(arrays), None), mine)
+    both.defvjp(
+        lambda arrays: (gathered(arrays), None),
+        lambda _, gradients: (_summed_once(mine, gradients, axis),),
+    )
     return both
+
+
+def _summed_once(
+    cross: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    gradients: tuple[Any, ...],
+    axis: str | None,
+) -> tuple[Any, ...]:
+    """The gradients of all processes, and of all replicas of a mapped axis.
+
+    What crosses is taken from one replica, so the gradients of all are added before.
+    The first replica gets the sum and the others zeros, because the gradient of what
+    made the arrays equal (a sum over the axis, say) adds them up once more.
+    """
+    if axis is None:
+        return cross(gradients)
+    whole = cross(tuple(_psum(list(gradients), axis)))
+    is_first = jax.lax.axis_index(axis) == 0
+    return tuple(jnp.where(is_first, x, jnp.zeros_like(x)) for x in whole)

@@ -1,13 +1,12 @@
-"""A step in stages, compiled and run: program, collectives, program, ...
+"""`StagedProgram`: a step in compiled stages: program, collectives, program, ...
 
-Theory of operation. Values and slots of variables that live on the devices go in as
-they are. The last stage makes the next ones in their memory (they are donated, unless
-they are kept elsewhere), so nothing has changed until all collectives are done: a step
-that fails in one of them may be run again. Whatever a stage leaves for a later one
-stays on the device; only the operands of collectives are looked at by the host, and let
-go when they are done.
+Theory of operation. Values and slots of variables on devices are inputs as they are.
+The last stage computes the next ones in their memory (they are donated, unless they are
+kept on another device). So nothing has changed until all collectives are done, and a
+step that fails in a collective can run again. Values for later stages stay on the
+device; the host reads only the operands of collectives, and drops them afterwards.
 
-Law of the file: the memory of what a step gives up is used by its last stage alone.
+Law of the file: only the last stage uses donated memory.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A stage as jax runs it: of the values ``given_up``, whose memory it may use, and
-    ``kept``. ``dead`` are values that nobody needs after it."""
+    """A compiled stage: its inputs are ``given_up`` (donated) and ``kept``; ``dead``
+    are values that no later stage needs."""
 
     stage: Stage
     run: Any
@@ -97,7 +96,7 @@ def _jitted(
     def program(first: list[Any], second: list[Any]) -> list[Any]:
         known = dict(zip((*given_up, *kept), (*first, *second), strict=True))
         made = stage.run(*[known[n] for n in stage.takes])
-        # What is handed on as it came would be the same memory twice.
+        # An output that is an input would share its memory.
         given = {id(value) for value in known.values()}
         return [own(array, given) for array in made]
 
@@ -110,7 +109,7 @@ def _jitted(
 def _calls(
     crossings: Sequence[Crossing],
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
-    """The crossings that can be done as one, together, in the order of the program."""
+    """Groups collectives that can be one call, in the order of the program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for each in crossings:
         groups.setdefault((each.channel, each.kind), []).append(each)
@@ -118,7 +117,7 @@ def _calls(
 
 
 def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
-    """Arguments that several stages take: they go to the device once."""
+    """Returns the arguments of several stages, which go to the device once."""
     taken = [n for stage in cut for n in stage.takes if n < inputs]
     return sorted({n for n in taken if taken.count(n) > 1})
 
@@ -131,7 +130,12 @@ class StagedProgram:
     """The programs of one signature, compiled when they first run."""
 
     def __init__(self, plan: Plan, staged: Staged) -> None:
-        """Raises `Outdated`, or whatever the body raises while it is traced."""
+        """Traces and cuts the body.
+
+        Raises:
+            Outdated: See there.
+            Exception: Whatever the body raises while it is traced.
+        """
         self.plan = plan
         self._held = staged.held
         self._fingerprint = staged.fingerprint
@@ -142,12 +146,12 @@ class StagedProgram:
         channels = {x.channel for stage in cut for x in stage.crossings}
         self._channels = {channel: channel.fingerprint for channel in channels}
         given = len(staged.inputs) + len(staged.leaves)
-        # In the order of what becomes of them, as jax pairs them by shape.
+        # In the order of the outputs, because jax pairs donated inputs by shape.
         moved = [given + n for n in self._held.moved_reads()]
         inputs = len(closed.in_avals)
         moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
         if self._held.travels:
-            moved = []  # on one of the devices it may be the memory that is kept
+            moved = []  # on one of the devices it may be the memory of the storage
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
         self._given_there: Sharding | None = None
@@ -167,8 +171,8 @@ class StagedProgram:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> StagedProgram | None:
-        """The same program for other variables, which ``plan`` has in place of its own;
-        None: it has an optimizer, or is one of several processes."""
+        """Makes this program for the variables of another plan; None if it has an
+        optimizer, or is one of several processes."""
         held = self._held.with_others(plan, variables)
         if held is None or self._channels or held.fingerprint != self._fingerprint:
             return None
@@ -178,7 +182,7 @@ class StagedProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether variables and processes are as it was traced for."""
+        """Whether variables and processes are as the program was traced for."""
         return self._held.fingerprint == self._fingerprint and (
             not self._channels
             or all(
@@ -190,21 +194,22 @@ class StagedProgram:
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs the step on inputs and the leaves of the elements of ``draws``, which
-        are spent when new values are kept; the arrays of the result may not be ready
-        yet. Returns the operands of the plan's updates, too.
+        """Runs the step on inputs and leaves of the elements of ``draws``.
+
+        The elements are spent when new values are stored. Returns the arrays of the
+        result, which may not be ready, and the operands of the plan's updates.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
-            DataLossError: An earlier step failed, and a value is gone.
+            DataLossError: An earlier step failed, and a value is lost.
             Outdated: See there.
         """
         given = [*inputs, *leaves]
         if self._sharding is not None:
             given = [self._brought(x) for x in given]
         if self._is_waited_for:
-            # Before its turn: what computes them may be waiting for it, as a function
-            # of jax's that reads a variable when it runs.
+            # Before the turn: the code that computes them may wait for the turn, as a
+            # jax callback does that reads a variable.
             for array in given:
                 if isinstance(array, jax.Array):
                     array.block_until_ready()
@@ -230,7 +235,7 @@ class StagedProgram:
         else:
             try:
                 held.alone(lambda: self._last(given_up, kept, made, draws))
-            finally:  # of a Ctrl-C, too: no other program is to begin meanwhile
+            finally:  # also after Ctrl-C: no other program may start meanwhile
                 if self._ends_here and made and made[0]:
                     self._ended_or_lost(made[0], draws)
         outputs = made[0]
@@ -246,10 +251,10 @@ class StagedProgram:
         made: list[list[Any]],
         draws: Draws,
     ) -> None:
-        """The last stage: what comes of it takes the place of what it is given."""
+        """Runs the last stage, and stores its outputs in place of its inputs."""
         try:
             self._compute(self._stages[-1], given_up, kept, made)
-            # While the devices compute, what they were given is let go, too.
+            # Drop the inputs while the devices compute.
             given_up.clear()
             kept.clear()
             self._put(made[0], draws)
@@ -264,10 +269,10 @@ class StagedProgram:
         self._held.put(outputs[self._results : self._operands_from], draws)
 
     def _ended_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
-        """Waits for what is kept already. If it fails, all of it is as lost as what it
-        was made of, and the elements are for the next try."""
+        """Waits for outputs that are stored already. If the program fails, they are
+        lost, and the elements can be drawn again."""
         try:
-            _wait(outputs[0])  # the program ends with all that it returns
+            _wait(outputs[0])  # all outputs are ready at once
         except Exception:  # to the caller
             self._held.alone(lambda: _delete(outputs))
             draws.is_spent = False
@@ -279,13 +284,13 @@ class StagedProgram:
                 return jax.make_jaxpr(staged.body, return_shape=True)(
                     staged.inputs, staged.leaves, staged.values_like, staged.slots_like
                 )
-        except Exception as error:  # of the user's, or because of the other thread
+        except Exception as error:  # of the body, or because of another thread
             if self._held.fingerprint != self._fingerprint:
                 raise Outdated from error
             raise
 
     def _before_last(self, given: list[Any]) -> dict[int, Any] | list[Any]:
-        """What the last stage takes is in it, by number."""
+        """Runs all other stages; returns the inputs of the last one, by number."""
         if self._is_whole:
             return given
         store = dict(enumerate(given))
@@ -298,11 +303,12 @@ class StagedProgram:
         return store
 
     def _brought(self, array: Any) -> Any:
-        """An argument, on the devices of this step if it is bound to others."""
+        """Copies an argument to the devices of the step if it is committed to
+        others."""
         if not isinstance(array, jax.Array):
             return array
         where = array.sharding
-        # Mostly it is the one of the last batch.
+        # Usually it is the sharding of the last batch.
         if where is self._given_there or not array.committed:
             return array
         assert self._sharding is not None
@@ -312,8 +318,7 @@ class StagedProgram:
         return jax.device_put(array, self._sharding)
 
     def _out_shardings(self) -> list[Any] | None:
-        """The shardings of the outputs of the last stage; None: they are where inputs
-        are."""
+        """Returns the shardings of the last stage's outputs; None for jax's default."""
         if self._sharding is None:
             return None
         results, _, slots, operands = self._shape
@@ -331,8 +336,8 @@ class StagedProgram:
         kept: list[Any],
         made: list[list[Any]],
     ) -> None:
-        """Adds the outputs to ``made``: from C, so that a Ctrl-C that comes while the
-        stage is called finds them there."""
+        """Runs a stage, and appends its outputs to ``made``: in C, so that they are
+        there if a Ctrl-C comes during the call."""
         if self._traced:
             made.extend(map(part.run, (given_up,), (kept,)))
             return
@@ -341,7 +346,7 @@ class StagedProgram:
         self._traced = part is self._stages[-1]
 
     def _cross(self, part: Compiled, store: dict[int, Any]) -> None:
-        """A stage before the last, and the collectives after it."""
+        """Runs a stage before the last one, and the collectives after it."""
         made: list[list[Any]] = []
         self._compute(part, [], [store[number] for number in part.kept], made)
         outputs = made.pop()
@@ -364,13 +369,13 @@ def _delete(arrays: Sequence[jax.Array]) -> None:
 
 
 def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
-    """After a stage that was given these, and of which nothing is kept. If it has taken
-    some of the memory, the values are lost together: they belong to one step."""
+    """Deletes the donated inputs of a failed stage if it has used some of their memory:
+    the values belong to one step, so they are lost together."""
     try:
-        # Waiting tells of a value that has lost its memory on some devices alone.
+        # Waiting finds a value that has lost its memory on some devices only.
         _wait(given_up)
         is_whole = not any(x.is_deleted() for x in given_up)
-    except Exception:  # of jax; they are deleted, which each step asks for
+    except Exception:  # of jax; deleted values are reported by the next step
         is_whole = False
     if not is_whole:
         _delete(given_up)
@@ -379,7 +384,7 @@ def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
 def _require_same(
     kind: CrossKind, operands: Sequence[Any], results: Sequence[Any], channel: Channel
 ) -> None:
-    """What comes back has the shape that the rest of the step is compiled for."""
+    """Refuses results of another shape than the rest of the step is compiled for."""
     for operand, result in zip(operands, results, strict=True):
         shape = operand.shape
         if kind is CrossKind.GATHER:

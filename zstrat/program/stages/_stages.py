@@ -1,24 +1,23 @@
 """Cuts a traced program at its collectives, into stages that run one after the other.
 
-A program is jax's jaxpr: equations in order. Those of `crossing` are collectives
-between processes, carried out by the host. A collective has *level* n if n others must
-be done before its operands are known; those of one level go out together. Stage n makes
-the operands of the collectives of level n and whatever later stages need of what it
-computes anyway: nothing is computed twice. The last stage makes the results.
+A program is jax's jaxpr: equations in order. Equations of `crossing` are collectives
+between processes, which the host does. A collective has *level* n if n others must be
+done before its operands are known; collectives of one level are sent together. Stage n
+computes the operands of the collectives of level n, and values for later stages that it
+computes anyway: nothing is computed twice. The last stage computes the results.
 
-A program is cut between its equations, so a collective inside of one cannot be a cut,
-and has to come to the top level first. A function that jax calls once (an inner
-``jax.jit``, ``jax.checkpoint``) is written out in place of its call, if it has
-collectives in it; a loop or a branch cannot be.
+A program is cut between equations, so a collective inside of an equation must first
+move to the top level. A function that jax calls once (an inner ``jax.jit``,
+``jax.checkpoint``) is inlined if it has collectives; a loop or a branch cannot be.
 
-Where an equation goes. It must not run before the collectives that it depends on, and
-not after the first stage that needs what it makes. Between the two it runs as late as
-possible if it depends on inputs of the program alone, which are at hand in every stage
-(an optimizer's decay of its moments), and else as soon as possible: what is left of
-what a stage computed is smaller than what it began with (a loss, of activations).
+The stage of an equation: not before the collectives that it depends on, and not after
+the first stage that needs its outputs. Between the two it runs as late as possible if
+it depends only on inputs of the program, which every stage has (an optimizer's decay of
+its moments), and else as early as possible: its outputs are usually smaller than its
+operands (a loss, of activations).
 
-Law of the file: a value is a number, that of an input or of what an equation makes; no
-array is touched here.
+Law of the file: values are numbers of inputs and of outputs of equations; no array is
+touched here.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def channels_of(closed: Any) -> list[Channel]:
-    """The processes that the program has collectives with, anywhere in it."""
+    """Returns the channels of all collectives in the program."""
     return list(dict.fromkeys(_channels(closed.jaxpr)))
 
 
@@ -52,7 +51,7 @@ def crosses(eqn: Any) -> bool:
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with every call that contains a collective replaced by its body.
+    """Inlines every call that contains a collective.
 
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
@@ -92,7 +91,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 
 
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation."""
+    """Computes the results of one equation."""
     if crosses(eqn):
         found: list[Any] = crossing.bind(*operands, **eqn.params)
         return found
@@ -143,7 +142,7 @@ def _has_crossing_inside(eqn: Any) -> bool:
 
 
 def _jaxprs(eqn: Any) -> list[Any]:
-    """The programs among the parameters of an equation, as a branch has several."""
+    """Returns the programs in the parameters of an equation; a branch has several."""
     found = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -156,8 +155,8 @@ def _jaxprs(eqn: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One collective: of the values ``operands`` it makes the values ``results``.
-    ``where`` is the user's line."""
+    """One collective, from values ``operands`` to values ``results``; ``where`` is the
+    user's line."""
 
     channel: Channel
     kind: CrossKind
@@ -168,9 +167,9 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a program: ``run`` makes the values ``gives`` of the values ``takes``;
-    the ``crossings`` come next. Of the last stage ``gives`` are the results of the
-    program, numbered anew from 0."""
+    """A part of a program: ``run`` computes the values ``gives`` from the values
+    ``takes``; the ``crossings`` come next. In the last stage ``gives`` are the results
+    of the program, numbered from 0."""
 
     run: Callable[..., Sequence[Any]]
     takes: tuple[int, ...]
@@ -181,11 +180,11 @@ class Stage:
 def stages(
     closed: ClosedJaxpr, *, in_order: bool = False
 ) -> tuple[list[Stage], dict[int, Any]]:
-    """The stages of a program; one, if it has no collectives. And the values that are
-    constants, of those that collectives work on.
+    """Cuts a program into stages; one if it has no collectives.
 
-    ``in_order``: no collective comes before one that is before it in the program, as
-    where it is not compiled.
+    Also returns the constants among the operands of collectives, by number.
+    ``in_order``: keep the order of all collectives, as if the program were not
+    compiled.
 
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
@@ -275,7 +274,7 @@ class _Cut:
         return number
 
     def _ready(self) -> list[int]:
-        """The first stage in which each equation can run."""
+        """Finds the first stage in which each equation can run."""
         known = dict.fromkeys(self._fixed, 0)
         levels: list[int] = []
         before = 0
@@ -288,7 +287,7 @@ class _Cut:
         return levels
 
     def _due(self) -> list[int | None]:
-        """The first stage that needs each equation; None if none does."""
+        """Finds the first stage that needs each equation; None if none does."""
         due: dict[Any, int] = {
             var: self._last for var in self._jaxpr.outvars if _is_var(var)
         }
@@ -301,8 +300,8 @@ class _Cut:
                 continue
             stage = min(wanted, default=self._last)
             if crosses(eqn) or acts:
-                # A collective that nobody waits for happens all the same: the other
-                # processes may not know that nobody does.
+                # Also a collective whose result is not used: the other processes take
+                # part in it.
                 stage = self._levels[n]
             found[n] = stage
             for var in _read(eqn):
@@ -310,7 +309,7 @@ class _Cut:
         return found
 
     def _placed(self) -> list[int | None]:
-        """The stage of each equation, None for one that is not needed."""
+        """Chooses the stage of each equation; None for one that is not needed."""
         due = self._due()
         places: list[int | None] = []
         made: dict[Any, int] = {}
@@ -327,7 +326,7 @@ class _Cut:
         return self._pulled(places)
 
     def _pulled(self, places: list[int | None]) -> list[int | None]:
-        """Whatever an equation reads is there when it runs."""
+        """Moves equations to earlier stages, before those that read their outputs."""
         needed: dict[Any, int] = {}
         for n in reversed(range(len(self._eqns))):
             eqn, place = self._eqns[n], places[n]

@@ -1,10 +1,9 @@
-"""A step as one program over the devices of all processes.
+"""`WholeProgram`: a step as one program over the devices of all processes.
 
 XLA reaches the other processes itself, so nothing is cut. Each process runs the body on
-its own data: the body is mapped over the axis of processes of the common mesh, and the
-replicas of one process, inside of it, over the other axis. Variables are arrays over
-the whole mesh, equal on all devices; an argument is an array of which each process has
-its part.
+its own data: the body is mapped over the axis of processes of the common mesh, and
+inside of it the replicas of one process over the other axis. Variables are arrays over
+the whole mesh, equal on all devices; arguments are arrays with one part per process.
 
 Law of the file: all processes run the same step with arguments of the same shapes; a
 Python number among them is the same everywhere.
@@ -51,7 +50,7 @@ class WholeProgram:
         self._apart = made(mesh, _spec(PROCESS))
         self._everywhere = made(mesh, _spec())
         here = [n for n, yes in enumerate(self._held.are_here()) if yes]
-        # In the order of what becomes of them, as jax pairs them by shape.
+        # In the order of the outputs, because jax pairs donated inputs by shape.
         self._moved = self._held.moved_reads()
         self._read = [n for n in here if n not in self._moved]
         self._away = [n for n in range(len(plan.reads)) if n not in here]
@@ -60,22 +59,23 @@ class WholeProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether variables and processes are as it was traced for."""
+        """Whether variables and processes are as the program was traced for."""
         return self._held.fingerprint == self._fingerprint
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs the step on inputs and the leaves of the elements of ``draws``, which
-        are spent when new values are kept; the arrays of the result may not be ready
-        yet. Returns the operands of the plan's updates, too.
+        """Runs the step on inputs and leaves of the elements of ``draws``.
+
+        The elements are spent when new values are stored. Returns the arrays of the
+        result, which may not be ready, and the operands of the plan's updates.
 
         Raises:
-            DataLossError: An earlier step failed, and a value is gone.
+            DataLossError: An earlier step failed, and a value is lost.
             Outdated: See there.
         """
         held = self._held
-        # Before its turn: what computes them may be waiting for it.
+        # Before the turn: the code that computes them may wait for the turn.
         given = [self._given(x) for x in (*inputs, *leaves)]
         results, operands = held.in_turn(lambda: self._run(given, draws))
         plan = self.plan
@@ -121,7 +121,7 @@ class WholeProgram:
         return results, operands
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
-        """The values of the plan's reads, in their order."""
+        """Sorts values in the order of the plan's reads."""
         numbers = *self._moved, *self._read, *self._away
         known = dict(zip(numbers, (*moved, *read, *away), strict=True))
         return [known[n] for n in range(len(numbers))]
@@ -130,7 +130,7 @@ class WholeProgram:
         if isinstance(value, _NUMBERS):
             return value
         array = np.asarray(value)
-        # jax narrows it as it does every array of numpy.
+        # jax casts it as it does every array of numpy.
         seen: Any = jax.dtypes.canonicalize_dtype(array.dtype)
         part = array.astype(seen, copy=False)[None]
         return _of_processes(self._apart, part)
@@ -184,11 +184,11 @@ class WholeProgram:
 
 
 def _apart(array: Any) -> Any:
-    """An output whose first axis is laid over the processes."""
+    """Gives an output a first axis to concatenate over the processes."""
     return array if jnp.ndim(array) else array[None]
 
 
 def _mine(array: jax.Array, like: Any) -> jax.Array:
-    """This process's part of an output."""
+    """Returns this process's part of an output."""
     part: jax.Array = array.addressable_shards[0].data
     return part if like.shape else part[0]

@@ -1,14 +1,14 @@
-"""Calls that differ only in which variables they are given share one trace.
+"""Sharing of one trace by calls that differ only in the variables of their arguments.
 
-Theory of operation. Two calls are alike if their variables agree in all but key and
-name and if the same places have the same variable (`likeness`). Of the first one the
-body is traced with *stand-ins*: handles of the same variables that only the arguments
-have. So the trace tells whether the body met a variable as an argument or by itself, as
-a global say, and whether it asked for a name or a device. If it met them as arguments
-alone, what it does with them it would do with any others: its plan with others in their
-place (`with_others`) is the plan of the other call.
+Theory of operation. Two calls are alike if their variables agree in everything except
+key and name, and if equal positions have equal variables (`likeness`). The body of the
+first call is traced with *stand-ins*: new handles of the same variables, which only the
+arguments have. So the trace shows whether the body uses a variable as an argument or in
+another way, as a global say, and whether it reads a name or a device. If it uses them
+only as arguments, it would do the same with other variables: the plan of the other call
+is this plan with the variables replaced (`with_others`).
 
-Law of the file: where that is not known for certain the call is traced by itself.
+Law of the file: a call that is not certainly alike is traced by itself.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from ._signature import CutCall
 
 MAX_REACHED: Final = 3000
-"""Objects that are looked at for what a body has captured. One with more is traced by
-itself, as it was before anything was shared."""
+"""Limit of objects to search for captured variables. A body that reaches more is traced
+by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenVariables:
-    """The variables of one call: the distinct components of its arguments, in order,
-    and what other calls have in common with it."""
+    """The variables of one call: the distinct components of its arguments, in order;
+    ``likeness`` is equal for calls that are alike."""
 
     variables: tuple[Variable, ...]
     likeness: Hashable
@@ -60,7 +60,7 @@ class GivenVariables:
 
 
 def given_variables(call: CutCall) -> GivenVariables | None:
-    """The variables of a call; None: it has none, or one that is not like any other."""
+    """Returns the variables of a call; None if it has none, or cannot share."""
     found: dict[int, Variable] = {}
     for leaf in call.leaves:
         if isinstance(leaf, Variable | ShardedVariable):
@@ -82,8 +82,8 @@ def given_variables(call: CutCall) -> GivenVariables | None:
 
 
 def _may_be_shared(variable: Variable) -> bool:
-    """Whether it is no copy, which is a row of another variable, and none whose value
-    came along from another process."""
+    """Whether it is neither a copy (a row of another variable) nor a variable whose
+    value was sent with the step."""
     storage = variable.storage
     is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
     return not (isinstance(storage, CopyStorage) or is_carried)
@@ -101,13 +101,15 @@ def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashab
 
 
 class LookedForError(BaseException):
-    """The body looks for a stand-in in a dict or a set, which knows the variable itself
-    at most: it has to be traced with that. No `Exception`, which a body may catch."""
+    """The body looks up a stand-in in a dict or a set, which may have the variable
+    itself: it must be traced with that. Not an `Exception`, which bodies may catch."""
 
 
 class StandIns:
-    """In place of the variables of a call while its body is traced. ``is_general``
-    tells afterwards whether it may be shared."""
+    """The stand-ins for the variables of a call while its body is traced.
+
+    After the trace ``is_general`` says whether other calls may share it.
+    """
 
     def __init__(self, given: GivenVariables) -> None:
         self._made = {v.spec.key: stand_in(v) for v in given.variables}
@@ -116,7 +118,7 @@ class StandIns:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches while the body is traced inside."""
+        """Watches uses of variables by the body that is traced inside."""
         before = use_watcher.set(self._used)
         try:
             yield
@@ -124,7 +126,7 @@ class StandIns:
             use_watcher.reset(before)
 
     def leaf(self, leaf: Any) -> Any:
-        """What the body is given in place of a leaf of the arguments."""
+        """Returns the object that replaces a leaf of the arguments."""
         if isinstance(leaf, Variable):
             return self._made[leaf.spec.key]
         if isinstance(leaf, ShardedVariable):
@@ -134,11 +136,11 @@ class StandIns:
         return leaf
 
     def _used(self, variable: Any, use: VariableUse) -> None:
-        """The body uses one: of an argument's, only the stand-in is known to be it, and
-        its name and its hash are not those of the others.
+        """Clears `is_general` if the body uses the name or hash of a stand-in, or uses
+        the variable itself.
 
         Raises:
-            LookedForError: It looks for a stand-in in a dict or a set.
+            LookedForError: It looks up a stand-in in a dict or a set.
         """
         is_own = id(variable) in self._own
         if use is not VariableUse.VALUE:
@@ -150,9 +152,11 @@ class StandIns:
 
 
 def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
-    """Whether the body may reach one of the variables in another way, and compare it
-    with an argument (``v is self.w``, ``slots[v]``), which a stand-in would not
-    stand: it holds it, or an object among the arguments does."""
+    """Whether the body, or an object among the arguments, holds one of the variables.
+
+    The body might compare it with an argument (``v is self.w``, ``slots[v]``), and a
+    stand-in would compare unequal.
+    """
     variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
     numbers = {id(variable) for variable in (*variables, *given.variables)}
     keys = set(given.keys)
@@ -171,8 +175,8 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether other variables may take the place of those of the plan: it has no
-    optimizer, which knows each variable by itself, and looks no rows up."""
+    """Whether the variables of the plan can be replaced: it has no optimizer, which has
+    state for each variable, and no lookups."""
     updates = [(u.optimizer, u.call is None) for u in plan.updates]
     return not (plan.calls or plan.lookups) and all(x == (0, True) for x in updates)
 
@@ -180,8 +184,8 @@ def is_plain(plan: Plan) -> bool:
 def with_others(
     plan: Plan, before: GivenVariables, after: GivenVariables
 ) -> Plan | None:
-    """The plan of a call with other variables; None: the body itself has one of them,
-    which it does not know to be an argument."""
+    """Replaces the variables of a plan; None if the body itself uses one of the new
+    variables."""
     others = dict(zip(before.keys, after.variables, strict=True))
     captured = {spec.key for spec in plan.specs} - others.keys()
     if not captured.isdisjoint(after.keys):

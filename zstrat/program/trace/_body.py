@@ -1,7 +1,7 @@
-"""A traced body as a function of arrays: what programs are compiled of.
+"""`TracedBody`: the body of a step as a function of arrays, which programs compile.
 
-It is the program that was found in the trace, or, where there is none, the body itself,
-which is traced again. What it prints then was printed already.
+It runs the program that discovery has found, or else traces the body again. (Prints of
+the second trace are suppressed.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
     import jax
 
-    from ._feeds import SlotsKey
-    from ._made_up import BodyProgram
+    from ._feeds import BodyProgram, SlotsKey
     from ._plan import Plan, Template
 
 
-class Made(NamedTuple):
-    """What a body makes: arrays of its result, operands of each update, values and
-    slots of variables that it moves, and ids of its lookups."""
+class BodyOutputs(NamedTuple):
+    """The outputs of a body: arrays of its result, operands of each update, values and
+    slots of variables that it updates itself, and ids of its lookups."""
 
     results: list[jax.Array]
     operands: list[list[jax.Array]]
@@ -34,15 +33,15 @@ class Made(NamedTuple):
     ids: list[jax.Array]
 
 
-def made_by(
+def outputs_of(
     capture: Capture,
     arrays: list[jax.Array],
     moved: Sequence[int] | None = None,
     slots: Sequence[SlotsKey] | None = None,
-) -> Made:
-    """What a trace has made; of these variables, else of all that it moves."""
+) -> BodyOutputs:
+    """Collects the outputs of a trace, of these variables or of all that it updates."""
     moves = capture.moves
-    return Made(
+    return BodyOutputs(
         arrays,
         [list(update.operands) for update in capture.updates],
         [moves.values[key][1] for key in (moves.values if moved is None else moved)],
@@ -54,8 +53,11 @@ def made_by(
 @final
 @dataclass(frozen=True, slots=True)
 class TracedBody:
-    """The body of one plan. ``moved`` and ``slots`` are the keys of what it moves, in
-    order; ``program`` is None if the body has to be traced again."""
+    """The body of one plan.
+
+    ``moved`` and ``slots`` are the keys of the variables and slots that it updates
+    itself, in order; ``program`` is None if the body must be traced again.
+    """
 
     plan: Plan
     template: Template
@@ -66,7 +68,7 @@ class TracedBody:
     def takes(self, values: Mapping[int, Any]) -> bool:
         """Whether the program was traced for such values of the variables."""
         if self.program is None:
-            return True  # whatever they are
+            return True  # a new trace takes any
         kinds = {key: self.program.kind_of(("value", key)) for key in values}
         return all(
             kind is None
@@ -75,7 +77,7 @@ class TracedBody:
         )
 
     def replayed(self) -> TracedBody:
-        """The same without the program."""
+        """Returns this body without its program."""
         return replace(self, program=None)
 
     def __call__(
@@ -85,12 +87,16 @@ class TracedBody:
         values: Mapping[int, Any],
         rows: Sequence[Any] = (),
         slots: Mapping[SlotsKey, list[Any]] | None = None,
-    ) -> Made:
-        """What it makes of the leaves of elements, values of variables, rows of lookups
-        and slots. Called in a trace of jax.
+    ) -> BodyOutputs:
+        """Computes the outputs, in a trace of jax.
+
+        Args:
+            leaves: Of the elements that it draws.
+            values: Of the variables that it reads, by key.
+            rows: Of its lookups.
 
         Raises:
-            RuntimeError: The body does something else than in the trace before.
+            RuntimeError: The body does something else than in its first trace.
         """
         slots = {} if slots is None else slots
         if self.program is None:
@@ -103,7 +109,7 @@ class TracedBody:
         for drawn, treedef in enumerate(self.template.elements):
             for n in range(treedef.num_leaves):
                 known["element", drawn, n] = next(given)
-        made: Made = self.program(inputs, known)
+        made: BodyOutputs = self.program(inputs, known)
         return made
 
     def _again(
@@ -113,11 +119,11 @@ class TracedBody:
         values: Mapping[int, Any],
         rows: Sequence[Any],
         slots: Mapping[SlotsKey, list[Any]],
-    ) -> Made:
+    ) -> BodyOutputs:
         drawn = self.template.drawn(leaves)
         feed = Replay(self.plan.function, dict(values), drawn, rows, slots)
         capture = Capture(feed, self.template.iterators)
         with printed_before():
             structure, arrays = self.template.run(capture, inputs)
         self.plan.require_same(capture, structure)
-        return made_by(capture, arrays, self.moved, self.slots)
+        return outputs_of(capture, arrays, self.moved, self.slots)

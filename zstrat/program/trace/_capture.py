@@ -1,29 +1,29 @@
-"""The recorder: what a body does with variables and iterators while jax traces it.
+"""`Capture`: records what a body does with variables and iterators while jax traces it.
 
-In *discovery* it is not known which variables a body reads, so a read makes up an
-abstract value (see `Discovery`); that trace yields the plan, and mostly the program
-(`_made_up`). Else the body is traced once more: in *replay* the values are inputs of
+In *discovery* the reads of the body are not known yet, so each read makes a placeholder
+(`Discovery`); that trace yields the plan, and usually the program (`_feeds`). If it
+yields no program, the body is traced once more: in *replay* the values are inputs of
 the program that is being compiled, and the body must do the same both times.
 
-Theory of operation. Reads of one variable are one input of the program, whatever their
-number. Updates are written down with their operands, which become outputs. What was
-written is also known here: a later read in the same step computes the new value from
-the old one and the operands, except after an optimizer, whose result only the
-parameter server knows. Reads are allowed everywhere, as jax functions may close over
-outer values. Updates, lookups and draws are allowed only where the capture began: under
-`jax.grad`, `lax.cond` and the like the operand would be a value of that inner trace.
+Theory of operation. All reads of one variable are one input of the program. The
+operands of updates become outputs. A read after an update in the same step computes the
+new value from the old one and the operands, except after an optimizer, whose result
+only the parameter server knows. Reads are allowed everywhere, as jax functions may
+close over outer values. Updates, lookups and draws are allowed only at the level where
+the capture began: under `jax.grad`, `lax.cond` and the like the operand would be a
+value of that inner trace.
 
-A lookup names rows of a table. Its ids are an output of the program and its rows an
-input, so that it is found out only in the plan which of them can be asked for when.
+The ids of a lookup are an output of the program and its rows an input; the plan then
+finds out which lookups can be asked for when.
 
-A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
-its own with a `TraceFeed` that reads from the outer one, and hands the inner one's
-updates on as explicit outputs. In it, the value of a variable of which each replica has
-a copy is that copy; outside of it, all copies are known, and the value is the first.
+A region that is traced by itself (the replicas of `strategy.run`) has a capture of its
+own, with a `TraceFeed` that reads from the outer one; its updates are outputs, which
+the outer capture gets. Inside of a region, the value of a variable with a copy per
+replica is that copy; outside, the capture has all copies, and the value is the first.
 
-One replica's copy, taken outside of the replicas, is a row of all copies as the step
-has made them so far. Law of the file: a step never asks the storage of a copy. So a
-read finds what was written before it in the same step, to the copy or to the variable.
+One replica's copy, read outside of the replicas, is a row of all copies as the step has
+updated them so far. Law of the file: a step never asks the storage of a copy. So a read
+sees all earlier updates of the same step, of the copy or of the variable.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
     Table,
+    TraceRecorder,
     VariableUse,
     copy_storage,
     lives_here,
@@ -54,10 +55,8 @@ from ._updates import (
     Write,
     after_writes,
     apart_from_now,
-    copies_in_step,
     is_apart,
     is_here,
-    keep_copies,
     moved,
     rows_here,
     shown_to,
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         CopyStorage,
         GradientCall,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -83,57 +81,34 @@ if TYPE_CHECKING:
     from ._iterator import StepIterator
 
 
-def row_of(recording: TraceRecorder, copy: CopyStorage) -> jax.Array:
-    """The value of the copy."""
-    row: jax.Array = copies_in_step(recording, copy.container)[copy.number]
-    return row
-
-
-def change(recording: TraceRecorder, copy: CopyStorage, update: Recorded) -> None:
-    """Makes the next value of the copy alone; all are kept apart from now on.
-
-    Raises:
-        NotImplementedError: By an optimizer.
-        RuntimeError: Under a transformation of jax.
-    """
-    if update.optimizer is not None:
-        raise copy.not_optimized(update.variables[0])
-    operands = update.operands
-    if len(operands) > 1:
-        operands = (marked(reaching(operands[0])), *operands[1:])
-    apart_from_now(copy.container)
-    copies = copies_in_step(recording, copy.container)
-    value = moved(update.op, operands, copies[copy.number])
-    keep_copies(recording, copy.container, copies.at[copy.number].set(value))
-
-
 MAX_DRAWS: Final = 1024
-"""Draws of one step. A Python loop that draws until the data end never ends while it is
-traced; this ends it, with words."""
+"""Limit of draws in one step. A Python loop that draws until the data end would never
+end while it is traced."""
 
 _OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLookup:
-    """One lookup: what the step wants, and the user's line that wants it."""
+    """One lookup, and the user's line that made it."""
 
     table: Table
     ids: jax.Array
     where: str
 
 
-class Capture:
-    """Records one trace of a body. See the module's docstring.
+class Capture(TraceRecorder):
+    """Records one trace of a body; see the module's docstring.
 
-    ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of ``iterators``, those
-    of the arguments before those that are captured) are in the order of the body; each
-    variable is read once. ``moves`` are the updates of
-    variables that live here, which are not among ``updates``; ``calls`` the gradients
-    that parameter servers apply. ``own`` are the last
-    values of copies that a replica has updated for itself, by key of the variable.
+    ``reads``, ``lookups``, ``updates`` and ``draws`` are in the order of the body; each
+    variable is read once. ``draws`` are numbers of ``iterators``; those among the
+    arguments come before captured ones. ``moves`` are the updates that the program does
+    itself, and ``updates`` all others; ``calls`` are the gradients that parameter
+    servers apply. ``own`` are the last values of copies that a replica has updated for
+    itself, by key of the variable.
 
-    ``is_region``: of a part of a step, whose updates go on to the capture of the step.
+    ``is_region``: it records a part of a step, whose updates go to the capture of the
+    step.
     """
 
     def __init__(
@@ -166,7 +141,7 @@ class Capture:
 
     @contextmanager
     def recording(self) -> Iterator[Capture]:
-        """Runs what is inside as the body; entered once, in the trace it belongs to."""
+        """Captures the code inside; entered once, in the trace that it belongs to."""
         self._own_trace = current_trace()
         with self._scope:
             self._scope.enter_context(fresh())
@@ -180,20 +155,21 @@ class Capture:
                 recorder.reset(here_before)
 
     def read(self, variable: VariableHandle) -> jax.Array:
-        """The value of the variable, the step's own writes included.
+        """Returns the value of the variable, the step's own updates included.
 
         Raises:
             RuntimeError: An optimizer has updated it in this step.
         """
         note_use(VariableUse.VALUE, variable)
         if not self._is_region and (copy := copy_storage(variable)) is not None:
-            return row_of(self, copy)
+            row: jax.Array = self.copies(copy.container)[copy.number]
+            return row
         value = self._current(variable)
-        # Of copies that replicas keep apart, who stands outside of them has the first.
+        # Code outside of the replicas sees the first copy.
         return value[0] if value.ndim > len(variable.shape) else value
 
     def update(self, update: VariableUpdate) -> None:
-        """Writes an update down.
+        """Records an update.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -201,8 +177,8 @@ class Capture:
         target, op, operands, optimizer = update
         note_use(VariableUse.VALUE, *target.components)
         if len(operands) > 1 and not isinstance(target, Table):
-            # Of rows, as if it were in parts: what is not there is named, with the line
-            # that meant it, before anything is sent.
+            # As rows of a table: then indices out of bounds raise an error with the
+            # user's line, before anything is sent.
             target = Table(target.name, (target,))
         if not self._is_here():
             raise _refusals.update_inside(update.subject, _named(op))
@@ -212,7 +188,7 @@ class Capture:
         )
 
     def update_own(self, update: VariableUpdate) -> None:
-        """Makes the next value of a replica's own copy.
+        """Updates a replica's own copy.
 
         Raises:
             RuntimeError: Under a transformation of jax, or after an optimizer has
@@ -228,12 +204,12 @@ class Capture:
         self._scope.enter_context(fresh())
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies of a variable, ``[count, ...]``."""
+        """Returns all copies of a variable, ``[count, ...]``."""
         note_use(VariableUse.VALUE, variable)
         return spread(variable, self._current(variable))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """The copies from now on; made by replicas that are part of this step.
+        """Replaces all copies, by those of replicas that are part of this step.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -246,19 +222,20 @@ class Capture:
         self._scope.enter_context(fresh())
 
     def take_values(self, values: Mapping[int, jax.Array]) -> None:
-        """The values of variables of another process that came with the step, by key:
-        they are read from nowhere else, and the step updates none of them."""
+        """Takes values that came with the step, of variables of another process.
+
+        Reads of these variables, by key, return them; the step updates none of them.
+        """
         self._values.update(values)
 
     @property
     def variables(self) -> list[VariableHandle]:
         """The variables that the body reads, and those whose copies it updates."""
-        found = dict(self.reads)
-        found.update({key: variable for key, (variable, _) in self.own.items()})
-        return list(found.values())
+        own = {key: variable for key, (variable, _) in self.own.items()}
+        return list({**self.reads, **own}.values())
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        """The rows of a table as they are before the step, ``ids.shape + row``.
+        """Returns rows of a table as they are before the step, ``ids.shape + row``.
 
         Raises:
             RuntimeError: Under a transformation of jax, or this step has updated the
@@ -277,9 +254,10 @@ class Capture:
         return rows
 
     def optimize(self, call: GradientCall) -> None:
-        """Writes gradients of a tree down: what lives here is moved at once, all of it
-        together; what lives on parameter servers is updated there, each variable by
-        itself.
+        """Records gradients of a tree.
+
+        Variables on devices of this process are updated at once, together. Parameter
+        servers update theirs after the step, each variable by itself.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -302,14 +280,14 @@ class Capture:
                 self._values[key] = self.moves.values[key][1]
             self._scope.enter_context(fresh())
         elif lives_here(call):
-            # Of this process, but not of its devices: moved when the step has run.
+            # Of this process, but not on its devices: updated after the step.
             op = UpdateOp.OPTIMIZE
             self._note(noted(variables, op, operands=arrays, call=call))
         else:
             self._send(call, noted)
 
     def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
-        """Notes updates of variables on parameter servers."""
+        """Records updates of variables on parameter servers."""
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)
@@ -327,20 +305,20 @@ class Capture:
                     target._record(self, op, arrays[0], call.optimizer)
 
     def require_known_end(self, name: str) -> None:
-        """Refuses what goes by the end of the data of this name.
+        """Refuses a branch on the end of the data of this name.
 
         Raises:
-            LoopsOverData: Always: a trace has no end of the data.
+            LoopsOverData: Always: a trace does not know the end of the data.
         """
         raise _refusals.LoopsOverData(name)
 
     def draw(self, iterator: StepIterator) -> Any:
-        """The next element of an iterator among the arguments, or of one that an object
-        holds which came with the body, as the trace sees it.
+        """Draws from an iterator among the arguments, or from a captured one of a
+        worker; returns the element as the trace sees it.
 
         Raises:
-            RuntimeError: Under a transformation of jax, or in a region, or it is no
-                argument.
+            RuntimeError: Under a transformation of jax, or in a region, or from a
+                captured iterator of this process.
         """
         if self._is_region:
             raise _refusals.draw_in_replica(iterator)
@@ -360,8 +338,8 @@ class Capture:
             self.iterators.append(iterator)
         if ordinal is None:
             raise RuntimeError(
-                f"{here()}: the step draws from an iterator of {iterator.name} that it "
-                "captured: pass the iterator as an argument of the zs.function"
+                f"{here()}: the step draws from a captured iterator of "
+                f"{iterator.name}: pass the iterator as an argument of the zs.function"
             )
         element = self._feed.element(ordinal, iterator)
         self.draws.append(ordinal)
@@ -392,13 +370,13 @@ class Capture:
         self._scope.enter_context(fresh())
 
     def _knows(self, variable: VariableHandle) -> bool:
-        """Whether the value is here, or a row of what is."""
+        """Whether the program updates the variable, or copy, itself."""
         is_row = not self._is_region and copy_storage(variable) is not None
         return is_row or is_here(variable)
 
     def _move(self, update: Recorded) -> None:
         if (copy := copy_storage(update.variables[0])) is not None:
-            change(self, copy, update)
+            self._move_copy(copy, update)
             return
         self.moves.note(update, self._current)
         for variable in update.variables:
@@ -406,31 +384,42 @@ class Capture:
             self._values[key] = self.moves.values[key][1]
         self._scope.enter_context(fresh())
 
+    def _move_copy(self, copy: CopyStorage, update: Recorded) -> None:
+        """Updates one copy; from then on each replica has a copy of its own."""
+        if update.optimizer is not None:
+            raise copy.not_optimized(update.variables[0])
+        operands = update.operands
+        if len(operands) > 1:
+            operands = (marked(reaching(operands[0])), *operands[1:])
+        apart_from_now(copy.container)
+        copies = self.copies(copy.container)
+        value = moved(update.op, operands, copies[copy.number])
+        self.put_copies(copy.container, copies.at[copy.number].set(value))
+
     def _is_here(self) -> bool:
+        """Whether no transformation of jax is inside of the capture."""
         return current_trace() == self._own_trace
 
     def _current(self, variable: VariableHandle) -> jax.Array:
-        """The value, or all copies of it."""
+        """Returns the value, or all copies of it."""
         key = variable.spec.key
         known = self._values.get(key)
         if known is not None:
             return known
         if key in self._optimized:
             raise _refusals.read_after_optimizer(variable, self._optimized[key])
-        value = self._computed(variable)
+        writes = self._writes.get(key, [])
+        if writes and writes[0][0].op is UpdateOp.ASSIGN:
+            value = after_writes(writes[0][0].operands[0], writes[1:])
+        else:
+            value = after_writes(self._before(variable), writes)
         if self._is_here():
             # A value computed under a transformation belongs to that inner trace.
             self._values[key] = value
         return value
 
-    def _computed(self, variable: VariableHandle) -> jax.Array:
-        writes = self._writes.get(variable.spec.key, [])
-        if writes and writes[0][0].op is UpdateOp.ASSIGN:
-            return after_writes(writes[0][0].operands[0], writes[1:])
-        return after_writes(self._before(variable), writes)
-
     def _before(self, variable: VariableHandle) -> jax.Array:
-        """The value as it was before the step."""
+        """Returns the value from before the step."""
         key = variable.spec.key
         self.reads.setdefault(key, variable)
         if key in self._base:

@@ -1,18 +1,18 @@
-"""What a trace is made in, and may be used again in: of jax, a worker, a strategy.
+"""The contexts of a trace: worker, strategy, and jax's caches of inner traces.
 
 The worker sets `worker_context` around every step and dataset function. A step that
-asks is traced again when the answer changes (a second attempt, say), because the answer
-is a Python value of the trace. The strategy in whose scope a step is called, or whose
-replica function calls it, names its programs, asked for or not: `strategy.run` and
-others look at it, too.
+asks for it is traced again when the answer changes (a second attempt, say), because the
+answer is a Python value of the trace. The strategy context of the caller is part of the
+key of every program (`StrategyFingerprint`), because `strategy.run` and others depend
+on it.
 
-`jax.jit`, `lax.scan` and the like remember the jaxpr of a Python function by the
-identity of the function and the types of its arguments. A function that reads a
-variable closes over a traced value that neither of the two shows: met again in another
-trace of the step, or after a write in the same one, the remembered jaxpr would hold the
-old value. A jax user context is part of those caches' keys, so each trace of ours, and
-each write within one, runs under a number of its own (`fresh`). Replicas that run one
-after the other are in the same trace, or in none: they have a context besides.
+`jax.jit`, `lax.scan` and the like cache the jaxpr of a Python function by the identity
+of the function and the types of its arguments. A function that reads a variable closes
+over a traced value, which is not in that key: in another trace of the step, or after an
+update in the same one, the cached jaxpr would have the old value. A jax user context is
+part of those keys, so each trace of ours, and each update in one, runs under a number
+of its own (`fresh`). Replicas that run sequentially share one trace, or have none: they
+have a second user context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _numbers: Final = itertools.count(1)
 
 
 def fresh() -> AbstractContextManager[None]:
-    """While entered, no inner trace from outside of it is used again.
+    """Hides cached inner traces while entered.
 
     Costs a retrace of every inner function, and outside of a trace a compilation of
     every operation: for traces only.
@@ -48,29 +48,29 @@ def fresh() -> AbstractContextManager[None]:
 
 
 def apart(name: Hashable) -> AbstractContextManager[None]:
-    """While entered, only inner traces made under the same name are used again."""
+    """Hides cached inner traces of other names while entered."""
     return cast("AbstractContextManager[None]", _epoch(name))
 
 
 def as_replica(number: int, count: int) -> AbstractContextManager[None]:
-    """While entered, only inner traces made as this one of so many replicas are used
-    again: a function that jax has traced may have asked for the number."""
+    """Hides cached inner traces of other replicas while entered: a function that jax
+    has traced may have asked for the number of its replica."""
     return cast("AbstractContextManager[None]", _replica((number, count)))
 
 
 def current_trace() -> object:
-    """The innermost transformation under way, comparable and otherwise opaque."""
+    """Returns jax's innermost transformation, as an opaque object to compare."""
     state: object = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     return state
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Which worker this is.
+    """The worker that runs a step or dataset function.
 
-    ``worker_index`` is in ``[0, worker_count)``, where ``worker_count`` are those that
-    the cluster had so far when this one joined; ``attempt`` is 1 when the closure runs
-    for the first time, and one more after each worker that was lost with it.
+    ``worker_index`` is in ``[0, worker_count)``; ``worker_count`` is the number of
+    workers when this one joined. ``attempt`` is 1 at the first run of a closure, and
+    grows by one with each worker that was lost while it ran the closure.
     """
 
     worker_index: int
@@ -81,22 +81,22 @@ class WorkerContext:
 worker_context: Final[ContextVar[WorkerContext | None]] = ContextVar(
     "zstrat_worker_context", default=None
 )
-"""Set by the worker; law of the file: whoever sets it resets it."""
+"""Set by the worker. Law of the file: code that sets a context variable resets it."""
 
 building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
-"""Whether a worker builds a dataset here: a step function is its plain body then, as it
-returns datasets, and is not traced. Whoever sets it resets it."""
+"""Whether a worker builds a dataset here. A call of a step function then runs its plain
+body, which may return datasets."""
 
 input_pipeline: Final[ContextVar[tuple[int, int] | None]] = ContextVar(
     "zstrat_input_pipeline", default=None
 )
-"""Which input pipeline, and of how many, a worker builds a dataset for; None: that of
-its context. Whoever sets it resets it."""
+"""Index and number of the input pipelines for which a worker builds a dataset; None:
+those of its context."""
 
 asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
     "zstrat_worker_context_asked", default=None
 )
-"""Told whenever a trace asks, so that its plan is not used under another context."""
+"""Called when a trace asks for the context, so that no other context uses its plan."""
 
 strategy_fingerprint: Final[ContextVar[StrategyFingerprint | None]] = ContextVar(
     "zstrat_strategy_fingerprint", default=None
@@ -132,13 +132,13 @@ def current_fingerprint() -> StrategyFingerprint | None:
 
 
 tracing_again: Final = ContextVar("zstrat tracing again", default=False)
-"""Whether a body is traced that was traced before, for the same program: what it prints
-was printed already."""
+"""Whether a body is traced a second time for the same program: its prints have appeared
+already."""
 
 
 @contextmanager
 def printed_before() -> Iterator[None]:
-    """While entered, a body is traced again."""
+    """Marks the code inside as a second trace of a body."""
     before = tracing_again.set(True)
     try:
         yield
@@ -147,11 +147,11 @@ def printed_before() -> Iterator[None]:
 
 
 ABSTRACT: Final = WorkerContext(worker_index=0, worker_count=1)
-"""What a step sees while the coordinator traces it only for its shapes."""
+"""The context while a coordinator traces a step only for its shapes."""
 
 
 def get_worker_context() -> WorkerContext:
-    """The worker that runs this step or dataset function.
+    """Returns the worker that runs this step or dataset function.
 
     While the coordinator traces a step to learn the shapes of its results, this is
     worker 0 of 1: a shape must not depend on it.
@@ -163,7 +163,7 @@ def get_worker_context() -> WorkerContext:
 
 
 def get_current_worker_index() -> int:
-    """The index of the worker that runs this step or dataset function, from 0.
+    """Returns the index of the worker that runs this step or dataset function, from 0.
 
     The same as ``get_worker_context().worker_index``; TF's name.
 
@@ -181,7 +181,7 @@ def _asked(name: str) -> WorkerContext:
         return ABSTRACT if context is None else context
     if context is None:
         raise RuntimeError(
-            f"{name}() has an answer only on a worker: call it in the body of a "
-            "zs.function or of a dataset function that a coordinator runs"
+            f"{name}() is called outside of a worker: call it in the body of a "
+            "zs.function or dataset function that a coordinator schedules"
         )
     return context

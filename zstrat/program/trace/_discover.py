@@ -1,10 +1,9 @@
-"""Finds the plan of a step by tracing its body under abstract values.
+"""Discovers the plan of a step: traces its body with placeholders.
 
-The values that the body meets are made up, so that one trace finds out what it reads,
-looks up, draws and updates. Then they become inputs of what was traced (`_made_up`); a
-body of which that cannot be is traced once more, with values, rows and slots as inputs.
-What depends on what tells which rows can be asked for with the first request and which
-only after an answer.
+One trace finds out what the body reads, looks up, draws and updates. The placeholders
+then become inputs of the traced program (`_feeds`); if they cannot, the body is traced
+once more, with values, rows and slots as inputs. The data flow of the program tells
+which rows can be asked for with the first request, and which only after an answer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from zstrat.program.stages._stages import channels_of
 from zstrat.variables import DeviceStorage
 
 from . import _refusals
-from ._body import TracedBody, made_by
+from ._body import TracedBody, outputs_of
 from ._capture import Capture
-from ._feeds import Discovery
+from ._feeds import Discovery, body_program
 from ._flow import Flow
 from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
-from ._made_up import body_program
 from ._plan import Plan, PlannedUpdate, Template
 from ._updates import is_here
 
@@ -38,20 +36,20 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, VariableHandle
 
     from ._capture import Recorded
+    from ._feeds import Placeholder
     from ._iterator import Element, StepIterator
-    from ._made_up import MadeUp
     from ._signature import CutCall
     from ._structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The body of a step with lookups, as a program: from the leaves of arguments and
-    of elements, the values of ``reads`` and the rows of each lookup, to ``results``
-    arrays of the result, the operands of each update, and the ids of each lookup.
+    """The body of a step with lookups, as a program.
 
-    Of its ``reads`` the plan leaves out those that nothing depends on; ``kept`` are the
-    others, by number. ``inputs`` is how many leaves come before the values.
+    Its inputs are the leaves of arguments and elements (``inputs`` many), the values of
+    ``reads``, and the rows of each lookup. Its outputs are the arrays of the result,
+    the operands of each update, and the ids of each lookup. ``kept`` are the numbers of
+    the reads that an output depends on; the plan has only these.
     """
 
     closed: Any
@@ -62,17 +60,16 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The body of a step of variables that live here, or of several processes, as a
-    function to be traced.
+    """The body of a step on variables of this process, or of several processes, as a
+    function to trace.
 
-    ``held`` are the variables, and ``fingerprint`` is that of `PlannedVariables` from
-    before
-    anything was asked about how they lie: if it is still that one, all answers are.
+    ``held`` are the variables. ``fingerprint`` is theirs from before the trace asked
+    how they are stored: while it is the same, the answers are valid.
 
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
     the values of the plan's reads, and the slots of each optimizer. It returns arrays
-    of the result, values of what it moves, slots, and the operands of each update.
-    ``inputs`` and ``leaves`` are some, for their types.
+    of the result, values of the variables that it updates, slots, and the operands of
+    each update. ``inputs`` and ``leaves`` are examples, for their types.
     """
 
     body: Callable[..., Any]
@@ -83,10 +80,10 @@ class Staged:
     values_like: list[Any]
     slots_like: list[Any]
     mesh: Mesh | None
-    """Of the devices of all processes, if XLA brings them together."""
+    """The devices of all processes, if XLA does their collectives."""
 
     def traced(self) -> Any:
-        """The body as a program."""
+        """Traces the body as a program."""
         return jax.make_jaxpr(self.body)(
             self.inputs, self.leaves, self.values_like, self.slots_like
         )
@@ -95,8 +92,8 @@ class Staged:
 def retraced(
     plan: Plan, body: TracedBody, call: CutCall, elements: Sequence[Element]
 ) -> Any:
-    """The body as a program: from inputs, leaves of elements, values of the plan's
-    reads and rows of its lookups to results, operands of updates, and ids."""
+    """Traces the body as a program: from inputs, leaves of elements, values of reads
+    and rows of lookups to results, operands of updates, and ids."""
     keys = [spec.key for spec in plan.reads]
 
     def replayed(inputs: Any, leaves: Any, values: Any, rows: Any) -> Any:
@@ -114,7 +111,7 @@ def retraced(
 
 
 def leveled(plan: Plan, closed: Any) -> tuple[Plan, Traced]:
-    """The plan of a body with lookups, with their levels, and the body."""
+    """Adds the levels of lookups to a plan, and drops reads that are not used."""
     reads, rows = len(plan.reads), len(plan.lookups)
     inputs = len(closed.in_avals) - reads - rows
     kept, levels = _levels(closed, inputs, reads, rows)
@@ -137,7 +134,7 @@ def staged(
     found: Capture,
     mesh: Mesh | None,
 ) -> Staged:
-    """A body that is cut into stages."""
+    """Makes the body of a step on variables of this process, or of several ones."""
     if plan.lookups:
         raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
     keys = [spec.key for spec in plan.reads]
@@ -172,17 +169,17 @@ def staged(
 def _levels(
     closed: Any, inputs: int, reads: int, lookups: int
 ) -> tuple[tuple[int, ...], list[int]]:
-    """The reads that anything depends on, and the level of each lookup."""
+    """Returns the numbers of the reads in use, and the level of each lookup."""
     flow = Flow(closed)
     outputs = len(closed.jaxpr.outvars)
-    # Prints and callbacks may look at anything: then all reads count (-1 has all bits).
+    # Prints and callbacks may use anything: then all reads count (-1 has all bits).
     used = -1 if closed.effects else flow.inputs_of(range(outputs))
     kept = tuple([n for n in range(reads) if used >> (inputs + n) & 1])
     levels: list[int] = []
     for number in range(lookups):
         needs = flow.inputs_of([outputs - lookups + number]) >> inputs
         behind = [levels[n] for n in range(number) if needs >> (reads + n) & 1]
-        # Values come with the first answer; what depends on one is asked for next.
+        # Values arrive with the first answer; ids that need one are asked for next.
         if needs & ((1 << reads) - 1):
             behind.append(0)
         levels.append(1 + max(behind, default=-1))
@@ -190,7 +187,7 @@ def _levels(
 
 
 def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
-    """What a step is given of the variable: its value, or a copy for each replica."""
+    """Returns shape and dtype of the value, or of the copies, that a step gets."""
     shape, storage = variable.shape, variable.storage
     if isinstance(storage, DeviceStorage) and storage.is_apart:
         shape = (storage.pool.copies, *shape)
@@ -206,8 +203,10 @@ def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_taken(leaf: Any) -> Any:
-    """A leaf as jax takes it: some warn if one that only describes an array has 64 bits
-    (a real array of numpy may)."""
+    """Casts the description of an array to a dtype that jax accepts without a warning.
+
+    (A real array of numpy may have 64 bits.)
+    """
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     as_it_is = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
@@ -220,11 +219,10 @@ def discover(
     call: CutCall,
     supply: Callable[[int, StepIterator], Element],
 ) -> tuple[Plan, TracedBody | Traced | Staged]:
-    """Traces the body: once, unless it makes values up inside of what jax traces by
-    itself (`_made_up`).
+    """Traces the body and makes its plan; once, or twice if `_feeds` says so.
 
-    ``supply`` gives the elements that the body draws: real ones, or ones that consist
-    of ``ShapeDtypeStruct``.
+    ``supply`` draws the elements for the body, real ones or pytrees of
+    ``ShapeDtypeStruct``.
 
     Raises:
         TypeError, RuntimeError: The body cannot be captured; see `_refusals`.
@@ -237,7 +235,7 @@ def discover(
         return elements[-1]
 
     gaps = _gaps(call)
-    found: list[tuple[Capture, Structure, list[MadeUp]]] = []
+    found: list[tuple[Capture, Structure, list[Placeholder]]] = []
     template = Template(
         fn, call.treedef, tuple(call.leaves), gaps, tuple(call.iterators), ()
     )
@@ -246,17 +244,17 @@ def discover(
         feed = Discovery(seed, supplied)
         capture = Capture(feed, call.iterators)
         structure, arrays = template.run(capture, inputs)
-        found.append((capture, structure, feed.made_up))
-        return made_by(capture, arrays), [each.value for each in feed.made_up]
+        found.append((capture, structure, feed.placeholders))
+        return outputs_of(capture, arrays), [each.value for each in feed.placeholders]
 
     with _refusals.in_our_words(step):
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(
             np.zeros((), np.float32), call.inputs
         )
-    capture, structure, made_up = found[-1]
+    capture, structure, placeholders = found[-1]
     results, operands = made.results, made.operands
     template = replace(template, iterators=tuple(capture.iterators))
-    _refuse_leaks(step, closed, len(results), capture.updates, made_up)
+    _refuse_leaks(step, closed, len(results), capture.updates, placeholders)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
     tree = jax.tree.structure(made)
     body = TracedBody(
@@ -264,7 +262,7 @@ def discover(
         template.empty([element.treedef for element in elements]),
         list(capture.moves.values),
         list(capture.moves.slots),
-        body_program(closed, made_up, tree),
+        body_program(closed, placeholders, tree),
     )
     wide = wide_leaves(call, gaps, elements)
     channels = channels_of(closed)
@@ -331,12 +329,12 @@ def _plan(
 
 
 def _emptied(call: GradientCall) -> GradientCall:
-    """The call without arrays, which belong to the trace."""
+    """Drops the arrays of a call, which belong to the trace."""
     return call.with_arrays([None] * len(call.arrays))
 
 
 def _gaps(call: CutCall) -> tuple[int, ...]:
-    """Where among the leaves the inputs stand: both are in the same order."""
+    """Returns the numbers of the leaves that are inputs; both have the same order."""
     gaps: list[int] = []
     for number, leaf in enumerate(call.leaves):
         # By identity: equal numbers may be an input in one place and static in another.
@@ -350,11 +348,15 @@ def _refuse_leaks(
     closed: Any,
     results: int,
     updates: Sequence[Recorded],
-    made_up: Sequence[MadeUp],
+    placeholders: Sequence[Placeholder],
 ) -> None:
-    """A traced value of somebody else's is a constant to the trace that meets it; but
-    for what was made up for a trace inside, and is looked at here alone."""
-    ours = {id(each.value) for each in made_up}
+    """Refuses traced values that come from another trace: they are constants in this
+    one. (Placeholders of a trace inside are not.)
+
+    Raises:
+        RuntimeError: The body uses such a value.
+    """
+    ours = {id(each.value) for each in placeholders}
     foreign = {
         id(var)
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)

@@ -1,6 +1,6 @@
-"""The recorder of eager steps: a read or update is done when Python comes to it.
+"""`Immediate`: the recorder of eager steps, which reads and updates at once.
 
-On a worker the storage of the variables may keep an update back until the step reads.
+On a worker the storage of the variables may delay an update until the next read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zstrat.data import native
 from zstrat.variables import (
     Gathering,
     Table,
+    TraceRecorder,
     apply_now,
     is_staging,
     read_parts,
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
 
-class Immediate:
+class Immediate(TraceRecorder):
     """Reads and updates through ``storage``, or each variable's own if that is None.
 
-    Values and elements are jax arrays, as in a captured step, but with values. Under
-    jax.jit and the like a read becomes a callback: jax keeps what it traced, and a
-    value from now would be wrong after the next update.
+    Values and elements are real jax arrays. Under jax.jit and the like a read becomes a
+    callback: jax keeps the traced program, where a value of now would be wrong after
+    the next update.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Immediate:
         draw: Callable[[StepIterator], Any] = StepIterator.draw,
     ) -> None:
         self._storage, self._draw = storage, draw
-        self.has_values = True
+        self.live = self.has_values = True
         # A worker has no place for new variables.
         self.may_create = storage is None
         self._outermost = current_trace()
@@ -65,7 +66,7 @@ class Immediate:
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
-        """Runs what is inside as the body."""
+        """Runs the code inside as the body."""
         self._outermost = current_trace()
         before = recorder.set(self)
         try:
@@ -90,11 +91,11 @@ class Immediate:
             self._storage_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """All copies of a variable of which each replica has its own."""
+        """Reads the copies of all replicas."""
         return jnp.asarray(device_storage(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """The copy of one replica."""
+        """Reads the copy of one replica."""
         return jnp.asarray(device_storage(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
@@ -119,7 +120,7 @@ class Immediate:
         updates = row_updates(table, op, (indices, rows), optimizer)
         if self._storage is None:
             update_all(updates)
-        else:  # no rows at all: another run of the step may have some in this place
+        else:  # also without rows: another run of the step may have some here
             first, nothing = table.components[0], (indices[:0], rows[:0])
             self._storage.update_many(updates or [(first, op, nothing, optimizer)])
 
@@ -150,16 +151,16 @@ class Immediate:
     def _require_outside(
         self, target: object, what: str, operands: Sequence[Any]
     ) -> None:
-        """Refuses an update in what jax transforms.
+        """Refuses an update inside of a transformation of jax.
 
         Raises:
-            RuntimeError: jax transforms what runs now, or an operand is of its trace.
+            RuntimeError: It is inside, or an operand is traced.
         """
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(target, what)
 
     def _is_inside(self) -> bool:
-        """Whether jax transforms what runs now, so that it may never run again."""
+        """Whether the code runs inside of a transformation of jax."""
         return current_trace() != self._outermost
 
     def _storage_of(self, variable: VariableHandle) -> Storage:
@@ -167,7 +168,7 @@ class Immediate:
 
 
 def own_copy_later(variable: VariableHandle, number: int) -> jax.Array:
-    """A replica's own copy, in what jax transforms: it is read whenever that runs."""
+    """Reads a replica's own copy whenever the traced code runs."""
     storage = device_storage(variable)
     return _later(variable, lambda: storage.copy(variable, number))
 
@@ -179,8 +180,8 @@ def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Arra
 
 
 def _copied(leaf: Any) -> jax.Array:
-    """What was drawn, as an array of jax: a copy, as on a CPU asarray would share the
-    memory, which is the user's."""
+    """Copies a leaf to an array of jax: on a CPU `jnp.asarray` may share the user's
+    memory."""
     return jnp.array(native(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 
@@ -189,11 +190,11 @@ def rows_now(
     ids: jax.Array,
     read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]],
 ) -> jax.Array:
-    """The rows of a table, ``ids.shape + row``. ``read`` gives those of components.
+    """Reads rows of a table, ``ids.shape + row``; ``read`` reads those of components.
 
     Raises:
-        RuntimeError: There are no ids yet: jax transforms what runs now.
-        IndexError: There is no such row.
+        RuntimeError: The ids are traced, and have no values yet.
+        IndexError: An id is outside of the table.
     """
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)

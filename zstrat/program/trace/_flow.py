@@ -1,10 +1,11 @@
-"""What depends on what in a traced program, and the part of it that some results need.
+"""Data flow in a traced program: which inputs a result depends on, and how to compute
+it.
 
 A program is jax's jaxpr: equations in order, each with the variables that it reads and
-makes. Going through them once tells for each variable which inputs it depends on. A
-function that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr
-inside, which is gone through too; loops, branches and whatever else is not known here
-count as one thing: each result depends on all that goes in.
+writes. One pass over them finds the inputs that each variable depends on. A function
+that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr inside,
+which the pass enters. Loops, branches and unknown equations are opaque: each of their
+results depends on all their operands.
 
 Law of the file: a set of inputs is the bits of one integer.
 """
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def marked(indices: jax.Array) -> jax.Array:
-    """Indices of rows that the program uses itself: it does not hand them out."""
+    """Marks indices of rows that the program uses itself, and does not return."""
     named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
     return named
 
@@ -40,7 +41,7 @@ _CALLS: Final = frozenset(
         "custom_vjp_call", "checkpoint", "remat2", "shard_map",
     }
 )  # fmt: skip
-"""Equations that run the jaxpr inside of them once, on what they are given."""
+"""Equations that run the jaxpr inside of them once, on their operands."""
 
 
 class Flow:
@@ -56,24 +57,26 @@ class Flow:
 
     @property
     def outputs(self) -> int:
-        """How many outputs the program has."""
+        """Number of outputs of the program."""
         return len(self._jaxpr.outvars)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
-        """The inputs that any of these outputs (by number) depends on, as bits."""
+        """Returns the inputs that any of these outputs depends on, as bits."""
         found = 0
         for number in outputs:
             found |= _mask(self._masks, self._jaxpr.outvars[number])
         return found
 
     def origin(self, output: int) -> tuple[Any, ...]:
-        """The variables that the elements of an output of integers are those of, one
-        after the other: behind reshapes and concatenations, which move none. Outputs of
-        equal origins have equal elements in equal order."""
+        """Returns the variables whose elements an output of integers consists of.
+
+        Looks through reshapes and concatenations, which keep the order of elements.
+        Outputs of equal origins have equal elements in equal order.
+        """
         return tuple(self._origins(self._jaxpr.outvars[output]))
 
     def input_at_origin(self, output: int) -> int | None:
-        """The number of the one input that the output is a reshape of, if any."""
+        """Returns the number of the input that the output is a reshape of, if any."""
         origin = self.origin(output)
         if len(origin) != 1:
             return None
@@ -81,20 +84,21 @@ class Flow:
         return numbers[0] if numbers else None
 
     def inputs_of_marked(self, name: str) -> int:
-        """The inputs that anything depends on to which jax's ``checkpoint_name`` gave
-        this name, as bits."""
+        """Returns the inputs, as bits, that values marked with this name by jax's
+        ``checkpoint_name`` depend on."""
         return _marked(self._jaxpr, name)
 
     def kind_of(self, output: int) -> Any:
-        """Shape and dtype of an output."""
+        """Returns shape and dtype of an output."""
         return self._jaxpr.outvars[output].aval
 
     def part(
         self, outputs: Sequence[int], *, with_effects: bool = False
     ) -> tuple[Callable[..., list[jax.Array]], list[int]]:
-        """The part that computes these outputs: a function of some inputs, and which.
+        """Extracts the part that computes these outputs: a function, and the numbers of
+        its inputs.
 
-        ``with_effects``: what has a side effect is in it, too.
+        ``with_effects``: include equations with side effects.
         """
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
@@ -127,9 +131,8 @@ class Flow:
 
         if len(inputs) == len(invars):
             return part, inputs
-        # What none of it depends on goes into an inner jit for other results. These
-        # must not be computed, as a loop over made up values may have no end; XLA
-        # leaves them out.
+        # The other inputs go into an inner jit, for other results. These must not be
+        # computed, as a loop over placeholders may never end; XLA removes them.
         return jax.jit(part), inputs
 
     def _origins(self, var: Any) -> Iterator[Any]:
@@ -146,7 +149,7 @@ class Flow:
 
 
 def _moves_nothing(eqn: Any) -> bool:
-    """Whether it gives the elements of its operand, of equal value, in their order."""
+    """Whether an equation returns the elements of its operand, in their order."""
     match eqn.primitive.name:
         case "reshape":
             # With dimensions it transposes first: ravel(order="F") does that.
@@ -156,13 +159,11 @@ def _moves_nothing(eqn: Any) -> bool:
         case "convert_element_type":
             before = eqn.invars[0].aval.dtype
             after = eqn.outvars[0].aval.dtype
-            # Into a wider one: a narrower one may wrap.
-            return _is_integer(before) and np.can_cast(before, after, "safe")
+            # Into a wider dtype; values may wrap in a smaller one. Random keys have
+            # dtypes that are not numpy's.
+            is_integer = isinstance(before, np.dtype) and before.kind in "iu"
+            return is_integer and np.can_cast(before, after, "safe")
     return False
-
-
-def _is_integer(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
 
 
 def _mask(masks: dict[Any, int], var: Any) -> int:
@@ -170,7 +171,7 @@ def _mask(masks: dict[Any, int], var: Any) -> int:
 
 
 def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
-    """The inputs that each variable depends on, as bits."""
+    """Finds the inputs that each variable depends on, as bits."""
     masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]
@@ -202,7 +203,7 @@ def _marked(jaxpr: Any, name: str) -> int:
 
 
 def _through(mask: int, given: Sequence[int]) -> int:
-    """What the inputs of an inner jaxpr stand for outside."""
+    """Converts bits of inputs of an inner jaxpr to bits of outer inputs."""
     found = 0
     for number, outside in enumerate(given):
         if mask >> number & 1:
@@ -211,7 +212,7 @@ def _through(mask: int, given: Sequence[int]) -> int:
 
 
 def inside(eqn: JaxprEqn) -> Any:
-    """The jaxpr that the equation runs, if it is one that runs one."""
+    """Returns the jaxpr that an equation runs once; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
     found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))

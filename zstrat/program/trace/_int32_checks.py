@@ -1,15 +1,15 @@
-"""Numbers of 64 bits in a program of 32: what has to fit is refused, all else is said.
+"""Checks of 64-bit inputs of steps while jax computes with 32 bits.
 
-jax without ``jax_enable_x64`` cuts in silence whatever a step is given, arguments and
-elements: of integers it takes the lower half, floats are rounded. A row of the number
-that is left may be there. So whatever ids of lookups and indices of updates depend on
-is looked at before a step runs, and what does not fit is refused. Ids that are taken as
-they are (`zstrat.program.lookup._rows_program`) keep their 64 bits and are compared
-with the table. Of anything else that is cut, it is said once.
+jax without ``jax_enable_x64`` silently downcasts arguments and elements: it keeps the
+lower half of integers, and rounds floats. The remaining number may be the id of another
+row. So inputs that ids of lookups or indices of updates are computed from are checked
+before a step runs, and refused if they do not fit. Ids that are inputs themselves
+(`zstrat.program.lookup._rows_program`) keep their 64 bits, and are compared with the
+table. Any other downcast that changes a number is warned about once.
 
-Law of the file: nothing else is refused; a batch may have hashes of 64 bits that no row
-is found by. Integers are looked at in every step until one was cut, because numbers
-grow; floats in the first step of a program alone, because those of a kind are alike.
+Law of the file: it refuses nothing else; a batch may have hashes of 64 bits that are
+not ids. It checks integers in every step until one was downcast, because numbers grow;
+floats only in the first step of a program, because floats of one place are alike.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ if TYPE_CHECKING:
 def wide_leaves(
     call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
 ) -> dict[int, str]:
-    """The leaves of inputs and elements, by number, that jax would take for integers of
-    fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""
+    """Finds the leaves of inputs and elements that are integers jax would downcast.
+
+    Returns their places, for messages, by number. ``gaps`` are the numbers of the
+    leaves that are inputs.
+    """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
     found = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not found:
@@ -67,8 +70,10 @@ def wide_leaves(
 
 
 def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
-    """Those of these leaves of which ids or indices of rows are computed in a program,
-    whose last outputs are operands of the plan's updates and ids of its lookups."""
+    """Selects the leaves that a program computes ids or indices of rows from.
+
+    Its last outputs are operands of the plan's updates, and ids of its lookups.
+    """
     if not wide:
         return {}
     flow = Flow(closed)
@@ -91,13 +96,12 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
 
 
 def taken_as_ids(plan: Plan, closed: Any) -> frozenset[int]:
-    """The leaves of inputs and elements that are ids of lookups as they are, and so
-    keep their 64 bits, of the same program."""
+    """Returns the leaves that are ids of lookups themselves, and keep their 64 bits."""
     return _taken(plan, Flow(closed))
 
 
 def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
-    # They are looked at on the host.
+    # The host checks these.
     ids = range(flow.outputs - len(plan.lookups), flow.outputs)
     sources = [flow.input_at_origin(number) for number in ids]
     return frozenset(source for source in sources if source is not None)
@@ -106,28 +110,28 @@ def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
 def require_fitting(
     step: str, leaves: Sequence[Any], downcast_leaves: Mapping[int, str]
 ) -> None:
-    """Refuses leaves, by number, that do not fit 32 bits. Cost: a pass over each.
+    """Refuses leaves that do not fit 32 bits. Cost: a pass over each.
 
     Raises:
-        ValueError: Names the place and the value.
+        ValueError: One does not fit; names the place and the value.
     """
     for number, place in downcast_leaves.items():
         leaf = np.asarray(leaves[number])
         if fits(leaf):
             continue
         raise ValueError(
-            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and ids "
-            f"of rows are computed from it, where jax would take {leaf.dtype} for 32 "
-            "bits and "
-            "use another row: make it fit before (hash it in the dataset), give ids of "
-            "lookups on parameter servers as they are, or switch on jax_enable_x64 in "
-            "this program and on the workers (JAX_ENABLE_X64=1)"
+            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and the "
+            f"step computes ids of rows from it. jax would downcast {leaf.dtype} to "
+            "32 bits and use another row: make it fit before (hash it in the dataset), "
+            "pass ids of lookups on parameter servers without computing with them, or "
+            "switch on jax_enable_x64 in this program and on the workers "
+            "(JAX_ENABLE_X64=1)"
         )
 
 
 def fits(leaf: Any) -> bool:
-    """Whether jax takes integers of numpy for what they are; all else fits. Cost: a
-    pass over those that jax takes for ones of fewer bits."""
+    """Whether a downcast by jax keeps all integers of an array. Other leaves fit. Cost:
+    a pass over integers of 64 bits."""
     if not is_integer_downcast(leaf) or not leaf.size:
         return True
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -135,7 +139,7 @@ def fits(leaf: Any) -> bool:
 
 
 def uncut(leaf: Any) -> jax.Array:
-    """The array of jax, of one that is known while a program is traced.
+    """Converts an array that is known while a program is traced to one of jax.
 
     Raises:
         ValueError: It does not fit 32 bits.
@@ -143,8 +147,8 @@ def uncut(leaf: Any) -> jax.Array:
     if fits(leaf):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}, and jax "
-        f"would take {leaf.dtype} for 32 bits and compute with another number: make it "
+        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}. jax would "
+        f"downcast {leaf.dtype} to 32 bits and compute with another number: make it "
         "fit before (hash it in the dataset), or switch on jax_enable_x64"
     )
 
@@ -155,18 +159,16 @@ def _wrong(leaf: np.ndarray) -> int:
 
 
 def is_integer_downcast(leaf: Any) -> bool:
-    """Whether it has integers of numpy that jax takes for ones of fewer bits."""
+    """Whether this is an array of integers that jax would downcast."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
 
 
 class Watch:
-    """The leaves of one program that jax cuts, by number, as long as nothing was said
-    of them.
+    """Checks the leaves of one program that jax downcasts, until it has warned of them.
 
-    ``said`` has what was said by any program of the function: the place and the dtype,
-    as a float that was rounded there says nothing of an integer that does not fit.
+    ``said`` has the warnings of all programs of the function, by place and dtype.
     """
 
     __slots__ = ("_limits", "_once", "_places", "_said", "_step")
@@ -185,12 +187,11 @@ class Watch:
         self._once = [number for number in dtypes if number not in self._limits]
 
     def look(self, leaves: Sequence[Any]) -> None:
-        """Looks at the leaves of one step, or at the first of them: those of its
-        arguments, which come before those of elements. Cost: a pass over each integer
-        one.
+        """Checks the leaves of one step, or only those of its arguments, which come
+        first. Cost: a pass over each leaf of integers.
 
         Warns:
-            DowncastWarning: One of them loses bits; names its place.
+            DowncastWarning: One of them changes; names its place.
         """
         count = len(leaves)
         once = [number for number in self._once if number < count]
@@ -236,10 +237,10 @@ def watch(
 def tell_of_arguments(
     step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: set[str]
 ) -> None:
-    """Warns of what the arguments of an eager step lose, as `tell` does of a program's.
+    """Warns of arguments of an eager step that a downcast changes.
 
     Warns:
-        DowncastWarning: One of them loses bits; names its place.
+        DowncastWarning: One of them changes; names its place.
     """
     for place, leaf in places_of(args, kwargs):
         key = _key(place, leaf)
@@ -254,7 +255,7 @@ def _key(place: str, leaf: Any) -> str:
 
 
 def tell(place: str, leaf: Any, lost: str) -> None:
-    """Says that a leaf loses bits.
+    """Warns that a downcast changes a leaf.
 
     Warns:
         DowncastWarning: Always.
@@ -265,7 +266,7 @@ def tell(place: str, leaf: Any, lost: str) -> None:
 
 
 def words(place: str, leaf: Any, lost: str) -> str:
-    """What is said of a leaf that loses bits."""
+    """Describes a leaf that a downcast changes, and the remedy."""
     kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
     cure = "make it fit where it is made (hash it in the dataset, say)"
     if leaf.dtype.kind not in "iu":
@@ -278,7 +279,7 @@ def words(place: str, leaf: Any, lost: str) -> str:
 
 
 def _in_words(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
-    """The places of inputs and leaves of elements, in words."""
+    """Returns the places of inputs and leaves of elements, for messages."""
     args, kwargs = call.treedef.unflatten(call.leaves)
     named = iter(places_of(args, kwargs))
     # Inputs are some of the leaves, in the same order.

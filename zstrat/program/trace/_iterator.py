@@ -1,11 +1,11 @@
-"""What ``next(iterator)`` meets in a step function.
+"""`StepIterator`: iterators of datasets as arguments of step functions.
 
-While a step is traced, a draw is recorded and its element is abstract; in an eager step
-and outside of steps it is the element itself. Elements are pytrees of numpy arrays.
+While a step is traced, a draw is recorded and its element is abstract; in eager steps
+and outside of steps it is the real element. Elements are pytrees of numpy arrays.
 
-Law of the file: elements that were drawn and given back come again first, in the order
-of the first drawing, and nobody has written to them meanwhile. One thread uses a
-`StepIterator` at a time.
+Law of the file: elements that were drawn and given back are drawn again first, in their
+order, and nothing has written to them meanwhile. One thread uses a `StepIterator` at a
+time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import (
     Any,
     Final,
     Generic,
-    Protocol,
     Self,
     TypeVar,
     final,
-    runtime_checkable,
 )
 
 import jax
@@ -41,27 +39,27 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """Real or abstract elements for one call: drawn, used, given back."""
+    """The elements, real or abstract, that one call draws, uses and gives back."""
 
     def __init__(self, iterators: Sequence[StepIterator]) -> None:
         self.iterators = iterators
-        """Those among the arguments, then those that the body captured."""
+        """The iterators among the arguments, then captured ones."""
         self._drawn: list[tuple[int, Any, Element]] = []
         self._used = 0
         self.is_spent = False
-        """Whether what was made of them is kept: then nothing is given back."""
+        """Whether results of the elements are stored, so that none is given back."""
 
     @property
     def elements(self) -> list[Element]:
-        """What was drawn, in order."""
+        """The drawn elements, in order."""
         return [element for _, _, element in self._drawn]
 
     def draw(self, ordinal: int) -> Element:
-        """One more element of the ``ordinal``-th iterator.
+        """Draws from iterator number ``ordinal``.
 
         Raises:
-            OutOfRangeError: There is none; then all others were given back.
-            TypeError: It is no pytree of arrays; then all were given back.
+            OutOfRangeError: It has no more; all other elements were given back.
+            TypeError: The element is not a pytree of arrays; all were given back.
         """
         iterator = self.iterators[ordinal]
         if iterator.is_abstract:
@@ -69,7 +67,7 @@ class Draws:
         else:
             try:
                 raw = iterator.draw()
-            except BaseException:  # to the caller; the others are drawn again
+            except BaseException:  # to the caller; the next call draws the others
                 self.unread()
                 raise
         try:
@@ -83,19 +81,22 @@ class Draws:
         return element
 
     def require_real(self) -> None:
-        """Refuses elements that are only described.
+        """Refuses iterators without elements.
 
         Raises:
-            RuntimeError: They are on a worker.
+            RuntimeError: The elements are on a worker.
         """
         for iterator in self.iterators:
             if iterator._source is None:
                 iterator.draw()
 
     def match(self, ordinals: Sequence[int]) -> list[Element]:
-        """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
+        """Draws from exactly these iterators; keeps draws that match.
+
+        Raises as `draw`.
+        """
         if not ordinals and not self._drawn:
-            return []  # as most steps, whose batch is an argument
+            return []  # as in most steps, whose batch is an argument
         kept = 0
         for (drawn, _, _), wanted in zip(self._drawn, ordinals, strict=False):
             if drawn != wanted:
@@ -107,7 +108,7 @@ class Draws:
         return self.elements
 
     def supply(self, ordinal: int, iterator: StepIterator) -> Element:
-        """Gives a trace the elements that were drawn already, then new ones."""
+        """Returns elements to a trace: those that were drawn already, then new ones."""
         if ordinal == len(self.iterators):  # the body captured it
             self.iterators = [*self.iterators, iterator]
         if self._used < len(self._drawn):
@@ -115,21 +116,21 @@ class Draws:
             if known == ordinal:
                 self._used += 1
                 return element
-            # The body draws in another order for these shapes: begin anew.
+            # The body draws in another order for these shapes.
             self._give_back(self._used)
         self._used += 1
         return self.draw(ordinal)
 
     def begin_again(self) -> None:
-        """The body is traced once more: it is given the same elements."""
+        """Starts again with the same elements, for another trace of the body."""
         self._used = 0
 
     def keep_used(self) -> None:
-        """Gives back what the trace did not use."""
+        """Gives back the elements that the trace has not used."""
         self._give_back(self._used)
 
     def unread(self) -> None:
-        """Gives everything back that is not spent."""
+        """Gives all elements back, unless they are spent."""
         if not self.is_spent:
             self._give_back(0)
 
@@ -146,37 +147,22 @@ _FIXED: Final = (jax.Array, np.generic, int, float, complex, str, bytes)
 """Leaves that cannot be written to."""
 
 
-@runtime_checkable
-class Drawing(Protocol):
-    """A recorder that knows draws, besides reads and updates."""
-
-    def draw(self, iterator: StepIterator) -> Any:
-        """The element as the trace sees it."""
-        ...
-
-    def require_known_end(self, name: str) -> None:
-        """Called before Python goes by whether there are more elements.
-
-        Raises:
-            LoopsOverData: The step is being traced, which cannot tell.
-        """
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Optional(Generic[T]):
-    """An element, or none where the data have ended."""
+    """An element, or nothing at the end of the data."""
 
     elements: tuple[T, ...]
     require_known: Callable[[], None] | None = field(
         default=None, repr=False, compare=False
     )
-    """Called before it is told whether there was an element."""
+    """Called before `has_value` answers."""
 
     def has_value(self) -> bool:
-        """Whether there was an element. A branch on it goes by the data, which a trace
-        cannot: a step that is called here then runs in Python; see `zs.function`.
+        """Whether there was an element.
+
+        A trace cannot branch on it: a step that is called in this process then runs in
+        Python; see `zs.function`.
 
         Raises:
             LoopsOverData: In a step that is traced on a worker.
@@ -186,33 +172,34 @@ class Optional(Generic[T]):
         return bool(self.elements)
 
     def get_value(self) -> T:
-        """The element.
+        """Returns the element.
 
         Raises:
             ValueError: There was none; ask `has_value` first.
         """
         if not self.elements:
             raise ValueError(
-                "Optional has no value: the data have ended; ask has_value() first"
+                "this Optional has no value, because the data have ended: ask "
+                "has_value() first"
             )
         return self.elements[0]
 
 
 class StepIterator:
-    """The iterator of a dataset, as a step function takes it.
+    """The iterator of a dataset, as an argument of a step function.
 
     Args:
-        source: The elements; None while a step is traced for its shapes alone.
+        source: The elements; None while a step is traced only for its shapes.
         element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes
             an element; needed if there is no source.
-        name: Stands in the errors.
-        steady: The source never writes to an element that it gave, so none need be
-            copied; see `zstrat.data.is_steady`, which is asked where it is not said.
+        name: Of the dataset, in errors.
+        steady: The source never writes to an element after it has returned it, so that
+            elements need not be copied. Default: `zstrat.data.is_steady` decides.
     """
 
     is_resource: bool = False
-    """Whether it was built on a worker under a number, or stands for one: then it is
-    the same object as long as the step is, which may capture it."""
+    """Whether a worker has built it under a number, or it stands for such an iterator:
+    then it is always the same object, and a step may capture it."""
 
     def __init__(
         self,
@@ -224,36 +211,36 @@ class StepIterator:
     ) -> None:
         self._steady = steady or is_steady(source)
         self._ends_loops = False
-        """Whether in a step, too, ``next()`` ends with StopIteration: of an iterator
-        that was made there."""
+        """Whether ``next()`` raises StopIteration in steps, too: of an iterator that
+        was made in the step."""
         self._source = None if source is None else iter(source)
         self._element_spec: Final = element_spec
         self.name: Final = name
         self._ready: Final[deque[Any]] = deque()
         self._drawn = 0
-        """Elements that were drawn and not given back."""
+        """Number of elements that were drawn and not given back."""
 
     @property
     def element_spec(self) -> Any:
-        """The description of an element that was given, None if none was."""
+        """The description of an element, as given to the constructor."""
         return self._element_spec
 
     @property
     def is_abstract(self) -> bool:
-        """Whether there are no elements behind it, only their description."""
+        """Whether it has no elements, only their description."""
         return self._source is None
 
     def __iter__(self) -> Iterator[Any]:
-        """What a ``for`` loop takes elements from: the iterator itself, or in a step
-        another one, whose end is that of a loop."""
+        """Returns an iterator for a ``for`` loop: itself, or in a step an
+        `ElementLoop`."""
         return self if recorder.get() is None else ElementLoop(self)
 
     def __next__(self) -> Any:
-        """The next element.
+        """Draws the next element.
 
         Raises:
-            StopIteration: There are no more. In a step: OutOfRangeError, as `get_next`
-                raises it everywhere.
+            StopIteration: There are no more, outside of steps.
+            OutOfRangeError: There are no more, in a step.
             RuntimeError: In a step, inside a function that jax transforms.
         """
         try:
@@ -264,18 +251,12 @@ class StepIterator:
             raise
 
     def get_next(self) -> Any:
-        """The next element, as ``next()``."""
+        """Draws the next element; raises OutOfRangeError at the end of the data."""
         current = recorder.get()
-        # None is asked first: to ask whether it has a protocol takes microseconds.
-        if current is not None and isinstance(current, Drawing):
-            return current.draw(self)
-        return self.draw()
+        return self.draw() if current is None else current.draw(self)
 
     def get_next_as_optional(self) -> Optional[Any]:
-        """The next element, or that there is none.
-
-        In a step that is traced, `Optional.has_value` cannot tell; see there.
-        """
+        """Draws the next element, if there is one; see `Optional.has_value`."""
         try:
             return Optional((self.get_next(),), self._require_known_end)
         except OutOfRangeError:
@@ -283,7 +264,7 @@ class StepIterator:
             return Optional(())
 
     def draw(self) -> Any:
-        """The next real element, whatever is being traced.
+        """Draws the next real element, also while a step is traced.
 
         Raises:
             OutOfRangeError: There are no more.
@@ -306,20 +287,21 @@ class StepIterator:
         return element if self._steady else joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
-        """Gives back what was drawn last; of several, the last one first."""
+        """Gives back the element that was drawn last; of several, the last one
+        first."""
         self._drawn -= 1
-        if isinstance(self._source, Elements):  # its place may be saved
+        if isinstance(self._source, Elements):  # checkpoints may save its position
             self._source.unread(element)
         else:
             self._ready.appendleft(element)
 
     def go_on(self, source: Iterator[Any], drawn: int) -> None:
-        """Goes on with another source, before which so many elements were drawn."""
+        """Continues with another source, at the position after ``drawn`` elements."""
         self._source, self._drawn = source, drawn
         self._ready.clear()
 
     def close(self) -> None:
-        """Ends the pass and closes its source, if it can be closed."""
+        """Ends the pass; closes the source if it can be closed."""
         if isinstance(self._source, ClosingIterator):
             self._source.close()
 
@@ -328,22 +310,22 @@ class StepIterator:
 
 
 def require_untraced(name: str) -> None:
-    """Called before Python goes by whether the data of this name have ended.
+    """Refuses a branch on whether the data of this name have ended.
 
     Raises:
-        LoopsOverData: A step is being traced, which cannot tell.
+        LoopsOverData: A step is being traced, which does not know that.
     """
     current = recorder.get()
-    if current is not None and isinstance(current, Drawing):
+    if current is not None:
         current.require_known_end(name)
 
 
 @final
 class ElementLoop:
-    """The elements of an iterator, as a ``for`` loop in a step takes them.
+    """The iterator of a ``for`` loop in a step.
 
     Raises (while iterating):
-        LoopsOverData: The step is being traced: its end is not known then.
+        LoopsOverData: The step is being traced, and does not know where the data end.
     """
 
     def __init__(self, iterator: StepIterator) -> None:
@@ -361,7 +343,7 @@ class ElementLoop:
 
 
 def drawn(iterator: Iterator[Any]) -> Any:
-    """The next element for code that takes one, not for a loop that ends with them.
+    """Draws one element, for code that is not a loop.
 
     Raises:
         OutOfRangeError: A `StepIterator`, also one that ends loops, has no more.
@@ -373,14 +355,14 @@ def drawn(iterator: Iterator[Any]) -> Any:
 
 
 class StepDataset(abc.ABC):
-    """A dataset whose iterators are step iterators already."""
+    """A dataset whose iterators are step iterators."""
 
     @abc.abstractmethod
     def __iter__(self) -> StepIterator: ...
 
 
 class Element:
-    """One element, cut: ``leaves`` are arrays, ``key`` names structure and types."""
+    """One element: ``leaves`` are arrays, ``key`` identifies structure and types."""
 
     __slots__ = ("key", "leaves", "treedef")
 
@@ -390,7 +372,8 @@ class Element:
         for number, leaf in enumerate(leaves):
             if type(leaf) is np.ndarray:
                 leaves[number] = native(leaf)
-            elif not _is_strong(leaf):
+            elif not isinstance(leaf, jax.Array) or is_weak(leaf):
+                # ``key`` does not show a weak type.
                 leaves[number] = _array(leaf)
         self.leaves = leaves
         self.treedef: TreeDef = treedef
@@ -400,18 +383,12 @@ class Element:
         )
 
 
-def _is_strong(leaf: Any) -> bool:
-    """Whether it is a jax array, and of its dtype in any arithmetic: ``key`` does not
-    tell a weak one."""
-    return isinstance(leaf, jax.Array) and not is_weak(leaf)
-
-
 def kept(leaf: Any) -> Any:
-    """The leaf as it is now: its source may fill the same buffer again."""
+    """Copies a leaf if its source may write to the same buffer again."""
     if isinstance(leaf, _FIXED):
         return leaf
-    array = np.asarray(leaf)  # of another library's array it may be the very memory
-    # Of text, objects and dates only numpy's own: others are no arrays to a step.
+    array = np.asarray(leaf)  # may share the memory of another library's array
+    # Text, objects and dates only if they are arrays of numpy.
     return own(leaf if array.dtype.kind in "OSUmM" else array)
 
 
@@ -421,8 +398,8 @@ def _array(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in "OSUmM":
         raise TypeError(
-            f"an element of the dataset contains {kind_of(array)} ({leaf!r:.80}), and "
-            "a step draws arrays of numbers or booleans: map the dataset first, text "
-            "to the indices of its words, say, or leave the component out"
+            f"an element of the dataset contains {kind_of(array)} ({leaf!r:.80}), but "
+            "a step draws arrays of numbers or booleans: map the dataset first (text "
+            "to indices of words, say), or remove the component"
         )
     return native(array)

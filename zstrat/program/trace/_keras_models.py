@@ -39,13 +39,13 @@ _WORDS: Final = (
 )
 
 _watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes of layers that warn already."""
+"""Layer classes that warn already."""
 _inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_keras", default=False)
-"""Whether a layer is being called: those in it are part of the same model."""
+"""Whether a layer is being called; layers inside belong to the same model."""
 
 
 def watch_keras_models() -> None:
-    """Has Keras' layers warn that are called in a step with values of their own."""
+    """Makes Keras' layers warn if they are called in a step with their own values."""
     layer: Any = getattr(sys.modules.get("keras"), "Layer", None)
     if layer is not None and layer not in _watched:
         _watched.add(layer)
@@ -54,7 +54,7 @@ def watch_keras_models() -> None:
 
 def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def warning(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _inside.get() or recorder.get() is None:
             return method(self, *args, **kwargs)
         token = _inside.set(True)
@@ -66,12 +66,12 @@ def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _inside.reset(token)
 
-    return told
+    return warning
 
 
 def _keeps_values(layer: Any) -> bool:
-    """Whether it computes with arrays that are there before the step runs; in a scope
-    of ``stateless_call`` its values are those that the step was given."""
+    """Whether it computes with arrays from before the step. (In ``stateless_call`` it
+    computes with values from the step.)"""
     if isinstance(recorder.get(), Immediate) and worker_context.get() is None:
         return False  # an eager step of this process: it has the model itself
     values = [variable.value for variable in layer.variables]

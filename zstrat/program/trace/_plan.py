@@ -1,9 +1,9 @@
-"""What one step function does for one signature: its communication, known beforehand.
+"""`Plan`: the communication of one step function for one signature.
 
-A plan is found by tracing the body under abstract values (`_discover`). It says which
-variables are read and updated, which rows are looked up and when, how many elements are
-drawn from which iterator and what comes back. The coordinator needs no more than this;
-a worker compiles it into a `CompiledProgram`.
+`_discover` finds it by tracing the body. It says which variables are read and updated,
+which rows are looked up and when, how many elements are drawn from which iterators, and
+what the result is. The coordinator needs only the plan; a worker compiles it into a
+`CompiledProgram`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class PlannedUpdate:
     """One update. ``optimizer`` is 0 for none; ``where`` is the user's line.
 
-    With a ``table`` it is one of rows; ``specs`` are then those of the components. With
-    a ``call`` it is one of gradients of a tree, for variables of this process.
+    With a ``table`` it updates rows, and ``specs`` are those of the components. With a
+    ``call`` it applies gradients of a tree to variables of this process.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -56,13 +56,13 @@ class PlannedUpdate:
 
     @property
     def spec(self) -> VariableSpec:
-        """The variable that is updated, or the first component."""
+        """The updated variable, or the first component."""
         return self.specs[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The body and its arguments, with gaps where the inputs of the program go."""
+    """The body and its arguments, with gaps for the inputs of the program."""
 
     fn: Callable[..., Any]
     treedef: TreeDef
@@ -72,8 +72,10 @@ class Template:
     elements: tuple[TreeDef, ...]
 
     def empty(self, elements: Sequence[TreeDef]) -> Template:
-        """This template without values: no argument and no dataset is kept alive by
-        it, but for the iterators that the body itself keeps."""
+        """Returns this template without arguments, so that it keeps none alive.
+
+        It keeps the iterators that the body itself has captured.
+        """
         # A template outlives the call for which it was made, and an iterator holds its
         # dataset, its thread and what it has read ahead.
         given = set(map(id, self.leaves))
@@ -92,18 +94,18 @@ class Template:
         )
 
     def drawn(self, leaves: Sequence[Any]) -> list[Any]:
-        """The elements that have these leaves."""
-        found, start = [], 0
+        """Rebuilds the elements from their leaves."""
+        elements, start = [], 0
         for treedef in self.elements:
             end = start + treedef.num_leaves
-            found.append(treedef.unflatten(leaves[start:end]))
+            elements.append(treedef.unflatten(leaves[start:end]))
             start = end
-        return found
+        return elements
 
     def run(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> tuple[Structure, list[jax.Array]]:
-        """The body under a capture: the structure and the arrays of its result."""
+        """Runs the body under a capture; returns structure and arrays of its result."""
         leaves = list(self.leaves)
         for gap, value in zip(self.gaps, inputs, strict=True):
             leaves[gap] = value
@@ -115,17 +117,21 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """See the module's docstring. ``draws`` are ordinals of the iterators among the
-    arguments, then of those ``captured``, in the order of the draws; ``out_specs`` are
-    the arrays of the result.
+    """See the module's docstring.
 
-    ``variables`` are the handles behind ``reads``; ``targets`` the variables and
-    optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
-    are updates that are part of the program: what is updated, and how. ``narrowed`` are
-    leaves of arguments and elements that have to fit 32 bits: by number, with their
-    place in words; ``taken`` are those that are ids as they are, with all their bits;
-    ``watch`` looks at others. ``calls`` are the trees of gradients that parameter
-    servers apply.
+    Args:
+        draws: For each draw the number of the iterator, in order; iterators among the
+            arguments come before those of ``captured``.
+        out_specs: The arrays of the result.
+        variables, targets: The handles of ``reads``; the handles and optimizers of
+            ``updates``.
+        lookups: In the order of the body.
+        moves: Updates that the program does itself: variables and operation.
+        downcast_leaves: Leaves of arguments and elements that must fit 32 bits: by
+            number, with their place for messages.
+        taken: Leaves that are ids of lookups, and keep all their bits.
+        watch: Checks all other leaves of more than 32 bits.
+        calls: The trees of gradients that parameter servers apply.
     """
 
     function: str
@@ -149,17 +155,17 @@ class Plan:
 
     @property
     def has_lookups(self) -> bool:
-        """Whether it reads rows of tables, which each run asks for anew."""
+        """Whether it reads rows of tables, whose ids may differ at each run."""
         return bool(self.lookups)
 
     @property
     def levels(self) -> int:
-        """Requests, one after the other, before it can run."""
+        """Number of successive requests before it can run."""
         return 1 + max((lookup.level for lookup in self.lookups), default=0)
 
     @property
     def specs(self) -> list[VariableSpec]:
-        """All variables that it reads, looks rows up in, or updates."""
+        """All variables that it reads, updates, or looks up rows in."""
         tables = [lookup.table.components for lookup in self.lookups]
         found = [*self.reads, *(v.spec for components in tables for v in components)]
         found += [spec for update in self.updates for spec in update.specs]
@@ -173,14 +179,13 @@ class Plan:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every run gives the same result and does nothing else."""
+        """Whether every run has the same result and no effects."""
         moving = self.has_inputs or self.draws or not self.read_only
-        # A program computes it once, and gives that result from then on.
         return not (moving or self.reads or self.lookups) and not self.has_effects
 
     @cached_property
     def layout(self) -> ResultLayout:
-        """How to cut and rebuild the result; always the same object."""
+        """How to rebuild the result; always the same object."""
         return ResultLayout(
             tuple(spec.dtype.name for spec in self.out_specs),
             tuple(spec.shape for spec in self.out_specs),
@@ -188,7 +193,7 @@ class Plan:
         )
 
     def require_same(self, capture: Capture, structure: Structure) -> None:
-        """Refuses a trace that is not the one that made the plan.
+        """Refuses a trace that differs from the one that made the plan.
 
         Raises:
             RuntimeError: The body depends on more than its arguments.
@@ -199,23 +204,25 @@ class Plan:
         ]
         planned = [(update.specs, update.op) for update in self.updates]
         if made != planned or capture.moves.notes != list(self.moves):
-            raise _refusals.changed(self.function, "its updates are others")
+            raise _refusals.changed(self.function, "it made other updates")
         looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
         if looked != [(lookup.table, lookup.shape) for lookup in self.lookups]:
-            raise _refusals.changed(self.function, "its lookups are others")
+            raise _refusals.changed(self.function, "it made other lookups")
         if tuple(capture.draws) != self.draws:
-            raise _refusals.changed(self.function, "it draws other elements")
+            raise _refusals.changed(self.function, "it drew other elements")
         if structure != self.out_structure:
             raise _refusals.result_changed(
                 self.function, *self.out_structure.difference(structure)
             )
 
     def require_shared(self) -> None:
-        """Refuses a plan that other tasks cannot run, because it updates variables of
-        this process, or looks rows up in them. Values that it reads can be sent along.
+        """Refuses a plan that other tasks cannot run.
+
+        It must not update variables of this process, or look up rows in them. (Values
+        that it reads can be sent with it.)
 
         Raises:
-            ValueError: Names the variables.
+            ValueError: It does; names the variables.
         """
         who = f"the step function {self.function!r}"
         changed = [spec for update in self.updates for spec in update.specs]
@@ -224,4 +231,4 @@ class Plan:
             raise _refusals.not_shared(f"{who} updates", *dict.fromkeys(local))
         tables = [part for x in self.lookups for part in x.table.components]
         if local := [str(part.spec) for part in tables if part.spec.ps == LOCAL]:
-            raise _refusals.not_shared(f"{who} looks rows up in", *dict.fromkeys(local))
+            raise _refusals.not_shared(f"{who} looks up rows in", *dict.fromkeys(local))

@@ -1,8 +1,8 @@
-"""The objects that a function holds: what it may reach when it is called.
+"""Searches the objects that a function can reach when it is called.
 
-Looked into are functions (cells, defaults, globals by their names), modules by the
-names in functions, classes, and whatever the garbage collector finds in objects; not
-packages that are known to hold nothing of a user's.
+The search follows functions (cells, defaults, globals by name), modules by the names
+that functions use, classes, and the references that the garbage collector reports. It
+skips packages that hold no objects of users.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
-"""Packages whose objects are not looked into, but for modules and step functions."""
+"""Packages whose objects are skipped, except modules and step functions."""
 
 _OTHERS: Final = frozenset(
     (
@@ -118,8 +118,8 @@ def _held(thing: Any) -> list[Any]:
 
 
 def _named_by(thing: FunctionType) -> list[Any]:
-    """Globals, and what is in modules, which are reached from a global or from an
-    ``import`` in the body."""
+    """Finds globals, and attributes of modules that a global or an ``import`` in the
+    body names."""
     names = dict.fromkeys(_names(thing.__code__))
     cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]
     found = [
@@ -150,13 +150,13 @@ def _package(module: str | None) -> str:
 
 
 def is_known(module: str | None) -> bool:
-    """Whether it is no module of a user, which alone knows variables."""
+    """Whether a module is not a user's, so that it holds no variables."""
     package = _package(module)
     if package in _OURS or package in _OTHERS:
         return True
     if package not in sys.stdlib_module_names or package == "__main__":
         return False
-    # A file of the user's may have the name of one: test.py, code.py, profile.py.
+    # A user's file may have the name of one: test.py, code.py, profile.py.
     file = getattr(sys.modules.get(package), "__file__", None)
     return file is None or (file.startswith(_LIBRARY) and "site-packages" not in file)
 

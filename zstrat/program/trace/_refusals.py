@@ -1,6 +1,6 @@
-"""The words for what a step function cannot do, and what to write instead.
+"""The errors of what a step function cannot do, with what to write instead.
 
-Law of the file: every text names the user's line. jax's own error stays the cause.
+Law of the file: every message names the user's line. jax's own error is the cause.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 
 class LoopsOverData(RuntimeError):
-    """A step that is traced goes by where its data end, which differs from call to
-    call: it cannot be one program. Where the step may run in Python, this is caught."""
+    """A traced step branches on the end of its data, which differs between calls, so
+    that it cannot be one program. Caught where the step can run in Python."""
 
     def __init__(self, name: str, where: str = "") -> None:
         self.name, self.where = name, where or here()
@@ -66,17 +66,17 @@ class LoopsOverData(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.where}: Python goes by where {self.name} ends (a for loop over "
-            "it, or has_value()), in a step that is traced once. Draw a number of "
-            "elements that the step knows, for _ in range(n): x = next(iterator), and "
-            "catch zs.OutOfRangeError where the step is called or fetched; or make "
-            "what is done with one element a zs.function, and loop outside of it; or "
+            f"{self.where}: Python branches on where {self.name} ends (a for loop over "
+            "it, or has_value()), in a step that is traced once. Draw a fixed number "
+            "of elements, for _ in range(n): x = next(iterator), and catch "
+            "zs.OutOfRangeError where the step is called or fetched; or make the body "
+            "of the loop a zs.function, and loop outside of it; or use "
             "zs.function(fn, eager=True)"
         )
 
 
 LOOKS: Final = tuple([kind for kind, _ in _TRACED])
-"""jax's errors when Python looks at a value that is being traced."""
+"""jax's errors when Python needs a value that is being traced."""
 
 # Of jax 0.10 and 0.11, and of numpy; these errors have no types of their own.
 _STATIC: Final = (
@@ -88,13 +88,13 @@ _STATIC: Final = (
 
 _NOT_TRANSFORMED: Final = (
     "inside a function that jax transforms (jax.grad, jax.jit, jax.vmap, jax.lax.cond, "
-    "jax.lax.scan or zs.value_and_grad), where it would happen never or many times"
+    "jax.lax.scan or zs.value_and_grad), which may run it never or many times"
 )
 
 
 def is_of_shapes(error: TypeError | IndexError) -> bool:
-    """Whether it is about a shape or a slice by a value that is being traced, and not
-    about one that is wrong whenever the function runs."""
+    """Whether the error is about a shape or slice by a traced value, so that it does
+    not occur when the function runs with values."""
     words = str(error)
     return words.startswith(_STATIC) and "Tracer" in words
 
@@ -110,7 +110,7 @@ def variables_in_our_words(step: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        # It has no type of its own, and jax words of what no user can do.
+        # jax's error has no type of its own, and its remedy is not for users.
         if "__jax_array__" not in str(error):
             raise
         raise TypeError(
@@ -127,7 +127,7 @@ def in_our_words(step: str) -> Iterator[None]:
 
     Raises:
         TypeError: In place of jax's errors about values that are not known yet, and
-            about variables where it wants arrays.
+            about variables where it takes arrays.
         RuntimeError: In place of jax's error about a leaked value.
     """
     try:
@@ -144,7 +144,7 @@ def in_our_words(step: str) -> Iterator[None]:
 
 
 def update_inside(variable: object, op: str) -> RuntimeError:
-    """An update under jax.grad, lax.cond and the like."""
+    """Makes the error of an update under jax.grad, lax.cond and the like."""
     return RuntimeError(
         f"{here()}: {op} of {variable} {_NOT_TRANSFORMED}. Return the new value from "
         "that function (from a loss: has_aux=True) and update the variable after it; "
@@ -153,7 +153,7 @@ def update_inside(variable: object, op: str) -> RuntimeError:
 
 
 def live_read_inside(variable: object) -> RuntimeError:
-    """A variable is differentiated by name, eagerly, and read under jax.jit."""
+    """Makes the error of an eager ``value_and_grad(variables=)`` with a read in jit."""
     return RuntimeError(
         f"{here()}: {variable} is read inside a function that jax transforms (jax.jit, "
         "jax.vmap, jax.lax.scan, ...) while zs.value_and_grad(variables=...) "
@@ -163,7 +163,7 @@ def live_read_inside(variable: object) -> RuntimeError:
 
 
 def step_inside(what: str) -> TypeError:
-    """A step is called where jax traces, and nothing is being captured."""
+    """Makes the error of a step that is called while jax traces another function."""
     return TypeError(
         f"{what} inside a function that jax transforms (jax.jit, jax.vmap, jax.grad, "
         "jax.lax.scan, ...): a step runs by itself. Make the outermost function a "
@@ -173,7 +173,7 @@ def step_inside(what: str) -> TypeError:
 
 
 def draw_inside() -> RuntimeError:
-    """next(iterator) under jax.grad, lax.cond and the like."""
+    """Makes the error of next(iterator) under jax.grad, lax.cond and the like."""
     return RuntimeError(
         f"{here()}: next(iterator) {_NOT_TRANSFORMED}. Draw the element before, in the "
         "body of the zs.function, and pass it in as an argument"
@@ -181,7 +181,7 @@ def draw_inside() -> RuntimeError:
 
 
 def draw_in_replica(iterator: StepIterator) -> RuntimeError:
-    """next(iterator) where several replicas are one part of a step."""
+    """Makes the error of next(iterator) in a function of several replicas."""
     return RuntimeError(
         f"{here()}: next() of {iterator.name} inside a replica function that runs for "
         "several replicas: draw before it, and give each replica its rows with "
@@ -190,7 +190,7 @@ def draw_in_replica(iterator: StepIterator) -> RuntimeError:
 
 
 def lookup_inside(table: object) -> RuntimeError:
-    """A lookup under jax.jit, jax.grad, lax.scan and the like."""
+    """Makes the error of a lookup under jax.jit, jax.grad, lax.scan and the like."""
     return RuntimeError(
         f"{here()}: rows of {table} are looked up inside a function that jax "
         "transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan, ...), where their ids "
@@ -201,7 +201,7 @@ def lookup_inside(table: object) -> RuntimeError:
 
 
 def lookup_after_update(table: object, where: str) -> RuntimeError:
-    """The rows that a lookup gives are those before the step."""
+    """Makes the error of a lookup after an update of the table in the same step."""
     return RuntimeError(
         f"{here()}: rows of {table} are looked up after the same step updated it (at "
         f"{where}). Look them up before the update, or read value(), the whole of it"
@@ -209,7 +209,7 @@ def lookup_after_update(table: object, where: str) -> RuntimeError:
 
 
 def lookup_not_ready(table: object) -> RuntimeError:
-    """A lookup in what jax stages out, while nothing is captured."""
+    """Makes the error of a lookup while jax traces a function outside of steps."""
     return RuntimeError(
         f"{here()}: rows of {table} are looked up inside a function that jax "
         "transforms (jax.jit, jax.vmap, jax.lax.scan, ...), so its ids have no value "
@@ -218,7 +218,7 @@ def lookup_not_ready(table: object) -> RuntimeError:
 
 
 def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
-    """The new value is not known yet where the variable is read."""
+    """Makes the error of a read after an optimizer in the same step."""
     if isinstance(variable.storage, DeviceStorage):
         made = (
             "by the optimizer, of the gradients of all replicas. Read it before "
@@ -241,19 +241,21 @@ def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
 
 
 def not_shared(who: str, *variables: object) -> ValueError:
-    """A step for workers uses variables that no other process can reach. ``who`` ends
-    in what it does with them."""
+    """Makes the error of a step for workers that uses variables of this process.
+
+    ``who`` begins the sentence: the step and its verb.
+    """
     return ValueError(
         f"{who} {', '.join(map(str, variables))}, created outside of "
-        "strategy.scope(): it lives in the process that created it, and no worker can "
-        "reach it. Create variables that workers use inside strategy.scope() (the "
-        "value of another one can be read in a scheduled step that is traced, and "
-        "travels with it)"
+        "strategy.scope(): it is stored in the process that created it, and workers "
+        "cannot reach it. Create variables that workers use inside strategy.scope(). "
+        "(A scheduled step that is traced may read others; their values are sent with "
+        "it.)"
     )
 
 
 def leaked(step: str, what: str, where: str) -> RuntimeError:
-    """A tracer of a finished or outer transformation is used in a step."""
+    """Makes the error of a tracer from a finished or outer transformation."""
     return RuntimeError(
         f"{where}, in the step function {step!r}: {what} uses a value that belongs to "
         "another function that jax transforms (jax.grad, jax.jit, jax.vmap, "
@@ -264,47 +266,47 @@ def leaked(step: str, what: str, where: str) -> RuntimeError:
 
 
 def changed(step: str, what: str) -> RuntimeError:
-    """The second trace of the body differs from the first."""
+    """Makes the error of a second trace of the body that differs from the first."""
     return RuntimeError(
         f"the body of the step function {step!r} did something else when it was traced "
-        f"again: {what}. It must depend on its arguments alone: no counters, random "
+        f"again: {what}. It must depend only on its arguments: no counters, random "
         "choices or clocks of Python, no 'first call' branches"
     )
 
 
 def result_changed(step: str, place: str, before: str, after: str) -> RuntimeError:
-    """The second trace of the body returns something else that is no array."""
+    """Makes the error of a second trace that returns another static value."""
     return RuntimeError(
-        f"the step function {step!r} returns at {place} what changes from trace to "
-        f"trace: it was {before}, and is {after}. A number of Python that a step "
-        "returns is a constant of its trace (of random or np.random, of a clock or "
-        "counter, of a captured object that the body changes). Draw with jax.random "
+        f"the step function {step!r} returns a value at {place} that changes from "
+        f"trace to trace: it was {before}, and is {after}. A Python number that a step "
+        "returns is a constant of its trace (from random or np.random, a clock, a "
+        "counter, or a captured object that the body changes). Draw with jax.random "
         "and a key that is an argument, keep a count in a zs.Variable, or pass the "
-        "value to the step; or leave it out of the result"
+        "value to the step; or remove it from the result"
     )
 
 
 def collective_inside(where: str) -> RuntimeError:
-    """A collective between processes under lax.scan, lax.cond and the like."""
+    """Makes the error of a collective of processes under lax.scan, lax.cond."""
     return RuntimeError(
-        f"{where}: values of several processes are brought together inside a loop or a "
-        "branch that jax compiles (jax.lax.scan, while_loop, cond, switch, jax.vmap, "
-        "jax.shard_map), where a step cannot be cut: do it in the body of the replica "
-        "function, under jax.grad or in jax.jit, before or after the loop"
+        f"{where}: a collective of several processes is inside a loop or a branch that "
+        "jax compiles (jax.lax.scan, while_loop, cond, switch, jax.vmap, "
+        "jax.shard_map), where a step cannot be cut: call it in the body of the "
+        "replica function, under jax.grad or in jax.jit, before or after the loop"
     )
 
 
 def lookup_among_stages(step: str, lookup: PlannedLookup) -> RuntimeError:
-    """Rows on parameter servers, in a step of variables of this process."""
+    """Makes the error of a lookup on servers in a step on variables of this process."""
     return RuntimeError(
-        f"{lookup.where}, in the step function {step!r}: it looks rows of "
-        f"{lookup.table} up, which other processes hold, and uses variables of another "
-        "strategy, which this process holds. Create all of them in one scope"
+        f"{lookup.where}, in the step function {step!r}: it looks up rows of "
+        f"{lookup.table}, which is stored on parameter servers, and uses variables of "
+        "another strategy in this process. Create all of them in one scope"
     )
 
 
 def refuse_random_keys(leaves: Sequence[Any], name: str) -> None:
-    """For an element, which is arrays of numbers or booleans where a step draws it.
+    """Refuses elements with random keys.
 
     Raises:
         TypeError: A leaf is an array of random keys.
@@ -312,7 +314,7 @@ def refuse_random_keys(leaves: Sequence[Any], name: str) -> None:
     dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
     if any(dtype is not None and not isinstance(dtype, np.dtype) for dtype in dtypes):
         raise TypeError(
-            f"an element of {name} has random keys, and a step draws arrays of numbers "
-            "or booleans: put jax.random.key_data(key) into the dataset, and make it "
-            "a key in the step with jax.random.wrap_key_data"
+            f"an element of {name} has random keys, but a step draws arrays of numbers "
+            "or booleans: put jax.random.key_data(key) into the dataset, and wrap it "
+            "in the step with jax.random.wrap_key_data"
         )

@@ -1,14 +1,14 @@
-"""Cuts the arguments of a call into inputs of a program and what names the program.
+"""Splits the arguments of a call into inputs of a program and the key of the program.
 
 - Arrays and Python ints, floats and complexes are *inputs*: their values differ from
-  call to call, their types name the program. Python numbers are weakly typed, as in
+  call to call, their types are part of the key. Python numbers are weakly typed, as in
   jax.
-- Booleans, strings and other hashable values are *static*: each value names a program
-  of its own, and the body may branch on it.
-- A number in a `Plain` is static, too: ``strategy.run`` outside of a step calls a
-  function with the numbers that it was given.
-- Variables and optimizers are named by their identity in the session; the element
-  types of iterators are found when elements are drawn.
+- Booleans, strings and other hashable values are *static*: each value has a program of
+  its own, and the body may branch on it.
+- A number in a `Plain` is static, too: ``strategy.run`` outside of a step passes Python
+  numbers as they are.
+- Variables and optimizers are identified by their id in the session; the element types
+  of iterators are found when elements are drawn.
 
 This runs for every scheduled step, so it is one pass without allocation per type.
 """
@@ -45,14 +45,14 @@ _Tracer: Final = jax.core.Tracer
 
 
 class Plain:
-    """A Python number that stays one in a step, of which each value is traced."""
+    """A Python number that is static in a step: each value is traced by itself."""
 
     __slots__ = ("_key", "value")
 
     def __init__(self, value: complex) -> None:
         self.value = value
-        # By its text: 0.0 and -0.0 are equal, and a program may have only one of them;
-        # nan is to equal itself.
+        # By its text: 0.0 equals -0.0, but they need two programs; nan must equal
+        # itself.
         self._key = type(value), repr(value)
 
     def __eq__(self, other: object) -> bool:
@@ -66,12 +66,11 @@ class Plain:
 
 
 class CutCall(NamedTuple):
-    """The arguments of one call, cut.
+    """The arguments of one call, split.
 
-    ``key`` is ``treedef``, a fingerprint per leaf, settings of jax, and the strategy
-    around the call.
-    ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
-    iterators, both in order; ``leaves`` are all leaves.
+    ``key`` consists of ``treedef``, a fingerprint per leaf, settings of jax, and the
+    strategy context of the call. ``inputs`` are the leaves that a program takes,
+    ``iterators`` the distinct iterators, both in order; ``leaves`` are all leaves.
     """
 
     key: Hashable
@@ -85,19 +84,19 @@ _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
 _bare_calls: Final[dict[Hashable, CutCall]] = {}
 
 _SETTINGS: Final = ("jax_enable_x64", "jax_default_prng_impl")
-"""What programs compute depends on them: types, and random numbers. (jax keeps them per
-thread; to read others here would cost each call.)"""
+"""Settings of jax that programs depend on: types, and random numbers. (jax keeps them
+per thread; reading more of them would slow down each call.)"""
 
 _settings: Final = operator.attrgetter(*_SETTINGS)
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
-    """Cuts the arguments.
+    """Splits the arguments of a call.
 
     Raises:
-        TypeError: An argument is neither a pytree of arrays nor hashable, or it is
-            being traced by jax.
-        ValueError: It is a masked array, as jax says.
+        TypeError: An argument is neither a pytree of arrays nor hashable, or is traced
+            by jax.
+        ValueError: An argument is a masked array.
     """
     fingerprint = current_fingerprint()
     settings = _settings(jax.config)
@@ -109,7 +108,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     fingerprints: list[Any] = []
     for leaf in leaves:
         kind = type(leaf)
-        # By exact type first, which is quickest: this runs at each call of a step.
+        # By exact type first, which is fastest: this runs at each call of a step.
         if kind is np.ndarray:
             fingerprints.append((leaf.shape, leaf.dtype))
             inputs.append(leaf)
@@ -119,10 +118,10 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
         elif isinstance(leaf, jax.Array):
             if isinstance(leaf, _Tracer):
                 raise _traced(leaf, args, kwargs)
-            # Weak types promote otherwise, so they are other programs.
+            # Weak types promote differently, so they need another program.
             fingerprints.append((leaf.shape, leaf.dtype, is_weak(leaf)))
             inputs.append(leaf)
-        elif isinstance(leaf, np.ndarray):  # a matrix, a mapped file: jax takes them
+        elif isinstance(leaf, np.ndarray):  # a matrix, a mapped file: jax accepts them
             array = leaves[len(fingerprints)] = _plain(leaf, args, kwargs)
             fingerprints.append((array.shape, array.dtype))
             inputs.append(array)
@@ -149,7 +148,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
 
 
 def _bare(settings: Hashable) -> CutCall:
-    """The call without arguments, which is the same one each time."""
+    """Returns the call without arguments, the same object each time."""
     found = _bare_calls.get(settings)
     if found is None:
         key = (_NO_ARGUMENTS, (), settings, None)
@@ -158,14 +157,14 @@ def _bare(settings: Hashable) -> CutCall:
 
 
 _UNKNOWN_TO_JAX: Final = (np.void, np.longdouble, np.clongdouble)
-"""Records, and floats of C of more than 64 bits."""
+"""Records, and floats of more than 64 bits."""
 
 
 def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses what hashes but cannot be an argument of a step. Once per trace.
+    """Refuses hashable objects that cannot be arguments of a step. Once per trace.
 
     Raises:
-        TypeError: Names the argument.
+        TypeError: There is one; names the argument.
     """
     for place, leaf in places(args, kwargs):
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
@@ -185,8 +184,8 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
             native = leaf.dtype.newbyteorder("=")
             raise TypeError(
-                f"{place} is an array of dtype {leaf.dtype.str}, whose bytes are in "
-                "another order than this machine's, which jax does not take: write "
+                f"{place} is an array of dtype {leaf.dtype.str}, whose byte order is "
+                "not that of this machine, and jax does not accept it: write "
                 f".astype({native.name!r})"
             )
 
@@ -194,7 +193,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 def describe(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], elements: Sequence[Element]
 ) -> dict[str, str]:
-    """The types that name a program, by place, in words."""
+    """Describes the types in the key of a program, by place, for messages."""
     words = {place: _words(leaf) for place, leaf in places(args, kwargs)}
     words |= zip(_SETTINGS, map(str, _settings(jax.config)), strict=True)
     for number, element in enumerate(elements):
@@ -205,7 +204,7 @@ def describe(
 
 
 def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, type]:
-    """The places of the numbers that stay what they are, with their types."""
+    """Returns the types of static Python numbers, by place."""
     return {
         place: type(leaf.value)
         for place, leaf in places(args, kwargs)
@@ -216,8 +215,8 @@ def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
 def _iterator_fingerprint(
     leaf: StepIterator, iterators: list[StepIterator]
 ) -> Hashable:
-    # Whether two arguments are one iterator names another program: it draws twice from
-    # that one.
+    # If two arguments are one iterator, the program draws twice from that: it is in the
+    # key.
     for ordinal, known in enumerate(iterators):
         if known is leaf:
             return (StepIterator, ordinal)
@@ -229,10 +228,10 @@ def _iterator_fingerprint(
 def _plain(
     leaf: np.ndarray, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> np.ndarray:
-    """The array without its subclass.
+    """Converts an array of a subclass to a plain one.
 
     Raises:
-        ValueError: It would lose a mask; names the argument.
+        ValueError: It has a mask; names the argument.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         place = next(place for place, other in places(args, kwargs) if other is leaf)
@@ -264,7 +263,7 @@ def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 def places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The leaves of arguments, each with its place in words."""
+    """Returns the leaves of arguments, each with its place for messages."""
     found = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
         for path, leaf in joined.flatten_with_path(tree)[0]:

@@ -1,4 +1,4 @@
-"""The structure of a step's result as plain data, so that it crosses the wire.
+"""The structure of a step's result, and its plain form, which can be sent.
 
 A result is any pytree. Its arrays are *leaves*, numbered in jax's order; Python
 numbers, strings, bytes and booleans are *static*: part of the structure. The plain form
@@ -12,13 +12,13 @@ is nested lists that msgpack can carry:
     ["@", name, x, ...]  a node that both sides know by name (`name_node`)
     ["*", node, slot, ...]
                          a pytree with nodes of other classes, flat: a slot is a leaf
-                         number or a static value, for those who traced the function,
-                         too, and know its treedef; ``node`` is for the others, in the
-                         forms above and this one, or None if some node has none
+                         number or a static value, for a receiver that has traced the
+                         function and knows its treedef; ``node`` is for others, in the
+                         forms above and this one, or None if a node has no plain form
     ["#", class, aux, x, ...]
-                         inside of such a node, one of another class that jax knows
-                         (`ship._classes.class_reference`); aux is what jax keeps of it
-                         beside its children, in these forms
+                         inside of such a node: a node of another class that jax knows
+                         (`ship._classes.class_reference`); aux is its auxiliary data,
+                         in these forms
 
 Law of the file: what `encode` writes, `rebuild` reads.
 """
@@ -54,23 +54,27 @@ _makers: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
 
 
 def name_node(kind: type, name: str, make: Callable[[tuple[Any, ...]], Any]) -> None:
-    """Gives the nodes of a class a plain form, where they consist of their children
-    alone: ``make(children)`` is such a node. Called where the class is defined."""
+    """Registers a plain form for a class of nodes that are only their children.
+
+    ``make(children)`` rebuilds a node. Called where the class is defined.
+    """
     _named[kind] = name
     _makers[name] = make
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """A leaf of a result that is no array but a plain Python value."""
+    """A leaf of a result that is a plain Python value."""
 
     value: bool | int | float | str | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How to cut and rebuild a result: per leaf a dtype name and a shape, and the
-    structure in plain form. One object per compiled program: compare it by identity."""
+    """How to rebuild a result: dtype name and shape of each leaf, and the plain form.
+
+    One object per compiled program: compare it by identity.
+    """
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -79,8 +83,8 @@ class ResultLayout:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A result without its arrays: its treedef, and per leaf of that a number or a
-    static value."""
+    """A result without its arrays: its treedef, and for each leaf the number of an
+    array or a static value."""
 
     treedef: TreeDef
     slots: tuple[int | Static, ...]
@@ -91,7 +95,7 @@ class Structure:
         return encode(self.treedef, self.slots)
 
     def difference(self, other: Structure) -> tuple[str, str, str]:
-        """The place of the first difference, what is there, and what the other has."""
+        """Finds the first difference: its path, this value, the other value."""
         if self.treedef == other.treedef:
             numbered = self.treedef.unflatten(range(len(self.slots)))
             paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
@@ -102,7 +106,7 @@ class Structure:
         return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The result with these arrays."""
+        """Rebuilds the result with these arrays."""
         return self.treedef.unflatten(
             [s.value if isinstance(s, Static) else leaves[s] for s in self.slots]
         )
@@ -111,7 +115,7 @@ class Structure:
 def split(
     result: object, read: Callable[[Variable], Any]
 ) -> tuple[Structure, list[Any]]:
-    """Cuts a result into structure and arrays; a `Variable` counts as its value.
+    """Splits a result into structure and arrays; reads variables.
 
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
@@ -139,7 +143,7 @@ def _flat(result: object) -> tuple[list[tuple[Any, Any]], TreeDef]:
     try:
         return joined.flatten_with_path(result)
     except (RecursionError, SystemError) as error:
-        # jax may say either of a tree that is deeper than its recursion goes.
+        # jax raises either for a tree that is too deep.
         raise ValueError(
             f"the step returns a {type(result).__name__} that contains itself, or is "
             "nested too deeply: return arrays in a pytree of a few levels"
@@ -147,7 +151,7 @@ def _flat(result: object) -> tuple[list[tuple[Any, Any]], TreeDef]:
 
 
 def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
-    """The plain form of a structure.
+    """Encodes a structure to its plain form.
 
     Raises:
         ValueError: It is nested too deeply.
@@ -165,22 +169,22 @@ def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
 
 
 def is_described(structure: PlainTree) -> bool:
-    """Whether who has not traced the function can `rebuild` it, too."""
+    """Whether a process that has not traced the function can `rebuild` it."""
     return not (isinstance(structure, list) and structure[:2] == ["*", None])
 
 
 def rebuild(
     structure: PlainTree, leaves: Sequence[Any], treedef: TreeDef | None = None
 ) -> Any:
-    """The result from its plain structure and its arrays.
+    """Rebuilds a result from its plain form and its arrays.
 
     Args:
         treedef: Of the function's own trace; needed only for results with nodes that
             have no plain form.
 
     Raises:
-        ValueError: The structure is none, or needs a ``treedef`` that was not given or
-            does not fit.
+        ValueError: The plain form is malformed, or needs a ``treedef`` that is missing
+            or does not fit.
         TypeError: It has a node of a class that this process does not have.
     """
     match structure:
@@ -205,20 +209,20 @@ def rebuild(
                 return rebuild(node, leaves)
             if treedef is None or treedef.num_leaves != len(slots):
                 raise ValueError(
-                    f"a result of {len(slots)} leaves in a pytree of its own kind "
-                    f"arrived, but the function was traced here as {treedef}"
+                    f"a result of {len(slots)} leaves arrived in a pytree without a "
+                    f"plain form, but the function was traced here as {treedef}"
                 )
             return treedef.unflatten([rebuild(s, leaves) for s in slots])
         case ["#", [*reference], aux, *items]:
             children = [rebuild(item, leaves) for item in items]
             data = referenced_class(reference), _rebuild_aux(aux)
             return _node_of(data, len(children)).unflatten(children)
-    raise ValueError(f"this is no structure of a result: {structure!r:.200}")
+    raise ValueError(f"malformed structure of a result: {structure!r:.200}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A structure with a node of another class; ``node`` is its form for those who
+    """A structure with a node of another class; ``node`` is its form for processes that
     have not traced the function, None if it has none."""
 
     node: PlainTree
@@ -227,7 +231,7 @@ class _Foreign:
 def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
     data = node.node_data()
     if data is None:
-        # A treedef of a bare leaf and one of None look alike but for their leaves.
+        # Only the number of leaves tells a bare leaf from None.
         return _slot(next(slots)) if node.num_leaves else None
     kind, keys = data
     if kind is type(None):
@@ -257,7 +261,7 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
 
 
 class _NoPlainForm(Exception):
-    """What jax keeps of a node beside its children is more than plain values."""
+    """The auxiliary data of a node are not plain values."""
 
 
 def _encode_aux(aux: Any) -> PlainTree:
@@ -288,15 +292,15 @@ def _rebuild_aux(aux: PlainTree) -> Any:
 
 
 def _node_of(data: tuple[type, Any], children: int) -> TreeDef:
-    """The treedef of a node of that class above so many leaves."""
+    """Makes the treedef of a node of a class, with a number of leaves."""
     make: Any = PyTreeDef.from_node_data_and_children
     try:
         return make(default_registry, data, [_LEAF] * children)
     except (ValueError, RuntimeError) as error:
         raise TypeError(
-            f"an element or result has a {data[0].__qualname__} in it, which jax does "
-            f"not know as a pytree in this program: {error}. Register the class where "
-            "it is defined, at the top of a module"
+            f"an element or result contains a {data[0].__qualname__}, which is not "
+            f"registered as a pytree in this program: {error}. Register the class "
+            "where it is defined, at the top of a module"
         ) from error
 
 
@@ -314,16 +318,16 @@ def _pairs(pairs: list[PlainTree]) -> Iterator[tuple[Any, PlainTree]]:
             case [bool() | int() | float() | str() | bytes() as key, item]:
                 yield key, item
             case _:
-                raise ValueError(f"this is no item of a dict: {pair!r:.200}")
+                raise ValueError(f"malformed item of a dict: {pair!r:.200}")
 
 
 def _static(leaf: Any, path: Any) -> bool | int | float | str | bytes:
     if not isinstance(leaf, bool):
-        # A subclass (a StrEnum, say) loses its class: it could not cross the wire.
+        # A subclass (a StrEnum, say) loses its class, which cannot be sent.
         leaf = next(kind for kind in _STATIC if isinstance(leaf, kind))(leaf)
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
         raise TypeError(
-            f"the step returns {leaf} at {_place(path)}, which is no 64-bit integer"
+            f"the step returns {leaf} at {_place(path)}: integers must fit 64 bits"
         )
     plain: bool | int | float | str | bytes = leaf
     return plain

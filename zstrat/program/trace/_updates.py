@@ -1,22 +1,21 @@
-"""The updates of a step: what they do to a value, and how they are part of the program.
+"""Updates in a traced step: their effect on a value, and `Moves`, which the program
+does.
 
-What an update does is computed for reads after writes. The parameter server does the
-same to the stored value; of duplicate indices in SCATTER_UPDATE the last one wins, on
-every device.
+The effect of an update is traced for reads after it in the same step. The parameter
+server does the same to the stored value, after the step; of duplicate indices in
+SCATTER_UPDATE the last one wins, on every device.
 
-A parameter server applies an update after the step. The value of a variable that lives
-on this process's devices is here, so the step computes the next one itself: values and
-slots go in, and what becomes of them comes out. What was updated can be read in the
-same step, after an optimizer, too.
+The program itself updates variables on this process's devices: values and slots are its
+inputs, the next ones its outputs. The step can read such a variable after an optimizer
+has updated it, too.
 
-Copies that replicas have of their own are one array ``[count, ...]`` over the devices,
-a row on each, in their `DeviceStorage`. A replica reads and updates its row; who stands
-outside of the replicas has the first row, or what the variable's rule makes of all.
+Copies of replicas are one array ``[count, ...]`` over the devices, a row on each, in
+their `DeviceStorage`. A replica reads and updates its row; code outside of the replicas
+sees the first row, or the aggregate of all rows.
 
-Laws of the file. An update of rows moves these rows and what the optimizer keeps beside
-them; what is shared (a count) moves with each update. A variable begins with equal
-copies as one array that all replicas share, and is kept apart from the moment that one
-of them updates its own.
+Laws of the file. An update of rows changes these rows and their slots; slots that are
+shared (a count) change with each update. All replicas share one array at first; they
+get a copy each when one of them updates its own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import jax.numpy as jnp
 from zstrat.variables import (
     ABSENT,
     DeviceStorage,
-    KeepsCopies,
     TreeStep,
     VariableAggregation,
     VariableSynchronization,
@@ -58,20 +56,23 @@ if TYPE_CHECKING:
 
 
 def updates_copies(variable: VariableHandle, count: int) -> bool:
-    """Whether each of this many replicas, when it updates the variable, updates its own
-    copy alone."""
+    """Whether an update by one of ``count`` replicas changes only its own copy."""
     storage = variable.storage
     if not isinstance(storage, DeviceStorage) or not storage.pool.copies == count > 1:
         return False
     if is_on_read(variable):
         return True
-    # Where all share one copy it cannot be updated by each for itself (TF's rule).
+    # A copy that all replicas share cannot be updated by each for itself (TF's rule).
     shares = storage.pool.travels
     return not shares and variable.aggregation is VariableAggregation.NONE
 
 
 def has_copies(variable: VariableHandle, count: int) -> bool:
-    """Whether each of this many replicas has its own now."""
+    """Whether each of ``count`` replicas has a copy of its own now.
+
+    Raises:
+        ValueError: The variable has another number of copies.
+    """
     storage = variable.storage
     if not isinstance(storage, DeviceStorage) or not storage.is_apart:
         return False
@@ -91,7 +92,7 @@ def is_apart(variable: VariableHandle) -> bool:
 
 
 def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
-    """The copies, ``[count, ...]``, of these or of a value that all of them share."""
+    """Repeats a value that all replicas share, ``[count, ...]``; returns copies."""
     if value.ndim > len(variable.shape):
         return value
     copies = device_storage(variable).pool.copies
@@ -99,32 +100,32 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
 
 
 def is_on_read(variable: VariableHandle) -> bool:
-    """Whether its copies are brought together when it is read."""
+    """Whether reads aggregate the copies."""
     return variable.synchronization is VariableSynchronization.ON_READ
 
 
 def apart_from_now(variable: VariableHandle) -> None:
-    """Keeps a copy for each replica, all equal so far.
+    """Gives each replica a copy of its own; they start equal.
 
     Raises:
         DataLossError: The value is lost.
     """
     storage = device_storage(variable)
-    with storage.pool.turn:  # another thread may come here, too
+    with storage.pool.turn:  # another thread may do the same
         if storage.is_apart:
             return
         storage.require_kept(variable.name)
-        # In a trace, too: what happens to the value is no part of the program.
+        # At once, in a trace, too: this is not part of the program.
         with jax.ensure_compile_time_eval():
             storage.part()
 
 
 def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
-    """The value that is read under this recorder: outside of replicas, what is brought
-    together when it is read is made of all copies."""
+    """Reads a variable under this recorder; aggregates the copies of one that is
+    ON_READ."""
     if not is_on_read(variable):
         return recording.read(variable)
-    before = recorder.set(recording)  # and none that has something in its place
+    before = recorder.set(recording)  # not one that substitutes values
     try:
         value: jax.Array = variable.value()
         return value
@@ -132,26 +133,12 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
         recorder.reset(before)
 
 
-def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
-    """All copies, ``[count, ...]``, as the step sees them."""
-    assert isinstance(recording, KeepsCopies), recording
-    return recording.copies(variable)
-
-
-def keep_copies(
-    recording: TraceRecorder, variable: VariableHandle, copies: Any
-) -> None:
-    """Tells the step which copies there are from now on."""
-    assert isinstance(recording, KeepsCopies), recording
-    recording.put_copies(variable, copies)
-
-
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One update: what the step did, and the user's line that did it.
+    """One update of a step, and the user's line that made it.
 
-    ``variables`` is the one that is updated or, with a ``table``, its components; with
-    a ``call``, all that the gradients are of, whose operands are in a row.
+    ``variables`` is the updated one or, with a ``table``, its components; with a
+    ``call``, all variables that have gradients.
     """
 
     variables: tuple[VariableHandle, ...]
@@ -164,21 +151,21 @@ class Recorded:
 
     @property
     def variable(self) -> VariableHandle:
-        """The variable, or the first component."""
+        """The variable, or the first component of the table."""
         return self.variables[0]
 
     @property
     def target(self) -> str:
-        """What is updated, in words."""
+        """The updated variable or table, for messages."""
         return str(self.variables[0].spec if self.table is None else self.table)
 
 
 Write = tuple[Recorded, int]
-"""An update, and which of its variables is meant."""
+"""An update, and the index of one of its variables."""
 
 
 def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
-    """``value`` after the updates, in order. Shape and dtype stay as they are."""
+    """Applies updates in order; shape and dtype stay the same."""
     for update, number in writes:
         operands = update.operands
         if update.table is not None and len(update.variables) > 1:
@@ -197,7 +184,7 @@ _OF_BOOLEANS: Final = {
 
 
 def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """A value after one update."""
+    """Applies one update to a value."""
     match op:
         case UpdateOp.ASSIGN:
             return operands[0]
@@ -206,7 +193,7 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
         case UpdateOp.SUB:
             return value - operands[0]
     indices, rows = reaching(operands[0]), operands[1]
-    if value.dtype == jnp.bool_:  # sums and products of booleans, as numpy has them
+    if value.dtype == jnp.bool_:  # sums and products of booleans, as in numpy
         op = _OF_BOOLEANS.get(op, op)
     match op:
         case UpdateOp.SCATTER_ADD:
@@ -223,13 +210,15 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
             return value.at[indices].max(rows)
         case UpdateOp.SCATTER_UPDATE:
             return value.at[_last(indices, value.shape[0])].set(rows, mode="drop")
-    raise AssertionError(f"{op.name} has no local meaning")
+    raise AssertionError(f"{op.name} needs an optimizer")
 
 
 def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows divided, of integers cut off towards zero. Round k divides by the k-th row
-    of every index: the product of the divisors of one row may not fit their dtype, nor
-    the reciprocal of one of them."""
+    """Divides rows; integers are truncated towards zero.
+
+    Round k divides by the k-th row of every index: the product of the divisors of one
+    row may not fit their dtype.
+    """
     if not indices.shape[0]:
         return value
     order = jnp.argsort(indices, stable=True)
@@ -260,31 +249,31 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def _last(indices: jax.Array, size: int) -> jax.Array:
-    """The indices with all but the last of equal ones moved out of bounds: XLA leaves
-    open which of several wins."""
+    """Moves all but the last of equal indices out of bounds: XLA does not define which
+    of several wins."""
     order = jnp.arange(indices.shape[0], dtype=jnp.int32)
     winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
     return jnp.where(winner[indices] == order, indices, size)
 
 
 def is_here(variable: VariableHandle) -> bool:
-    """Whether the step computes the next value of this variable itself."""
+    """Whether the program updates this variable itself."""
     return isinstance(variable.storage, DeviceStorage)
 
 
 def device_storage(variable: VariableHandle) -> DeviceStorage:
-    """The storage of a variable that is known to live on devices of this process."""
+    """Returns the storage of a variable on devices of this process."""
     storage = variable.storage
     assert isinstance(storage, DeviceStorage), storage
     return storage
 
 
 class Moves:
-    """What one trace of a step makes of such variables.
+    """The updates that the program of a step does itself.
 
-    ``values`` are the last ones of those that were updated; ``slots`` those that
-    optimizers were given, in the order of their first use; ``notes`` what was done, in
-    the order of the body.
+    ``values`` are the last values of updated variables; ``slots`` the last slots of
+    optimizers, in the order of their first use; ``notes`` the updates, in the order of
+    the body.
     """
 
     def __init__(self, feed: TraceFeed) -> None:
@@ -296,8 +285,11 @@ class Moves:
     def note(
         self, update: Recorded, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
-        """Makes the next values. ``current`` tells those of now; where that are copies
-        of several replicas, ``[count, ...]``, the update is made on each."""
+        """Computes the next values.
+
+        ``current`` returns the present ones; if these are copies ``[count, ...]`` of
+        replicas, each copy is updated.
+        """
         if len(update.operands) > 1:
             index, rows = update.operands
             update = replace(update, operands=(marked(reaching(index)), rows))
@@ -311,14 +303,14 @@ class Moves:
         self.notes.append((specs, update.op))
 
     def put(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """The copies of several replicas, each of which has made its own."""
+        """Stores the copies that several replicas have computed."""
         self.values[variable.spec.key] = (variable, copies)
         self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
 
     def optimize(
         self, call: GradientCall, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
-        """Makes the next values and slots of all variables of a call, together."""
+        """Computes the next values and slots of all variables of a call."""
         step = TreeStep(_marked(call))
         rules = [(each.variable, each.rule) for each in step.components]
         values = [current(variable) for variable, _ in rules]
@@ -337,7 +329,7 @@ class Moves:
 
 
 def _marked(call: GradientCall) -> GradientCall:
-    """Marks indices of rows, which have to fit 32 bits."""
+    """Marks indices of rows, which must fit 32 bits."""
     arrays: list[Any] = []
     for _, _, sparse, mine in call.leaves():
         arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
@@ -347,8 +339,11 @@ def _marked(call: GradientCall) -> GradientCall:
 def rows_here(
     table: Table, ids: jax.Array, read: Callable[[VariableHandle], jax.Array]
 ) -> jax.Array:
-    """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,
-    and NaN for a row that is not there, as the step cannot fail for it."""
+    """Reads rows of a table of such variables, ``ids.shape + row``.
+
+    Rows are zeros for `ABSENT`, and NaN for ids outside of the table: a compiled step
+    cannot raise.
+    """
     # In 8 or 16 bits `ABSENT` would be cut to the number of a row.
     flat = reaching(ids.reshape(-1))
     rows = None
@@ -365,7 +360,7 @@ def rows_here(
 
 
 def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
-    """A whole variable's value after one update without an optimizer."""
+    """Applies one update, without an optimizer, to a whole variable."""
     if op is UpdateOp.ASSIGN:
         return operands[0]
     if len(operands) > 1:  # negative indices do not count from the end

@@ -1,12 +1,12 @@
-"""The user's own lines: where a step function does something, and in tracebacks.
+"""The user's own lines: in messages, and in tracebacks.
 
 The user's line is the innermost frame outside of Python's library, installed packages
-and zstrat; a step that lives in an installed package is found as the innermost frame
-outside of jax and zstrat.
+and zstrat; if the step is in an installed package, the innermost frame outside of jax
+and zstrat.
 
 Law of tracebacks: frames are hidden where an error leaves zstrat, at a public call or
-on its way to another process, and never if ``ZSTRAT_TRACEBACK=full``. What is not
-caught as an Exception (KeyboardInterrupt, a cancellation) is left alone.
+on its way to another process, and never if ``ZSTRAT_TRACEBACK=full``. Other exceptions
+than Exception (KeyboardInterrupt, a cancellation) keep all frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _claimed: Final[ContextVar[str | None]] = ContextVar("zstrat_claimed", default=N
 
 @contextmanager
 def claimed(where: str) -> Iterator[None]:
-    """What is done inside is done on behalf of another line, which `here` tells."""
+    """Makes `here` return another line for the code inside."""
     before = _claimed.set(where)
     try:
         yield
@@ -48,7 +48,7 @@ def claimed(where: str) -> Iterator[None]:
 
 
 def here() -> str:
-    """``file:line (function)`` of the user's code that is running now."""
+    """Returns ``file:line (in function)`` of the user's code that is running now."""
     if (where := _claimed.get()) is not None:
         return where
     walked = traceback.walk_stack(inspect.currentframe())
@@ -57,7 +57,7 @@ def here() -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line (function)`` of the user's code that ``error`` came through."""
+    """Returns ``file:line (in function)`` of the user's code that raised ``error``."""
     return _chosen(_frames(error.__traceback__))
 
 
@@ -83,27 +83,29 @@ def _chosen(frames: Sequence[tuple[str, int, str]]) -> str:
 
 _PYTHON: Final = f"{os.path.dirname(os.__file__)}/"
 _CHAIN: Final = 20
-"""Causes of causes that are looked at; a longer chain is a loop of the program."""
+"""Limit of causes of causes; a longer chain is a cycle."""
 _NOTE: Final = "Frames of zstrat and jax are hidden; ZSTRAT_TRACEBACK=full shows them."
 
 
 def hide_frames(error: Exception) -> None:
-    """Takes the frames of zstrat and jax, and what they call in Python's library, out
-    of the tracebacks of the error and its causes. Public calls do so before they raise:
-    the frame of the caller is put above what is left.
+    """Removes the frames of zstrat and jax, and of library code that they call, from
+    the tracebacks of an error and its causes.
+
+    Public calls do so before they raise; Python then adds the frame of the caller.
     """
     if environment().get("ZSTRAT_TRACEBACK") == "full":
         return
     for each in _chain(error):
         each.__traceback__ = _trimmed(each.__traceback__)
-    _say(error)
+    notes = getattr(error, "__notes__", [])  # users may set them to anything
+    if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
+        error.add_note(_NOTE)
 
 
 def trim(error: BaseException) -> BaseException:
     """Hides the frames of zstrat in an error that goes to another process; returns it.
 
-    One without any line of the user's keeps all of its frames: then the machinery is
-    what somebody has to look at.
+    An error without a line of the user keeps all frames, because it is about zstrat.
     """
     if environment().get("ZSTRAT_TRACEBACK") != "full":
         for each in _chain(error):
@@ -112,7 +114,7 @@ def trim(error: BaseException) -> BaseException:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that are printed above it."""
+    """Iterates over the error, and those that Python prints above it."""
     seen: BaseException | None = error
     for _ in range(_CHAIN):
         if seen is None:
@@ -124,10 +126,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
-    is_hidden = True  # a thread of ours begins in Python's library
+    is_hidden = True  # threads of ours start in Python's library
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
-        is_hidden = is_machinery(filename) or (is_hidden and _is_library(filename))
+        is_library = filename.startswith(_PYTHON) and "/site-packages/" not in filename
+        is_hidden = is_machinery(filename) or (is_hidden and is_library)
         if not is_hidden:
             kept.append(trace)
         trace = trace.tb_next
@@ -135,14 +138,3 @@ def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     for part in reversed(kept):
         chain = TracebackType(chain, part.tb_frame, part.tb_lasti, part.tb_lineno)
     return chain
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_PYTHON) and "/site-packages/" not in filename
-
-
-def _say(error: Exception) -> None:
-    """Once, where anybody may have set notes to anything."""
-    notes = getattr(error, "__notes__", [])
-    if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
-        error.add_note(_NOTE)

@@ -1,11 +1,9 @@
-"""Pytrees as programs take them: a value per replica counts as the array it is in.
+"""Flattens pytrees for programs: a value per replica counts as one array.
 
-jax sees as many leaves in a value per replica as there are replicas, whichever way it
-is kept: that is what it means (`jax.tree.map`). A program is faster: one array over all
-devices goes in and comes out as it is. So whatever flattens for a program does it here.
-
-A treedef that is made here gives back the value per replica that it was made of, from
-that one array, wherever it unflattens.
+To jax a value per replica has one leaf per replica (`jax.tree.map`). Programs are
+faster if it is one array over all devices. So code that flattens for a program uses
+this module. A treedef that is made here unflattens that one array to the value per
+replica again.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ class _Asked(threading.local):
 
 
 asked: Final = _Asked()
-"""Whether a node that is kept as one array is to give that array as its child
-(``is_joined``): what the class of such a node asks where it is flattened."""
+"""The class of a value per replica reads ``is_joined`` when jax flattens it: whether
+its child is the one array."""
 
 _flatten: Final[Any] = jax.tree_util.tree_flatten
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """Flattens as `jax.tree.flatten`, but for values per replica."""
+    """Flattens as `jax.tree.flatten`, with one leaf for a value per replica."""
     before = asked.is_joined
     asked.is_joined = True
     try:
-        # As at each call of a step: the function itself, without `jax.tree`'s wrapper.
+        # At each call of a step, hence without the wrapper of `jax.tree`.
         found: tuple[list[Any], TreeDef] = _flatten(tree)
         return found
     finally:
@@ -47,7 +45,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
-    """Flattens as `jax.tree_util.tree_flatten_with_path`, but for values per
+    """Flattens as `jax.tree_util.tree_flatten_with_path`, with one leaf for a value per
     replica."""
     before = asked.is_joined
     asked.is_joined = True
@@ -60,11 +58,11 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves that `flatten` finds."""
+    """Returns the leaves, as `flatten` finds them."""
     return flatten(tree)[0]
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Maps one tree as `jax.tree.map`, but for values per replica."""
+    """Maps one tree as `jax.tree.map`, with one leaf for a value per replica."""
     found, treedef = flatten(tree)
     return treedef.unflatten([fn(leaf) for leaf in found])

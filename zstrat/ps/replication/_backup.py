@@ -1,14 +1,15 @@
-"""A backup: takes the changes of its primary in their order, and waits to be it.
+"""A backup: makes the changes of its primary in their order, until it is promoted.
 
-Changes are made one after the other, what takes long on the compute thread. One counts
-as taken when it is in memory here and not too much waits before it; so the primary does
-not wait for the arithmetic, and cannot fill this process.
+Changes are made one after the other, long ones on the compute thread. A change counts
+as taken when it is in memory here and the changes that wait before it are not too many
+bytes: so the primary does not wait for the arithmetic, and cannot fill this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 from collections import deque
 from functools import partial
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
 
 JUMP: Final = 2**40
-"""By how much versions grow when a backup becomes the primary: an old one that nobody
-can reach would need weeks to give out so many, and a field holds eight million jumps.
-"""
+"""By how much versions grow when a backup becomes the primary. An old primary that is
+cut off would need weeks to give out so many, and a field has room for eight million
+jumps."""
 
 _AT_ONCE: Final = 4 * 2**20
 """Bytes of changes that are made in one turn of the loop."""
@@ -58,15 +59,41 @@ _AT_ONCE: Final = 4 * 2**20
 _LOG: Final = logging.getLogger("zstrat.ps")
 
 
+class BackupState(enum.Enum):
+    """What a backup may be used for.
+
+    FILLING ──`CopyWhole`, or it is given a whole store──▶ WHOLE
+    FILLING ──a process before left all of it──▶ INHERITED
+    WHOLE, INHERITED ──a coordinator promotes it──▶ PROMOTING
+    PROMOTING ──all changes are made──▶ PROMOTED
+    any ──a change cannot be made, or it is dropped──▶ FAILED
+    """
+
+    FILLING = "filling"
+    """It lacks a part of what its primary has acknowledged."""
+    WHOLE = "whole"
+    """All that its primary has acknowledged is here, or waits here."""
+    INHERITED = "inherited"
+    """It is whole, but of a process before: it takes no further changes."""
+    PROMOTING = "promoting"
+    """It takes no further changes, and makes those that wait."""
+    PROMOTED = "promoted"
+    FAILED = "failed"
+    """It differs from its primary, or was dropped."""
+
+
+_WHOLE: Final = frozenset(BackupState) - {BackupState.FILLING, BackupState.FAILED}
+
+
 @final
 class Backup:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
-        named: The incarnation of its primary, as the coordinator has said.
-        on_promoted: Called once, when all is done that the old primary told, with who
-            asked for it.
-        on_made: Called with each change, and when it was begun to be made.
+        named: The incarnation of its primary, according to the coordinator.
+        on_promoted: Called with the coordinator and its order, when all changes of the
+            old primary are made.
+        on_made: Called with each change that was made, and when it was begun.
     """
 
     def __init__(
@@ -82,33 +109,46 @@ class Backup:
         on_made: Callable[[Message, float], None],
     ) -> None:
         self.session, self.view, self._named = session, view, named
-        self.is_whole = False
-        """All is here, or waits here, that the primary has acknowledged."""
         self.failure = ""
-        """How it differs from its primary."""
+        """Why it is FAILED; else empty."""
         self.is_beside = False
-        """It is a third copy, of which its primary has not said yet that it counts."""
+        """It is a third copy, and its primary has not said yet that it counts."""
+        self._state = BackupState.FILLING
         self._task, self._store, self._thread = task, store, thread
         self._on_promoted = on_promoted
         self._clock, self._on_made = clock, on_made
-        self._since = 0.0
-        """When the change that is made was begun."""
+        self._began = 0.0
+        """When the change that is being made was begun."""
         self._primary: Caller | None = None
         self._promotion: asyncio.Future[None] | None = None
+        """Done when it is known whether this copy becomes the primary."""
         self._queue: deque[Message] = deque()
+        """Changes that were taken, and not made yet."""
         self._nbytes = 0
-        self._received = self._told = 0
+        self._received = self._reported = 0
+        """Changes that came, and how many of them the primary knows to be taken."""
         self._whole_at: int | None = None
-        """The number of the change behind which nothing of the copy is missing."""
-        self._is_busy = self._speaks_soon = self._goes_on_soon = False
-        self._is_inherited = False
-        self._begun = session
-        """Whose steps are known here, when all is made that was taken."""
+        """The number of `CopyWhole`, after which nothing of the copy is missing."""
+        self._is_computing = False
+        # Callbacks that the loop runs next, once for all changes of a turn:
+        self._reports_soon = self._makes_soon = False
+        self._steps_of = session
+        """The session whose steps the store knows, when all changes are made."""
         self._earlier: set[int] = set()
         """Sessions of programs that are lost."""
         self._made_all = asyncio.Event()
-        """Set when nothing waits here."""
+        """Set when no change waits."""
         self._made_all.set()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is here, or waits here, that the primary has acknowledged."""
+        return self._state in _WHOLE
+
+    @property
+    def partner(self) -> int:
+        """The incarnation of the primary that it follows; 0 if it follows none."""
+        return self._named if self._state is BackupState.WHOLE else 0
 
     def statistics(self) -> dict[str, str | int | bool]:
         """How far the copy is: ``changes`` were received, ``behind`` of them wait."""
@@ -120,33 +160,52 @@ class Backup:
             "error": self.failure,
         }
 
+    def validate(self) -> None:
+        """Checks what holds between two events.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        state = self._state
+        assert (state is BackupState.FAILED) == bool(self.failure), state
+        assert bool(self._queue) == bool(self._nbytes), "bytes of no change wait"
+        assert bool(self._queue) != self._made_all.is_set()
+        if self._queue:
+            assert self._is_computing or self._makes_soon, "changes wait for nobody"
+        if state in (BackupState.PROMOTING, BackupState.PROMOTED):
+            assert self._promotion is not None, state
+            assert self._promotion.done() == (state is BackupState.PROMOTED)
+        if state is BackupState.PROMOTED:
+            assert not self._queue, "it was promoted without some changes"
+        assert self._reported <= self._received, "it reports what it has not received"
+
     def handle(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """What its primary and the coordinator say.
+        """Handles what its primary and the coordinator send.
 
         Raises:
-            NotPrimaryError: It serves nobody yet.
-            PermissionDeniedError: Somebody else says that it is the primary.
+            NotPrimaryError: Any other request: a backup serves nobody.
+            PermissionDeniedError: The sender is not the primary of this copy.
             StaleSessionError: The view, or the session, is over.
-            UnavailableError: It cannot follow, or take its primary's place.
+            UnavailableError: It cannot follow its primary, or be promoted.
         """
         if type(message) in CHANGES and remote is self._primary:
             if self._promotion is None:
-                self._take(message)
+                self._take_change(message)
             return None
         if remote.role is Job.PS and isinstance(message, OpenLog):
-            return self._open(remote, message)
+            return self._open_log(remote, message)
         if remote.role is Job.CHIEF and isinstance(message, PromoteBackup):
             self.require(message.session, message.view)
             return self._promote(remote, message)
         raise NotPrimaryError(
-            f"{self._task}: this process has the second copy of its variables, and "
-            "does not serve it"
+            f"{self._task}: this process has a backup of its variables, and "
+            "serves no requests for them"
         )
 
     def require(self, session: int, view: int) -> None:
-        """Refuses what is said of an older view, or of another session.
+        """Refuses an order for an older view, or for another session.
 
         Raises:
             StaleSessionError: The view, or the session, is over.
@@ -157,165 +216,169 @@ class Backup:
                 f"view {self.view}, not to {session:#x} and {view}"
             )
 
-    def _open(self, remote: Caller, opening: OpenLog) -> LogTaken | Awaitable[Message]:
+    def _open_log(
+        self, remote: Caller, opening: OpenLog
+    ) -> LogTaken | Awaitable[Message]:
         known = opening.session in self._earlier
         self.require(self.session if known else opening.session, opening.view)
         if remote.hello.incarnation != self._named:
             raise PermissionDeniedError(
                 f"{self._task}: this copy takes changes from incarnation "
-                f"{self._named:x} of it, as its coordinator has said, and "
+                f"{self._named:x} of it, according to its coordinator, and "
                 f"{remote.name} is {remote.hello.incarnation:x}: two processes serve "
-                "one store, or a key is where it should not be"
+                "one store, or a key is on the wrong host"
             )
+        # Its primary may have missed the notice of that, and must not count on it.
+        if self._state is BackupState.FAILED:
+            raise UnavailableError(f"{self._task}: {self.failure}")
         if self._promotion is not None:
             return self._succeeded(self._promotion)
-        if self._is_inherited:
+        if self._state is BackupState.INHERITED:
             raise UnavailableError(
                 f"{self._task}: this copy is of a process before, and takes no changes"
             )
         self.is_beside &= opening.view == self.view
         self._primary, self.view = remote, opening.view
-        self._told = self._received
-        self._tell(LogMade(self._made_count))  # it may not have heard it
+        self._reported = self._received
+        self._notify(LogMade(self._made_count))  # the last one may not have arrived
         return LogTaken(self._received)
 
     async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
-        """Answers a primary that asks while this copy takes its place, when it is known
-        whether it does. Always raises."""
+        """Answers a primary that asks while this copy is promoted, when it is known
+        whether it is. Always raises."""
         await asyncio.shield(promotion)
         if self.failure:
             raise UnavailableError(f"{self._task}: {self.failure}")
-        raise StaleSessionError(f"{self._task} has another primary by now")
+        raise StaleSessionError(f"{self._task} has another primary")
 
-    def _take(self, change: Message) -> None:
+    def _take_change(self, change: Message) -> None:
         self._received += 1
         if self.failure:
             return
         if isinstance(change, CopyWhole):
-            self.is_whole, self._whole_at = True, self._received
+            self._state, self._whole_at = BackupState.WHOLE, self._received
         elif isinstance(change, ChangeProgram):
-            self._begun = change.session
+            self._steps_of = change.session
         self._queue.append(change)
         self._made_all.clear()
         self._nbytes += nbytes_of(change)
-        self._speak()
-        if not self._is_busy:
-            self._go_on_soon()
+        self._report()
+        if not self._is_computing:
+            self._make_soon()
 
-    def _speak(self) -> None:
-        """Once for all that a turn of the loop brings."""
-        if self._nbytes <= WINDOW and not self._speaks_soon:
-            self._speaks_soon = True
-            asyncio.get_running_loop().call_soon(self._speak_now)
+    def _report(self) -> None:
+        """Reports what was taken, once for all changes of a turn of the loop."""
+        if self._nbytes <= WINDOW and not self._reports_soon:
+            self._reports_soon = True
+            asyncio.get_running_loop().call_soon(self._report_now)
 
-    def _speak_now(self) -> None:
-        self._speaks_soon = False
-        if self._primary is not None and self._told < self._received:
-            self._told = self._received
-            self._tell(LogTaken(self._received))
+    def _report_now(self) -> None:
+        self._reports_soon = False
+        if self._primary is not None and self._reported < self._received:
+            self._reported = self._received
+            self._notify(LogTaken(self._received))
 
-    def _tell(self, message: Message) -> None:
+    def _notify(self, message: Message) -> None:
         if self._primary is None:
             return
-        with contextlib.suppress(PeerLostError):  # it asks when it is back
+        with contextlib.suppress(PeerLostError):  # it asks when its link is back
             self._primary.notify(message)
 
-    def _go_on_soon(self) -> None:
-        if not self._goes_on_soon:
-            self._goes_on_soon = True
-            asyncio.get_running_loop().call_soon(self._go_on)
+    def _make_soon(self) -> None:
+        if not self._makes_soon:
+            self._makes_soon = True
+            asyncio.get_running_loop().call_soon(self._make_changes)
 
-    def _go_on(self) -> None:
-        """Makes changes until one has to be computed, or others have their turn."""
-        self._goes_on_soon = False
+    def _make_changes(self) -> None:
+        """Makes changes until one has to be computed, or `_AT_ONCE` bytes are made."""
+        self._makes_soon = False
         left = _AT_ONCE
-        while self._queue and left > 0 and not self._is_busy:
+        while self._queue and left > 0 and not self._is_computing:
             change = self._queue[0]
             left -= nbytes_of(change)
-            self._since = self._clock()
+            self._began = self._clock()
             try:
                 pending = advance(replay(self._store, change))
                 if pending is None:
-                    self._made()
+                    self._change_made()
                 else:
                     self._compute(pending)
             except Exception as error:  # to the log and to the primary
-                self._differ(change, error)
-        if self._queue and not self._is_busy:
-            self._go_on_soon()
+                self._fail_change(change, error)
+        if self._queue and not self._is_computing:
+            self._make_soon()
 
     def _compute(self, pending: PendingRequest[None]) -> None:
         done = self._thread.submit(pending.plan.compute)
-        self._is_busy = True
+        self._is_computing = True
         done.add_done_callback(partial(self._computed, pending))
 
     def _computed(
         self, pending: PendingRequest[None], done: asyncio.Future[None]
     ) -> None:
-        self._is_busy = False
-        if not self._queue:  # it was closed meanwhile
+        self._is_computing = False
+        if not self._queue:  # it was dropped meanwhile
             return
         try:
             advance(pending.running, done.exception())
         except BaseException as error:  # to the log and to the primary
-            self._differ(self._queue[0], error)
+            self._fail_change(self._queue[0], error)
         else:
-            self._made()
-            self._go_on()
+            self._change_made()
+            self._make_changes()
 
-    def _made(self) -> None:
+    def _change_made(self) -> None:
         change = self._queue.popleft()
         self._nbytes -= nbytes_of(change)
-        self._on_made(change, self._since)
+        self._on_made(change, self._began)
         made, whole_at = self._made_count, self._whole_at
         if made == whole_at or (whole_at is None and not self._queue):
-            self._tell(LogMade(made))
-        if self._told < self._received:
-            self._speak()
+            self._notify(LogMade(made))
+        if self._reported < self._received:
+            self._report()
         if not self._queue:
             self._made_all.set()
-            self._look_at_promotion()
+            self._settle_promotion()
 
-    def _differ(self, change: Message, error: BaseException) -> None:
-        """Notes that a change cannot be made here: the copy differs from the primary's
-        store from here on, and is worth nothing."""
+    def _fail_change(self, change: Message, error: BaseException) -> None:
+        """Notes that a change cannot be made here: from here on the copy differs from
+        the primary's store, and is of no use."""
         what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
-        self.failure, self.is_whole = what, False
+        self._fail(what)
         _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
         self._stop()
-        self._tell(BackupLost(self.session, self.view, what))
+        self._notify(BackupLost(self.session, self.view, what))
 
     def inherit(self, *, is_whole: bool) -> None:
-        """A process before has had this copy: it may take its primary's place, if it
-        has all, and cannot follow it any further."""
-        self._is_inherited, self.is_whole = True, is_whole
+        """Notes that a process before has had this copy: if whole, it may be promoted,
+        but it cannot follow its primary any further."""
+        if is_whole:
+            self._state = BackupState.INHERITED
+        else:
+            self._fail("a process before has left only a part of this copy")
 
     def be_whole(self) -> None:
-        """The store was given all that the primary has, whose versions have jumped."""
-        self.is_whole = True
+        """Counts it as whole: the store was given all that the primary has. Versions
+        jump."""
+        self._state = BackupState.WHOLE
         self._store.variables.jump(JUMP)
 
-    @property
-    def partner(self) -> int:
-        """The incarnation of the primary that it follows; 0 if it follows none."""
-        follows = self.is_whole and not self._is_inherited and self._promotion is None
-        return self._named if follows else 0
-
     def is_primary(self, remote: object) -> bool:
-        """Whether the changes come from there."""
+        """Whether the changes come from that peer."""
         return remote is self._primary
 
     def follow_new_owner(self, session: int) -> None:
-        """Another program goes on, in this session. Steps begin anew when the primary
-        says so, or when it has this copy take the primary's place before."""
+        """Notes that another program goes on, in this session. Its steps are counted
+        from the start when the primary says so (`ChangeProgram`), or at a promotion
+        before that."""
         self._earlier.add(self.session)
         self.session = session
 
     async def finish(self, deadline: float) -> None:
-        """Waits until all changes are made that were taken. Nothing more may come. If
-        that is not so at the deadline (loop time), the copy is given up.
+        """Waits until all changes are made that were taken, while no more come. At the
+        deadline (loop time) drops the copy.
 
-        Cancellation: they are made all the same.
+        Cancellation: the changes are made all the same.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -324,55 +387,60 @@ class Backup:
             self.close()
 
     def close(self) -> None:
-        """Makes nothing more here, as the copy was dropped."""
-        self.failure, self.is_whole = self.failure or "it was dropped", False
+        """Drops the copy: makes no further changes."""
+        self._fail(self.failure or "it was dropped")
         self._primary = None
         self._stop()
+
+    def _fail(self, failure: str) -> None:
+        self._state, self.failure = BackupState.FAILED, failure
 
     def _stop(self) -> None:
         self._queue.clear()
         self._made_all.set()
         self._nbytes = 0
-        self._look_at_promotion()
+        self._settle_promotion()
 
     async def _promote(self, remote: Caller, message: PromoteBackup) -> Message:
-        """Nothing more is taken from now on. The primary is told when all is made that
-        was: that it is replaced, or that this copy is of no use."""
+        """Takes no changes from now on. When all are made that were taken, notifies the
+        primary: that it is replaced, or that this copy is of no use."""
         if self.is_beside:
             raise InvalidArgumentError(
                 f"{self._task} cannot become the primary: this is a third copy, and "
                 "its primary has not said that it counts"
             )
-        if not self.is_whole:
-            why = self.failure or "it has not everything yet"
-            raise UnavailableError(f"{self._task} cannot become the primary: {why}")
+        self._require_whole()
         self.view = message.view
         if self._promotion is None:
+            self._state = BackupState.PROMOTING
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
-                self._look_at_promotion()
-        # Who asks may go, and ask again by a new line: it goes on meanwhile.
+                self._settle_promotion()
+        # The coordinator may leave, and ask again over a new connection meanwhile.
         await asyncio.shield(self._promotion)
-        if self.failure:
-            raise UnavailableError(
-                f"{self._task} cannot become the primary: {self.failure}"
-            )
+        self._require_whole()
         self._on_promoted(remote, message)
         return Done()
+
+    def _require_whole(self) -> None:
+        if not self.is_whole:
+            why = self.failure or "it does not have everything yet"
+            raise UnavailableError(f"{self._task} cannot become the primary: {why}")
 
     @property
     def _made_count(self) -> int:
         return self._received - len(self._queue)
 
-    def _look_at_promotion(self) -> None:
+    def _settle_promotion(self) -> None:
         promotion = self._promotion
         if promotion is None or promotion.done():
             return
-        if not self.failure:
+        if self._state is BackupState.PROMOTING:
+            self._state = BackupState.PROMOTED
             self._store.variables.jump(JUMP)
-            # The old primary was to tell of that, and did not any more.
-            if self._begun != self.session:
+            # The old primary was to say that, and could not.
+            if self._steps_of != self.session:
                 self._store.change_program()
-            self._tell(PromoteBackup(self.session, self.view))
+            self._notify(PromoteBackup(self.session, self.view))
             self._primary = None
         promotion.set_result(None)

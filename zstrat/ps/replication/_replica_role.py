@@ -1,55 +1,105 @@
-"""What one service is to its store: its primary, its backup, or what was its primary.
+"""What one process is to its store: its primary, its backup, or what was its primary.
 
-Views are kept here: a number that a coordinator makes and that only grows. Whatever
-names an older one than is known is refused.
+A process learns its role; it decides two things alone: that its backup answers when it
+ends, and that it falls silent before it hands its store to the next process.
+
+Views are kept here. A view is a number that a coordinator draws and that only grows;
+orders for an older view than the newest known one are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING, final
+import enum
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import (
-    BusyError,
-    NotPrimaryError,
-    StaleSessionError,
-    UnavailableError,
-)
+from zstrat.errors import NotPrimaryError, StaleSessionError, UnavailableError
+from zstrat.ps.handover._handover import HandedOverStore, StoreRole
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
     DetachBackup,
     Done,
     Message,
+    OrphanedCopy,
+    Owner,
     PromoteBackup,
 )
 
-from ._log_shipping import LogShipping
+from ._attached_backups import AttachedBackups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zstrat.config import Timeouts
     from zstrat.errors import ZstratError
+    from zstrat.ps._roles import Caller
     from zstrat.ps.store._store import Store
-    from zstrat.wire import PlainTree
+    from zstrat.wire import Ownership, PlainTree
 
     from ._backup import Backup
-    from ._log_shipping import Connect, Turn
+    from ._log_link import Connect
+    from ._log_shipping import Turn
 
 ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 
 
+class Role(enum.Enum):
+    """What a process is to a store.
+
+    BACKUP ──promoted──▶ PRIMARY
+    PRIMARY ──it swaps with its backup──▶ HANDING_OVER
+    HANDING_OVER ──the backup has everything──▶ DROPPED
+    HANDING_OVER ──that fails──▶ PRIMARY
+    PRIMARY, HANDING_OVER ──a newer view has another primary──▶ REPLACED
+    REPLACED ──a coordinator has it serve after all──▶ PRIMARY
+    any but BACKUP ──a coordinator drops what is here──▶ DROPPED
+    any but BACKUP ──the session ends──▶ PRIMARY
+    """
+
+    PRIMARY = "primary"
+    """It serves the store."""
+    BACKUP = "backup"
+    """It takes the changes of its primary, and refuses all other requests."""
+    HANDING_OVER = "handing over"
+    """It is a primary that takes no more requests, until its backup has everything."""
+    REPLACED = "replaced"
+    """Another process may serve the store; what was here is still here."""
+    DROPPED = "dropped"
+    """Another process serves the store; nothing of it is here."""
+
+
+class Shutdown(enum.Enum):
+    """What the end of the process means for requests.
+
+    RUNNING ──it ends, and has a whole backup──▶ GIVING_WAY
+    GIVING_WAY ──promoted, or the session ends──▶ RUNNING
+    RUNNING, GIVING_WAY ──it hands its store to the next process──▶ SILENT
+    """
+
+    RUNNING = "running"
+    GIVING_WAY = "giving way"
+    """Requests are refused: the backup serves from now on."""
+    SILENT = "silent"
+    """Requests are not answered: callers ask the next process."""
+
+
+_REPLACED: Final = (Role.HANDING_OVER, Role.REPLACED, Role.DROPPED)
+
+
 @final
 class ReplicaRole:
-    """What one process is to the store ``task``. Lives on the loop.
+    """The role of one process for the store ``task``. Lives on the loop.
 
     Args:
-        tell: Sends a notice to the coordinator that holds the session.
-        connect: None: it may have no backup.
-        patience: Seconds that a backup which is to be filled has to be there.
-        silence: The same, of one that has all.
+        ownership: Whose session the process serves.
+        turn: Keeps names from others while its body runs.
+        timeouts: Those after which a lost program cannot have acted without notice.
+        incarnation: Of the process, or of the copy that it keeps for another one.
+        notify: Sends a notice to the coordinator that holds the session.
+        connect: Makes a link to a backup; None: the store cannot have one.
         clock: Seconds.
     """
 
@@ -57,121 +107,116 @@ class ReplicaRole:
         self,
         task: str,
         store: Store,
+        ownership: Ownership,
         turn: Turn,
+        timeouts: Timeouts,
         *,
-        tell: Callable[[Message], None],
+        incarnation: int,
+        notify: Callable[[Message], None],
         connect: Connect | None,
-        patience: float,
-        silence: float,
         clock: Callable[[], float],
     ) -> None:
+        self._task, self._store, self._ownership = task, store, ownership
+        self._timeouts, self._incarnation = timeouts, incarnation
+        self._notify, self._clock = notify, clock
+        self._role, self._shutdown = Role.PRIMARY, Shutdown.RUNNING
+        self._view = 0
+        """The newest one known to a process that is not a backup."""
         self.backup: Backup | None = None
-        """If it is a backup."""
-        self.is_replaced = self.is_dropped = False
-        """Another process serves the store; and what was here of it is gone."""
-        self.view = 0
-        self.is_to_have_backup = False
-        """As the session was opened, or is that of a process before."""
-        self._task, self._store, self._turn = task, store, turn
-        self._tell = tell
-        self._connect, self._patience, self._silence = connect, patience, silence
-        self._clock = clock
-        self.parted_at: float | None = None
-        """When the other one of two copies was lost, the last time; seconds."""
-        self._sure_in: int | None = None
-        """The view in which it is known of the time before that nothing is missing."""
-        self._was_without = False
-        """The program before had no second copies."""
-        self._shipping: LogShipping | None = None
-        self._copying: asyncio.Task[None] | None = None
-        self._third: LogShipping | None = None
-        """To a copy that is made beside the backup, and may take its place."""
-        self._filling: asyncio.Task[None] | None = None
-        self._is_replacing = False
-        """The third copy may know that it counts."""
-        self._ending: set[asyncio.Task[None]] = set()
+        """What it does as a backup; None in every other role."""
+        self._host: Owner | None = None
+        """Whose process keeps this copy, if it began as a backup."""
+        self.backups = AttachedBackups(
+            task,
+            store,
+            turn,
+            connect=connect,
+            fill_timeout=timeouts.connect,
+            silence=timeouts.liveness,
+            on_lost=self._backup_lost,
+            on_replaced=self._step_aside,
+        )
+        """The copies that it keeps up to date as a primary."""
+        self.silence: asyncio.Future[Message] | None = None
+        """What callers wait for in vain while it is SILENT."""
+        self.needs_backup = False
+        """The session was opened with second copies, or the one before it was."""
+        self._was_unreplicated = False
+        """The program before this one had no second copies."""
+        self._parted_at: float | None = None
+        """When it last lost the other one of two copies; seconds."""
+        self._sure_view: int | None = None
+        """The view for which it is known, from the time of another program, that
+        nothing acknowledged is missing here."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers requests for the store."""
+        return self._role is Role.PRIMARY and self._shutdown is Shutdown.RUNNING
+
+    @property
+    def is_backup(self) -> bool:
+        return self._role is Role.BACKUP
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another process may serve the store instead."""
+        return self._role in _REPLACED
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether another process has a copy of the store, or is to have one."""
+        return self.needs_backup or not (
+            self._role is Role.PRIMARY and self._shutdown is not Shutdown.GIVING_WAY
+        )
+
+    @property
+    def view(self) -> int:
+        """The newest one of the store that the process knows of."""
+        return self._view if self.backup is None else self.backup.view
 
     @property
     def refusal(self) -> NotPrimaryError:
-        """The words for whoever asks for what another process serves."""
+        """The error for requests that another process serves by now."""
         return NotPrimaryError(
-            f"{self._task}: another process serves its variables by now, which has "
-            "taken over while this one could not be reached"
+            f"{self._task}: another process serves its variables, which has taken over "
+            "while this one could not be reached"
         )
 
     @property
     def objection(self) -> NotPrimaryError | None:
-        """What is said instead of an answer to what was under way when another process
-        took over: that has not got it, so it is to be sent there."""
+        """The error that replaces the answer to what was under way when another process
+        took over, which does not have it; None: the answer may leave."""
         return self.refusal if self.is_replaced else None
 
     @property
     def shutdown_error(self) -> UnavailableError:
-        """The words for whoever asks a process that shuts down."""
-        words = f"{self._task} is shutting down"
-        if self.is_replaced or self.has_backup:
-            return NotPrimaryError(f"{words}: its backup takes over")
-        return UnavailableError(words)
+        """The error for requests to a process that shuts down."""
+        problem = f"{self._task} is shutting down"
+        if self.is_replaced or self.backups.has_backup:
+            return NotPrimaryError(f"{problem}: its backup takes over")
+        return UnavailableError(problem)
 
-    @property
-    def has_backup(self) -> bool:
-        """Whether a backup has everything that was acknowledged."""
-        return self._shipping is not None and self._shipping.is_strict
+    def validate(self) -> None:
+        """Checks what holds between two events.
 
-    @property
-    def has_any(self) -> bool:
-        """Whether anything of the store may be here. A primary that is to have a backup
-        and never had one has acknowledged nothing."""
-        if self.backup is not None:
-            return True
-        was_to_have = self.is_to_have_backup and not self._was_without
-        return not self.is_dropped and bool(self.view or not was_to_have)
-
-    def is_sure(self, lost_at: float | None, timeouts: Timeouts) -> bool:
-        """Whether nobody can have acknowledged what is not here, although the other one
-        of two copies is gone.
-
-        Args:
-            lost_at: When the program was lost.
+        Raises:
+            AssertionError: It does not hold.
         """
-        if self.is_replaced:
-            return False
-        if self._sure_in == self._newest_view:
-            return True
-        if self.backup is None and not self.has_backup:
-            return True
-        if lost_at is None or self.parted_at is None:
-            return False
-        # Within that time a program that lives, and is only not heard here, has one of
-        # the two go on alone, and the other one hears it from that.
-        return self.parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
-
-    def owner_changed(self, lost_at: float | None, timeouts: Timeouts) -> None:
-        """Another program is here. If it is lost before it gives an order, all is as it
-        was: it may have waited in vain for other processes."""
-        is_sure = self.is_sure(lost_at, timeouts)
-        self._sure_in = self._newest_view if is_sure else None
-        self._was_without |= not self.is_to_have_backup
-
-    @property
-    def _newest_view(self) -> int:
-        return self.view if self.backup is None else self.backup.view
-
-    @property
-    def partner(self) -> int:
-        """The incarnation of the other one of two copies, if both are known to go on
-        together; else 0."""
+        role, backups = self._role, self.backups
+        assert (role is Role.BACKUP) == (self.backup is not None), role
+        assert (self._shutdown is Shutdown.SILENT) == (self.silence is not None)
+        if role is Role.HANDING_OVER:
+            assert backups.has_backup, "it hands over to nobody"
+        elif role is not Role.PRIMARY:
+            assert not backups.is_any, f"{role} has a backup"
+        backups.validate()
         if self.backup is not None:
-            return self.backup.partner
-        shipping = self._shipping
-        if shipping is None or not shipping.is_strict or self.is_replaced:
-            return 0
-        return shipping.attached.incarnation
+            self.backup.validate()
 
     def statistics(self) -> dict[str, PlainTree]:
         """Its role for the store, the view, and how far its backup is."""
-        backup, shipping = self.backup, self._shipping
-        if backup is not None:
+        if (backup := self.backup) is not None:
             return {
                 "role": "backup",
                 "view": backup.view,
@@ -179,302 +224,284 @@ class ReplicaRole:
                 **backup.statistics(),
             }
         role = "replaced" if self.is_replaced else "primary"
-        values: dict[str, PlainTree] = {"role": role, "view": self.view, "backup": ""}
-        if shipping is not None:
-            values.update(shipping.statistics())
-        return values
+        return {"role": role, "view": self.view, **self.backups.statistics()}
 
     def require(self, view: int) -> None:
-        """Refuses what is said of an older view than the newest known.
+        """Refuses an order for an older view than the newest known one.
 
         Raises:
             StaleSessionError: The view is over.
         """
         if view < self.view:
             raise StaleSessionError(
-                f"{self._task} is in view {self.view} of its store, and view {view} "
-                "is over: another coordinator, or a later word of this one, came first"
+                f"{self._task}: view {view} of its store is over, and the newest one "
+                f"is {self.view}: another coordinator, or a later order of this one, "
+                "came first"
             )
 
     async def handle(self, message: ReplicationRequest) -> Message:
-        """What a coordinator says to the primary.
+        """Carries out an order of a coordinator to the primary.
 
         Raises:
+            NotPrimaryError: Another process serves the store, or nothing of it is here.
             StaleSessionError: The view is over.
             ZstratError: The backup could not be made whole.
 
-        Cancellation: the copy goes on.
+        Cancellation: a copy goes on.
         """
         self.require(message.view)
-        self._sure_in = None
+        self._sure_view = None
         if isinstance(message, AttachBackup):
-            await self._attach(message)
+            if self.is_replaced:
+                raise self.refusal
+            is_filled = self.backups.attach(message)
+            self._view = message.view
+            await is_filled
             return Done()
-        self.view = message.view  # whoever is promoted here was so before
+        self._view = message.view
         self._return()
+        # Promoted with a backup, it was promoted before, and has that backup already.
         if isinstance(message, DetachBackup) or not message.incarnation:
-            self._detach()
+            self.backups.detach()
         return Done()
 
-    def promoted(self, message: PromoteBackup) -> None:
-        """The backup that was here is the primary, and may have a backup from the
-        beginning."""
-        self.backup, self.view = None, message.view
-        if not message.incarnation:
-            return
-        session, address = message.session, message.address
-        attach = AttachBackup(session, message.view, address, message.incarnation)
-        self._shipping = self._ship_to(attach, is_whole=True)
-        loop = asyncio.get_running_loop()
-        self._copying = loop.create_task(
-            self._shipping.follow(loop.time() + self._silence),
-            name=f"backup of {self._task}",
-        )
+    def be_backup(self, host: Owner, backup: Backup) -> None:
+        """Makes this a copy that the process of ``host`` keeps for another one."""
+        self._role, self._host, self.backup = Role.BACKUP, host, backup
 
-    async def give_way(self) -> None:
-        """Ends to serve, for the backup, which is to be promoted: it has all that is
-        here, and nothing is computed from then on.
+    def be_whole(self) -> None:
+        """Counts the backup as whole: it was given everything that its primary has."""
+        assert self.backup is not None, "only a backup is given a store"
+        self.backup.be_whole()
+
+    def be_third(self) -> None:
+        """Counts the copy as a third one, up to a newer view."""
+        assert self.backup is not None, "only a backup can be the third copy"
+        self.backup.is_beside = True
+
+    def inherit(self, left: HandedOverStore) -> None:
+        """Takes over what the process before has left, in its role: it serves only if
+        no other process can have the store."""
+        if self.backup is not None:
+            self.backup.inherit(is_whole=left.role is StoreRole.BACKUP)
+            return
+        self._view = left.view
+        if left.role is StoreRole.NOTHING:
+            self._role = Role.DROPPED
+        elif left.role is not StoreRole.ALONE:
+            self._role = Role.REPLACED
+
+    def promoted(self, remote: Caller, message: PromoteBackup) -> None:
+        """Makes the process the primary, for the coordinator that has asked for it."""
+        backup, host, session = self.backup, self._host, self._ownership.session
+        if backup is not None:
+            session = backup.session
+        assert session is not None, "a process that serves has a session"
+        owner = Owner(session, remote, remote.hello, time.time())
+        if host is not None:
+            owner = replace(
+                owner, name=host.name, origin=host.origin, program=host.program
+            )
+        self._ownership.open(owner)
+        if backup is not None:
+            self._role, self.backup = Role.PRIMARY, None
+            if message.incarnation:
+                order = message.session, message.view, message.address
+                self.backups.attach_whole(AttachBackup(*order, message.incarnation))
+        self._view = message.view
+        self._stop_giving_way()
+
+    async def hand_over(self) -> None:
+        """Stops serving, for the backup, which has everything that is here.
 
         Raises:
-            UnavailableError: There is no backup that has all, or it is lost; this one
+            UnavailableError: There is no whole backup, or it is lost; this process
                 serves as before.
 
         Cancellation: as an error.
         """
-        shipping = self._shipping
-        if shipping is None or not shipping.is_strict or self.is_replaced:
-            raise UnavailableError(f"{self._task} has no backup that has all")
-        self._end_third()
+        if self.is_replaced:
+            raise self.refusal
         try:
-            await shipping.give_way(self._stand_aside)
+            await self.backups.hand_over(self._begin_handing_over)
         except BaseException:  # to the coordinator
-            # Else the backup has the place, or another order has ended it.
-            if self._shipping is shipping:
-                self.is_replaced = False
+            # In another role the backup is the primary, or an order has ended this.
+            if self._role is Role.HANDING_OVER:
+                self._role = Role.PRIMARY
             raise
-        self._part()
-        self._keep(shipping)
-        self.is_dropped = True
+        self._role = Role.DROPPED
 
-    def _stand_aside(self) -> None:
-        self.is_replaced = True
+    def _begin_handing_over(self) -> None:
+        self._role = Role.HANDING_OVER
 
     def give_up(self, view: int) -> None:
-        """Another process serves the store, and nothing here is needed any more.
+        """Drops its role: another process serves the store, and nothing that is here is
+        needed.
 
         Raises:
             StaleSessionError: The view is over.
         """
         self.require(view)
-        self.view, self.is_dropped = view, True
-        self._step_aside()
+        self._view = view
+        self._step_aside(Role.DROPPED)
 
     def _return(self) -> None:
-        """A coordinator has this one serve after all, alone: a backup that had refused
-        it is gone, and so nobody has more than is here.
-
-        Raises:
-            NotPrimaryError: What was here is gone, too.
-        """
-        if self.is_dropped:
+        """A coordinator has this process serve after all, alone: the backup that had
+        refused it is gone, so no process has more than this one."""
+        if self._role is Role.DROPPED:
             raise self.refusal
-        self.is_replaced = False
+        self._role = Role.PRIMARY
 
-    def remind(self) -> None:
-        """The coordinator is back: it may have missed that the backup is lost."""
-        for shipping in (self._shipping, self._third):
-            if shipping is not None and shipping.is_strict and shipping.failure:
-                self._lost(shipping.failure)
+    def _step_aside(self, role: Role = Role.REPLACED) -> None:
+        """Nothing that waits for the backup was acknowledged, or ever will be."""
+        if self._role is not Role.DROPPED:
+            self._role = role
+        self.backups.refuse(self.refusal)
 
-    def end(self, error: ZstratError) -> None:
-        """The session is over, and with it what its backup was for."""
-        shipping = self._part()
-        if shipping is not None:
-            shipping.refuse(error)
-            self._keep(shipping)
-        self.view, self.is_replaced, self.is_dropped = 0, False, False
-        self.is_to_have_backup = self._was_without = False
-        self._sure_in = None
+    def _backup_lost(self, session: int, why: str) -> None:
+        self._parted_at = self._clock()
+        self._notify(BackupLost(session, self.view, why))
 
-    def step_aside(self, *, is_dropped: bool) -> None:
-        """Another process may serve the store: a coordinator says whether this one does
-        (`DetachBackup`)."""
-        self.is_dropped = is_dropped
-        self._step_aside()
+    def primary_lost(self) -> None:
+        """Notes that the connection to its primary was lost."""
+        self._parted_at = self._clock()
 
-    async def close(self, deadline: float, *, quietly: bool = False) -> None:
-        """Waits until what waits for the backup was answered, at the latest at the
-        deadline (loop time); then it is refused, and so is whatever comes.
+    def end_session(self, error: ZstratError) -> None:
+        """Ends what the session had here: answers that wait for a backup fail."""
+        self.backups.refuse(error)
+        if self.backup is None:
+            self._role = Role.PRIMARY
+        self._view, self._sure_view = 0, None
+        self.needs_backup = self._was_unreplicated = False
+        self._stop_giving_way()
 
-        Args:
-            quietly: Nobody is told anything, as another process goes on with this; and
-                a backup makes all that it has taken.
+    def give_way(self) -> None:
+        """Has the backup answer, if it is whole, as this process ends."""
+        if self._shutdown is Shutdown.RUNNING and self.backups.has_backup:
+            self._shutdown = Shutdown.GIVING_WAY
+
+    def _stop_giving_way(self) -> None:
+        if self._shutdown is Shutdown.GIVING_WAY:
+            self._shutdown = Shutdown.RUNNING
+
+    def fall_silent(self) -> None:
+        """Stops answering, as this process leaves what it holds to the next one."""
+        self._shutdown = Shutdown.SILENT
+        self.silence = asyncio.get_running_loop().create_future()
+
+    async def close(self, deadline: float) -> None:
+        """Waits until answers that wait for the backup have left, at most until the
+        deadline (loop time); refuses what is left. A process that is silent refuses
+        nothing, and as a backup first makes all changes that it has taken.
 
         Cancellation: what waits is neither answered nor refused.
         """
-        shipping = self._shipping
-        if self.backup is not None and quietly:
+        is_silent = self._shutdown is Shutdown.SILENT
+        if self.backup is not None and is_silent:
             await self.backup.finish(deadline)
         elif self.backup is not None:
             self.backup.close()
-        if shipping is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await shipping.settled()
-            if quietly:
-                self.is_replaced |= shipping.is_strict  # as it may be
-                self._part()
-                shipping.abandon()
-                self._keep(shipping)
-            elif shipping.is_strict:  # which serves from now on, if anybody
+        elif self.backups.is_any:
+            await self.backups.settle(deadline)
+            if is_silent:
+                if self.backups.has_backup and self._role is not Role.DROPPED:
+                    self._role = Role.REPLACED  # as the backup may be promoted
+                self.backups.abandon()
+            elif self.backups.has_backup:  # it serves from now on, if any process does
                 self._step_aside()
             else:
-                self.end(self.shutdown_error)
-        if self._ending:
-            await asyncio.wait(self._ending)
+                self.end_session(self.shutdown_error)
+        await self.backups.wait_closed()
 
-    async def _attach(self, message: AttachBackup) -> None:
-        if self._connect is None:
-            raise BusyError(f"{self._task} cannot have a backup")
-        if message.beside:
-            await self._attach_third(message)
-            return
-        third = self._third
-        if third is not None and third.attached.incarnation == message.incarnation:
-            await self._replace_backup(third, message)
-            return
-        if self.partner == message.incarnation:
-            shipping = self._shipping
-            assert shipping is not None, "it has this backup already"
-            self._end_third()
-            self.view = message.view
-            await shipping.keep(message)
-            return
-        shipping = self._shipping
-        if shipping is None or shipping.attached != message:
-            self._detach()
-            self.view = message.view
-            self._shipping = shipping = self._ship_to(message)
-            self._copying = self._copy(shipping)
-        assert self._copying is not None
-        try:
-            await asyncio.shield(self._copying)
-        except asyncio.CancelledError:
-            if self._shipping is shipping:
-                raise  # this coroutine was
-            raise self._unwanted from None
-        except BaseException:  # to the coordinator, who has to say what is next
-            if self._shipping is shipping and not shipping.is_strict:
-                self._detach()
-            raise
+    def change_owner(self, lost_at: float | None) -> None:
+        """Notes that another program has the process. If it is lost before it gives an
+        order, it has changed nothing: it may have waited in vain for other processes.
 
-    async def _attach_third(self, message: AttachBackup) -> None:
-        """Fills a copy beside the backup. If it is lost the backup is still there, so
-        the copy is given up without a word of the coordinator."""
-        if not self.has_backup:
-            raise UnavailableError(f"{self._task} has no backup that has all")
-        third, self.view = self._third, message.view
-        if third is None or third.attached != message:
-            self._end_third()
-            self._third = third = self._ship_to(message)
-            self._filling = self._copy(third)
-        assert self._filling is not None
-        try:
-            await asyncio.shield(self._filling)
-        except BaseException as error:  # to the coordinator
-            if self._third is third and not isinstance(error, asyncio.CancelledError):
-                self._end_third()
-            if self._third is third:
-                raise  # this coroutine was cancelled
-            failure = third.failure
-            why = f"is lost: {failure}" if failure else "is no longer wanted"
-            raise UnavailableError(f"{self._task}: the third copy {why}") from error
+        Args:
+            lost_at: When the process had lost the program before.
+        """
+        self._sure_view = self.view if self._is_sure(lost_at) else None
+        self._was_unreplicated |= not self.needs_backup
+
+    def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
+        """`change_owner`, of the process that keeps this copy."""
+        self.change_owner(lost_at)
+        if self.backup is not None:
+            self._host = owner
+            self.backup.follow_new_owner(owner.session)
+
+    def _is_sure(self, lost_at: float | None) -> bool:
+        """Whether no process can have acknowledged what is not here, although the other
+        one of two copies is gone.
+
+        Args:
+            lost_at: When the program was lost.
+        """
+        if self.is_replaced:
+            return False
+        if self._sure_view == self.view:
+            return True
+        if self.backup is None and not self.backups.has_backup:
+            return True
+        if lost_at is None or self._parted_at is None:
+            return False
+        # Within that time a program that is alive, and only not heard here, has one of
+        # the two go on alone, and the other one is notified by that one.
+        timeouts = self._timeouts
+        return self._parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
 
     @property
-    def _unwanted(self) -> UnavailableError:
-        return UnavailableError(f"{self._task}: the backup is no longer wanted")
-
-    async def _replace_backup(self, third: LogShipping, message: AttachBackup) -> None:
-        """Has the third copy be the backup. Law: until it has heard that it counts,
-        which it says when it is asked to be the primary, all is in the other one, too;
-        and from the moment at which it may have heard that, only a coordinator may end
-        it."""
-        if not third.is_strict:
-            self._end_third()
-            raise self._unwanted
-        self._is_replacing, self.view = True, message.view
-        await third.keep(message)
-        if self._third is not third:
-            raise self._unwanted
-        filling, self._third, self._filling = self._filling, None, None
-        self._detach()  # which ends what `_is_replacing` was for, too
-        self._shipping, self._copying = third, filling
-
-    def _ship_to(self, message: AttachBackup, *, is_whole: bool = False) -> LogShipping:
-        def lost(why: str) -> None:
-            if self._third is shipping and not self._is_replacing:
-                self._end_third()
-            else:
-                self._lost(why)
-
-        assert self._connect is not None
-        shipping = LogShipping(
-            self._store,
-            self._turn,
-            message,
-            self._connect,
-            on_lost=lost,
-            on_replaced=self._step_aside,
-            is_whole=is_whole,
+    def _has_any(self) -> bool:
+        """Whether anything of the store may be here. A primary that is to have a backup
+        and never had one has acknowledged nothing."""
+        if self.backup is not None:
+            return True
+        waits_for_backup = self.needs_backup and not self._was_unreplicated
+        return self._role is not Role.DROPPED and bool(
+            self._view or not waits_for_backup
         )
-        return shipping
 
-    def _copy(self, shipping: LogShipping) -> asyncio.Task[None]:
-        loop = asyncio.get_running_loop()
-        copying = shipping.copy(loop.time() + self._patience)
-        return loop.create_task(copying, name=f"copying {self._task}")
+    @property
+    def _partner(self) -> int:
+        """The incarnation of the other one of two copies, if both are known to go on
+        together; else 0."""
+        if self.backup is not None:
+            return self.backup.partner
+        return 0 if self.is_replaced else self.backups.partner
 
-    def _detach(self) -> None:
-        shipping = self._part()
-        if shipping is not None:
-            shipping.release()
-            self._keep(shipping)
+    def state_for_successor(self, number: int) -> HandedOverStore:
+        """What a silent process leaves of the store ``number``."""
+        backup, role = self.backup, StoreRole.NOTHING
+        if backup is not None and backup.is_whole and not backup.is_beside:
+            role = StoreRole.BACKUP
+        elif backup is None and self._role is not Role.DROPPED:
+            # A primary that has no whole backup, and was not replaced, is the only one.
+            role = StoreRole.PRIMARY if self.is_replaced else StoreRole.ALONE
+        store = None if role is StoreRole.NOTHING else self._store
+        return HandedOverStore(number, role, self.view, store)
 
-    def _end_third(self) -> None:
-        self._is_replacing = False
-        if self._filling is not None:
-            self._filling.cancel()
-        third, self._third, self._filling = self._third, None, None
-        if third is not None:
-            third.release()
-            self._keep(third)
+    def copy_of_lost_program(
+        self, number: int, lost_at: float | None
+    ) -> OrphanedCopy | None:
+        """What a lost program has left here of the store ``number``, if anything.
 
-    def _part(self) -> LogShipping | None:
-        """Takes the log shipping out, as there is no backup any more, for the caller to
-        end it as the case wants."""
-        self._end_third()
-        if self._copying is not None:
-            self._copying.cancel()
-        shipping, self._shipping, self._copying = self._shipping, None, None
-        return shipping
-
-    def _keep(self, shipping: LogShipping) -> None:
-        """Keeps a log shipping that has ended until its link is closed."""
-        if shipping.ending is not None:
-            self._ending.add(shipping.ending)
-            shipping.ending.add_done_callback(self._ending.discard)
-
-    def _lost(self, why: str) -> None:
-        shipping = self._shipping
-        if shipping is not None and shipping.is_strict:
-            self.parted_at = self._clock()
-            session = shipping.attached.session
-            self._tell(BackupLost(session, self.view, why))
-
-    def _step_aside(self) -> None:
-        """Nothing that waits for the backup was acknowledged, or ever will be."""
-        self.is_replaced = True
-        shipping = self._part()
-        if shipping is not None:
-            shipping.refuse(self.refusal)
-            self._keep(shipping)
+        Args:
+            lost_at: When the process had lost that program.
+        """
+        backup = self.backup
+        owner = self._ownership.owner if backup is None else self._host
+        if owner is None or not self._has_any:
+            return None
+        is_third = backup is not None and backup.is_beside
+        return OrphanedCopy(
+            number,
+            0 if is_third else self.view,
+            "",
+            self._incarnation,
+            owner.origin,
+            is_primary=backup is None,
+            is_whole=backup is None or (backup.is_whole and not is_third),
+            is_sure=self._is_sure(lost_at),
+            variables=len(self._store),
+            partner=self._partner,
+        )

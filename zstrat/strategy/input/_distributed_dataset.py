@@ -1,7 +1,7 @@
-"""A distributed dataset and its iterators, as users hold them.
+"""A distributed dataset and its iterators: what users get.
 
-The law: a distributed dataset can be iterated and described, nothing else; what it
-yields was decided when it was made (`_inputs`).
+Law of the file: a distributed dataset can be iterated and described, nothing else; its
+elements were decided when it was made (`_inputs`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ _TRANSFORMATIONS: Final = frozenset(
 
 @final
 class DistributedDataset(StepDataset):
-    """What this process draws, step by step. Each ``iter()`` is a fresh pass, whose
-    iterator may be an argument of a step.
+    """The elements that this process draws, step by step. Each ``iter()`` begins a
+    fresh pass, whose iterator may be an argument of a step.
 
-    No transformation is applied to it any more: transform the dataset before it is
-    distributed.
+    It has no transformations: transform the dataset before it is distributed.
     """
 
     def __init__(self, feed: DatasetFeed, name: str) -> None:
         self._feed = feed
         self._name = name
         self._waiting: DistributedIterator | None = None
-        """A pass that was begun to describe its elements, and waits for its reader."""
+        """A pass that was begun to describe its elements, for the next reader."""
         self._begun: weakref.ref[DistributedIterator] | None = None
-        """The last pass that a reader has: it makes an element to be described."""
+        """The last pass that a reader has: its elements can be described."""
 
     def __iter__(self) -> DistributedIterator:
-        """A fresh pass; its elements are made in advance, on a thread.
+        """Begins a fresh pass, whose elements are made in advance, on a thread.
 
         A trace cannot go through it: a step that is called here then runs in Python;
         see `zs.function`.
@@ -70,19 +69,19 @@ class DistributedDataset(StepDataset):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, or with
-        several replicas in this process of `PerReplica` of them.
+        """The shapes and dtypes of an element: a pytree of ``jax.ShapeDtypeStruct``, or
+        with several replicas in this process of `PerReplica` of them.
 
-        The shapes are those of the first step of any pass. Makes that step's elements
-        where there are none yet: of a pass that is under way, else of one that the next
-        ``iter()`` then is. So a source that can be read once loses nothing.
+        The shapes are those of the first step of any pass. If there is no such step
+        yet, its elements are made: of a pass that is under way, else of one that the
+        next ``iter()`` returns. So a source that can be read only once loses nothing.
 
         Raises:
             OutOfRangeError: There is no element.
         """
-        if self._feed.described.spec is None:
+        if self._feed.spec is None:
             return self._under_way().element_spec
-        return self._feed.described.spec
+        return self._feed.spec
 
     def _under_way(self) -> DistributedIterator:
         begun = None if self._begun is None else self._begun()
@@ -101,10 +100,10 @@ class DistributedDataset(StepDataset):
 
 @final
 class DistributedIterator(StepIterator, CheckpointableIterator):
-    """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
+    """The iterator of a distributed dataset. A step draws from it, and a loop in
     Python, which ends with the elements.
 
-    Its place is counted in steps. All processes save at the same one, and go to it
+    Its position is a number of steps. All processes save at the same step, and go to it
     together; one file serves them all.
     """
 
@@ -115,16 +114,17 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like; see `DistributedDataset.element_spec`."""
+        """The shapes and dtypes of an element; see
+        `DistributedDataset.element_spec`."""
         return self._pass.spec()
 
     def get_next(self) -> Any:
-        """The next element: of one replica the element itself, else a pytree of the
-        same structure with a `PerReplica` at each leaf.
+        """Draws the next element: of one replica the element itself, else a pytree of
+        the same structure with a `PerReplica` at each leaf.
 
         Raises:
             ValueError: In a replica function.
-            OutOfRangeError: There are no more.
+            OutOfRangeError: The pass has ended.
         """
         if in_real_replica_context():
             raise ValueError(
@@ -134,28 +134,31 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         return super().get_next()
 
     def initialize(self) -> list[Any]:
-        """Nothing: an iterator is ready when it is made. Programs of TF's first version
-        call it before the first element."""
+        """Does nothing: an iterator is ready when it is made. Programs of TF's first
+        version call it before the first element."""
         return []
 
     def get_state(self) -> dict[str, Any]:
-        """The place in the data, of numbers, texts and lists that JSON has."""
-        return self._pass.place(self._drawn).plain
+        """Returns the position in the data, of numbers, texts and lists that JSON
+        has."""
+        return self._pass.position(self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` gave, of an iterator of the same dataset.
+        """Goes to a position that `get_state` of an iterator of the same dataset
+        returned.
 
         Raises:
-            InvalidArgumentError: It is the place of another dataset; nothing changed.
+            InvalidArgumentError: It is the position in another dataset; nothing
+                changed.
             ClosedError: The iterator was closed.
         """
         if self.is_closed:
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
-        place = FeedPosition.from_plain(state)
+        position = FeedPosition.from_plain(state)
         self._pass.close()
-        self._pass = self._pass.feed.begin(place)
-        self.go_on(self._pass, place.steps)
+        self._pass = self._pass.feed.begin(position)
+        self.go_on(self._pass, position.steps)
 
     def misfit(self, state: Mapping[str, Any]) -> str:
         if self.is_closed:
@@ -170,7 +173,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
 
 def refuse_attribute(kind: str, name: str) -> NoReturn:
-    """The error of what a distributed dataset does not have."""
+    """Raises the error of an attribute that a distributed dataset does not have."""
     if name in _TRANSFORMATIONS:
         raise AttributeError(
             f"a {kind} takes no more transformations: call {name}() on the dataset "

@@ -1,16 +1,16 @@
-"""Workers that come to the end of their data in the same step.
+"""Synchronizes the workers at the end of their data.
 
-Where each worker has other data (files of its own, a dataset function), some have less
-than others. A step in which nobody is missing needs all of them, so a worker without
-data goes on with empty elements as long as any other has some. The workers agree on
-that: once a pass, if all of them know how many steps they have, else in every step.
-Where some have data for ever, nobody asks again: the others go on with empty elements.
-With the first question they also make sure that they are at the same pass of data that
-they deal out among themselves in an order that changes from pass to pass.
+Where each worker has other data (its own files, a dataset function), some have less
+than others. A step needs all workers, so a worker without data continues with empty
+elements as long as any other has some. The workers agree on that: once a pass, if all
+of them know their number of steps, else in every step. If some have data without an
+end, there are no further questions: the others continue with empty elements. With the
+first question they also check that they are at the same pass of data that is sharded
+among them in an order that changes from pass to pass.
 
-Law of the file: all workers ask the same questions in the same order, in the thread
-that draws. So the first question of a pass is asked whatever its worker knows, and all
-else follows from the answer, which is the same for all.
+Law of the file: all workers make the same exchanges in the same order, in the thread
+that draws. So the first exchange of a pass always happens, and all else follows from
+its result, which is the same for all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, assert_never, final
 
 from zstrat.errors import OutOfRangeError
 
@@ -27,19 +27,23 @@ if TYPE_CHECKING:
 
     from zstrat.data import Elements
 
+AllMax: TypeAlias = "Callable[[Sequence[int]], list[int]]"
+"""Number by number the largest of all workers; each worker gives as many numbers."""
+
 _NEVER: Final = 2**31 - 1
-"""Steps of what has no end, where the least of all counts; some reduce in 32 bits."""
+"""Steps of a pass without an end, where the least of all counts. Some collectives
+reduce in 32 bits."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PassLength:
-    """What a worker knows of the length of its passes before they begin.
+    """The known length of the passes of a worker, before they begin.
 
     Args:
-        steps: None: nobody knows.
-        is_infinite: The data are repeated for ever.
-        is_common: It is the length of all workers of which this is so.
+        steps: None: unknown.
+        is_infinite: The data are repeated without an end.
+        is_common: All workers that set this have the same length.
     """
 
     steps: int | None = None
@@ -54,30 +58,24 @@ class _EndRule(enum.Enum):
     ASKED = "asking before each step"
 
 
-class WorkerAgreement(Protocol):
-    """Brings the workers together."""
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Number by number the largest of all workers; each gives as many."""
-        ...
-
-
 @final
 class SynchronizedPass:
-    """One worker's pass, as long as any worker's.
+    """The pass of one worker, which is as long as that of any worker.
 
     Args:
-        elements: Its own pass.
-        length: What it knows of it.
-        empty: Makes what it goes on with.
-        is_partial: Whether it goes on; if not, all stop where the first one does.
-        order: What makes the order of its pass; all that have one need the same.
+        elements: The pass over its own data.
+        all_max: Exchanges numbers with the other workers.
+        length: What is known of the length of the pass.
+        empty: Makes the elements that follow the last one of its own.
+        is_partial: Whether there are such elements; if not, all workers stop where the
+            first one does.
+        order: Describes the order of the pass; all workers that have one need the same.
     """
 
     def __init__(
         self,
         elements: Elements[Any],
-        accord: WorkerAgreement,
+        all_max: AllMax,
         *,
         length: PassLength,
         empty: Callable[[], Any],
@@ -85,14 +83,14 @@ class SynchronizedPass:
         order: str = "",
     ) -> None:
         self._elements: Final = elements
-        self._accord: Final = accord
+        self._all_max: Final = all_max
         self._length: Final = length
         self._empty: Final = empty
         self._order: Final = order
-        # Of negative numbers the largest is that of the worker that stops first.
+        # The largest of negative numbers is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
-        self._way: _EndRule | None = None
-        """None: not asked yet."""
+        self._end_rule: _EndRule | None = None
+        """None: the workers have not agreed yet."""
         self._is_endless = False
         self._left = 0
 
@@ -100,9 +98,9 @@ class SynchronizedPass:
         return self
 
     def __next__(self) -> Any:
-        if self._way is None:
-            self._way = self._agreed()
-        match self._way:
+        if self._end_rule is None:
+            self._end_rule = self._agreed()
+        match self._end_rule:
             case _EndRule.OWN:
                 return next(self._elements)
             case _EndRule.FOREVER:
@@ -112,28 +110,29 @@ class SynchronizedPass:
                     raise StopIteration
                 self._left -= 1
             case _EndRule.ASKED:
-                if not self._largest(self._has_more()):
-                    self._way = _EndRule.COUNTED
+                if not self._all_max([self._sign * self._has_more()])[0]:
+                    self._end_rule = _EndRule.COUNTED
                     raise StopIteration
             case _:
-                assert_never(self._way)
+                assert_never(self._end_rule)
         return self._own_or_empty()
 
     def close(self) -> None:
-        """Ends the pass of this worker; the others hear of it in no way."""
+        """Ends the pass of this worker; the others are not notified."""
         self._elements.close()
 
     def _agreed(self) -> _EndRule:
         length, sign = self._length, self._sign
         steps = length.steps
         if length.is_infinite:
-            # Nothing, repeated for ever, is nothing: then there are no steps.
+            # An empty dataset, repeated without an end, is empty: then there are no
+            # steps.
             self._is_endless = self._has_more()
             steps = _NEVER if self._is_endless else 0
         # The largest digest and the largest of their negatives tell whether all are
-        # equal. Who has no order gives numbers that count in neither.
+        # equal. A worker without an order gives numbers that count in neither.
         digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
-        apart, forever, unknown, most, high, low = self._accord.largest(
+        apart, forever, unknown, most, high, low = self._all_max(
             [
                 not length.is_common,
                 sign * self._is_endless,
@@ -159,9 +158,9 @@ class SynchronizedPass:
             return self._elements.draw()
         if self._is_endless:
             raise ValueError(
-                "the data of this worker were to be repeated for ever, on which the "
-                "others rely, and have ended: repeat() needs a source that can be read "
-                "again (a function that makes a generator, not one generator)"
+                "the data of this worker were to be repeated without an end, on which "
+                "the others rely, and have ended: repeat() needs a source that can be "
+                "read again (a function that makes a generator, not one generator)"
             )
         return self._empty()
 
@@ -172,19 +171,14 @@ class SynchronizedPass:
             return False
         return True
 
-    def _largest(self, number: int) -> int:
-        (found,) = self._accord.largest([self._sign * number])
-        return self._sign * found
-
 
 def _unlike(order: str) -> ValueError:
-    """The error of workers whose passes are not in the same order."""
+    """Makes the error of workers whose passes have different orders."""
     here = f"; this one begins {order} (distribution.pass)" if order else ""
     return ValueError(
-        "several workers deal a dataset out among themselves, and do not all begin the "
-        f"same pass of its shuffle{here}. Each would read it in another order: some "
-        "rows twice, others not at all. Distribute the dataset and begin its passes "
-        "(iter()) equally often in all processes; after reform() with a process that "
-        "was started anew make the dataset anew in all of them, from shuffle() on, and "
-        "distribute it again"
+        "several workers shard a dataset, and do not all begin the same pass of its "
+        f"shuffle{here}. Each would read it in another order: some rows twice, others "
+        "not at all. Distribute the dataset and begin its passes (iter()) equally "
+        "often in all processes; after reform() with a restarted process make the "
+        "dataset again in all of them, from shuffle() on, and distribute it again"
     )

@@ -1,15 +1,15 @@
 """A pass over a distributed dataset: source, cut, place, prefetch, pace.
 
-Law of the file: a pass begins in the thread that asks for it, so that passes begin in
-the order in which they are asked for; sources are read, cut and placed on the prefetch
-thread of their pass, and agreed upon in the thread that draws.
+Law of the file: a pass begins in the thread that requests it, so passes begin in the
+order of the requests. Sources are read, cut and placed on the prefetch thread of their
+pass; the workers agree on the end in the thread that draws.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import jax
 import numpy as np
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.data import Allotment, Recipe
+    from zstrat.strategy._options import InputOptions
 
-    from ._epoch_sync import WorkerAgreement
-    from ._input_options import InputOptions
+    from ._epoch_sync import AllMax
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 _NAME: Final = "a distributed dataset"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class BegunPass:
+class BegunPass(NamedTuple):
     """A pass over the sources.
 
     Args:
@@ -56,12 +54,12 @@ class BegunPass:
 @final
 @dataclass(frozen=True, slots=True)
 class FeedPosition:
-    """A place in the passes of a distributed dataset.
+    """A position in the passes of a distributed dataset.
 
     Args:
-        steps: How many steps come before it.
-        passes: Of each source, the pass; what was drawn there is counted in steps.
-        split: What the meaning of a step depends on.
+        steps: Number of steps before it.
+        passes: The pass of each source, in which positions are counted in steps.
+        split: See `FeedSources.split`: the meaning of a step depends on it.
     """
 
     steps: int
@@ -70,7 +68,7 @@ class FeedPosition:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FeedPosition:
-        """The inverse of `plain`.
+        """Makes the position of which `plain` gave this.
 
         Raises:
             InvalidArgumentError: It is something else.
@@ -84,7 +82,8 @@ class FeedPosition:
                 listed = tuple(map(Position.from_plain, passes))
                 return cls(steps, listed, tuple(split))
         raise InvalidArgumentError(
-            f"this is no place of the iterator of a distributed dataset: {plain!r:.200}"
+            "this is not a position of the iterator of a distributed dataset: "
+            f"{plain!r:.200}"
         )
 
     @property
@@ -95,14 +94,14 @@ class FeedPosition:
 @final
 @dataclass(frozen=True, slots=True)
 class FeedSources:
-    """What passes go over.
+    """The sources of passes.
 
     Args:
-        begin: Begins a pass, or the rest of one behind a place; reads nothing.
-        made: Of each source, what is read here.
-        split: Input pipelines, or input pipelines and replicas, where others would make
-            other steps of the same sources.
-        are_alike: All processes have the same operations.
+        begin: Begins a pass, or the rest of one after a position; reads nothing.
+        made: The part of each source that is read here.
+        split: Number of input pipelines, or of pipelines and replicas, if other numbers
+            would make other steps of the same sources.
+        are_alike: Whether all processes have the same operations.
     """
 
     begin: Callable[[FeedPosition | None], BegunPass]
@@ -110,18 +109,20 @@ class FeedSources:
     split: tuple[int, ...]
     are_alike: bool = False
 
-    def misfit(self, place: FeedPosition) -> str:
-        """Why it is no place in the passes; "" if it is one."""
-        if place.split != self.split:
+    def misfit(self, position: FeedPosition) -> str:
+        """Returns why it is not a position in the passes; "" if it is one."""
+        if position.split != self.split:
             return (
-                f"its steps are those of {_split(place.split)}, and here there are "
+                f"its steps are those of {_split(position.split)}, and here are "
                 f"{_split(self.split)}"
             )
-        if len(place.passes) != len(self.made):
-            return f"it has {len(place.passes)} sources, and there are {len(self.made)}"
+        if len(position.passes) != len(self.made):
+            return (
+                f"it has {len(position.passes)} sources, and there are {len(self.made)}"
+            )
         found = (
             each.misfit(source.recipe)
-            for each, source in zip(place.passes, self.made, strict=True)
+            for each, source in zip(position.passes, self.made, strict=True)
         )
         return next(filter(None, found), "")
 
@@ -134,47 +135,40 @@ def _split(split: tuple[int, ...]) -> str:
 
 @final
 @dataclass(slots=True)
-class KnownElementSpec:
-    """What the elements of a dataset look like, once one of its passes has made one."""
-
-    spec: Any = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class DatasetFeed:
-    """How to begin a pass of one distributed dataset.
+    """One distributed dataset, of which passes can begin.
 
     Args:
         where: The user's line that asked for the dataset.
+        spec: The shapes and dtypes of its elements, once a pass has made one.
     """
 
     where: Where
     sources: FeedSources
     place: Place
     options: InputOptions
-    accord: WorkerAgreement | None
+    all_max: AllMax | None
     is_partial: bool
     length: PassLength = field(default_factory=PassLength)
-    described: KnownElementSpec = field(default_factory=KnownElementSpec)
+    spec: Any = None
 
-    def begin(self, place: FeedPosition | None = None) -> DatasetPass:
-        """A fresh pass, or the rest of one behind a place."""
-        return DatasetPass(self, place)
+    def begin(self, position: FeedPosition | None = None) -> DatasetPass:
+        """Begins a fresh pass, or the rest of one after a position."""
+        return DatasetPass(self, position)
 
 
 @final
 class DatasetPass:
-    """One pass: its elements as they are drawn, and what they look like."""
+    """One pass: its elements as they are drawn, and their shapes and dtypes."""
 
-    def __init__(self, feed: DatasetFeed, place: FeedPosition | None = None) -> None:
+    def __init__(self, feed: DatasetFeed, position: FeedPosition | None = None) -> None:
         self.feed: Final = feed
-        begun = feed.sources.begin(place)
-        whole = None if place is None else replace(place, steps=0)
+        begun = feed.sources.begin(position)
+        whole = None if position is None else replace(position, steps=0)
         self._recipes: Final = begun.recipes
         length = feed.length
-        if place is not None and length.steps is not None:
-            left = max(0, length.steps - place.steps)
+        if position is not None and length.steps is not None:
+            left = max(0, length.steps - position.steps)
             length = replace(length, steps=left)
         maker = _Maker(begun.shares, feed, whole)
         self._maker: Final = maker
@@ -183,10 +177,10 @@ class DatasetPass:
             Prefetcher(maker.elements(), size), _NAME
         )
         self._drawn: Elements[Any] | SynchronizedPass = self._elements
-        if feed.accord is not None:
+        if feed.all_max is not None:
             self._drawn = SynchronizedPass(
                 self._elements,
-                feed.accord,
+                feed.all_max,
                 length=length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
@@ -199,23 +193,23 @@ class DatasetPass:
     def __next__(self) -> Any:
         return next(self._drawn)
 
-    def place(self, steps: int) -> FeedPosition:
-        """The place behind so many steps of the whole pass.
+    def position(self, steps: int) -> FeedPosition:
+        """Returns the position after so many steps of the whole pass.
 
         Raises:
             InvalidArgumentError: Another pass may have another order.
         """
         passes = [Position.of(recipe, 0) for recipe in self._recipes]
-        if self.feed.accord is not None:
+        if self.feed.all_max is not None:
             are_alike = self.feed.sources.are_alike
             passes = [each.of_all(are_alike=are_alike) for each in passes]
         return FeedPosition(steps, tuple(passes), self.feed.sources.split)
 
     def spec(self) -> Any:
-        """What an element looks like; may make the first one for that.
+        """Returns the shapes and dtypes of an element; may make the first one for that.
 
         Raises:
-            OutOfRangeError: There is none.
+            OutOfRangeError: There is no element.
         """
         if self._maker.first is None:
             try:
@@ -235,7 +229,8 @@ class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them.
 
     Args:
-        whole: Where the pass begins of which this is the rest; None: here.
+        whole: The start of the whole pass of which this is the rest; None if this is
+            whole.
     """
 
     def __init__(
@@ -245,7 +240,7 @@ class _Maker:
         self._feed: Final = feed
         self._whole: Final = whole
         self.first: Share | None = None
-        """Without its rows."""
+        """The first share, without its rows."""
         self.spec: Any = None
 
     def elements(self) -> Iterator[Any]:
@@ -255,18 +250,19 @@ class _Maker:
                 if self.first is None:
                     self._describe(share, placed)
                 yield placed
-                # The reader may be their only owner while the next are made.
+                # The reader should be their only owner while the next ones are made.
                 del share, placed
 
     def _describe(self, share: Share, placed: Any) -> None:
         self.spec = _spec_of(share, placed)
-        if self._feed.described.spec is None:
-            self._feed.described.spec = self.spec
-            _tell(share, placed, self._feed.where)
+        if self._feed.spec is None:
+            self._feed.spec = self.spec
+            _warn_of_lost_bits(share, placed, self._feed.where)
         self.first = share.emptied()
 
     def has_looked_back(self) -> bool:
-        """Whether an element before the rest, in which there is none, describes all."""
+        """Returns whether an element before the rest, which has no element, describes
+        all."""
         if self._whole is None:
             return False
         with ending(self._feed.sources.begin(self._whole).shares) as shares:
@@ -276,26 +272,26 @@ class _Maker:
         return share is not None
 
     def empty(self) -> Any:
-        """What a worker draws that has no more data.
+        """Makes the element of a worker that has no more data.
 
         Raises:
-            ValueError: It never had any, so nobody knows what it looks like.
+            ValueError: It never had an element, so its shapes are unknown.
         """
         if self.first is None:
             self.has_looked_back()
         if self.first is None:
             raise ValueError(
-                "this worker has no element at all while others have some, so it does "
-                "not know what an empty one looks like: give every worker at least one "
+                "this worker has no element at all while others have some, so the "
+                "shapes of an empty one are unknown: give every worker at least one "
                 "batch, or set the auto_shard_policy to DATA"
             )
         return self._feed.place(self.first)
 
 
-def _tell(share: Share, placed: Any, where: Where) -> None:
-    """Says which leaves have lost bits when they were put on the devices: floats, as
-    integers that do not fit stay on the host. They are looked at in the first element
-    of a dataset alone, because those of a kind are alike.
+def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
+    """Warns of leaves that have lost bits when they were put on the devices: floats, as
+    integers that do not fit stay on the host. Only the first element of a dataset is
+    checked, because its elements are alike.
 
     Warns:
         DowncastWarning: One for each leaf.
@@ -310,8 +306,8 @@ def _tell(share: Share, placed: Any, where: Where) -> None:
 
 
 def _spec_of(share: Share, placed: Any) -> Any:
-    """The shapes are those of the share. The dtypes are those of the element, for jax
-    keeps 32 of 64 bits unless it is told otherwise."""
+    """Returns the shapes of the share and the dtypes of the placed element: jax keeps
+    32 of 64 bits unless it is configured otherwise."""
     seen = [_dtype_of(leaf) for leaf in jax.tree.leaves(placed, is_leaf=_is_parts)]
     return leaf_by_leaf([_shaped(part, seen) for part in share.parts])
 

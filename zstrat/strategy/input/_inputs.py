@@ -1,10 +1,12 @@
-"""The input side of a strategy: datasets shared out among workers and replicas.
+"""The input side of a strategy: datasets distributed over workers and replicas.
 
-One `ProcessInputs` says who draws here and where elements go; it makes the distributed
-datasets of every strategy. What each replica gets was decided by numbers
-(`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
+One `ProcessInputs` describes the replicas that draw in this process and where elements
+go; it makes the distributed datasets of every strategy. The share of each replica is
+decided by numbers (`zstrat.data`); this file connects the stages: source, cut, place,
+prefetch, synchronize. On the coordinator of parameter servers an `UnbuiltDataset`
+stands for a dataset that each worker builds.
 
-Law of the file: it reads nothing itself; whoever iterates begins a pass (`_feed`).
+Law of the file: it reads nothing itself; an iterator begins a pass (`_feed`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import jax
 
@@ -28,24 +30,21 @@ from zstrat.data import (
     ending,
 )
 from zstrat.program import StepDataset, building, kept
+from zstrat.strategy._options import InputOptions
 from zstrat.variables import user_line
 
-from ._distributed_dataset import DistributedDataset
+from ._distributed_dataset import DistributedDataset, refuse_attribute
 from ._epoch_sync import PassLength
 from ._feed import BegunPass, DatasetFeed, FeedSources
-from ._input_options import InputOptions
-from ._replica_batches import (
-    per_replica,
-    shares_of_batches,
-    shares_of_elements,
-)
+from ._replica_batches import per_replica, shares_of_batches, shares_of_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Allotment, Dataset, Recipe
+    from zstrat.strategy._abstract import AbstractStrategy
 
-    from ._epoch_sync import WorkerAgreement
+    from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place
     from ._replica_batches import Share
 
@@ -65,26 +64,27 @@ _FETCHED: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessInputs:
-    """Who draws in this process, and where elements go.
+    """The replicas that draw in this process, and the destination of elements.
 
     Args:
-        context: This input pipeline among all, and the replicas of all.
+        context: The index of this input pipeline among all, and the number of all
+            replicas.
         local: Replicas of this process.
-        place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
-            put rows on devices.
-        accord: Brings the pipelines together; None where there is one alone, or where
-            nobody waits for the others.
+        place: Turns a `Share` into the element of a step, on the prefetch thread, so it
+            may put rows on devices.
+        all_max: Exchanges numbers with the other pipelines; None if there is one
+            pipeline, or if none waits for the others.
         static_shapes: A step in which a replica has no rows ends the data, instead of
-            giving it an element of no rows; and a batch size that is known has to
-            split evenly. Rows are not counted otherwise: a last batch may be shorter,
-            if it has some for every replica, as in TF.
-        per_replica: One input function for each replica may be asked for.
+            giving it an element without rows; and a known batch size has to split
+            evenly. A last batch may be shorter, as in TF, if it has rows for every
+            replica.
+        per_replica: Whether there may be one input function for each replica.
     """
 
     context: InputContext
     local: int = 1
     place: Place = per_replica
-    accord: WorkerAgreement | None = None
+    all_max: AllMax | None = None
     static_shapes: bool = False
     per_replica: bool = False
 
@@ -103,8 +103,8 @@ class ProcessInputs:
         if not is_partial:
             self._require_even(allotment.batch_size)
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((allotment,), place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((allotment,), position)
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
@@ -128,7 +128,7 @@ class ProcessInputs:
         by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         split = (self.context.num_input_pipelines,) if by_worker else ()
         sources = FeedSources(shares, (allotment,), split, are_alike=True)
-        return self._fed(_DATASET, sources, chosen, self.accord, length)
+        return self._fed(_DATASET, sources, chosen, self.all_max, length)
 
     def of_function(
         self,
@@ -143,8 +143,8 @@ class ProcessInputs:
         made = allotted(_made(dataset_fn, self.context), Worker())
         promise = partial(self._promise, [made])
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((made,), place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((made,), position)
             elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
                 [elements] * self.local,
@@ -156,36 +156,36 @@ class ProcessInputs:
 
         size = made.recipe.size()
         steps = None
-        if size >= 0:  # others ask for it, which give or leave out such a step as here
+        if size >= 0:  # the other workers keep or drop such a step as this one does
             is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
         sources = FeedSources(shares, (made,), split)
-        return self._fed(_FUNCTION, sources, chosen, self.accord, length)
+        return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
-        """What decides of a last step of a dataset function that lacks elements. Where
-        other processes are waited for it is always one, as in TF."""
+        """Returns which last step of a dataset function, one that lacks elements, is a
+        step. Where other processes are waited for every one is, as in TF."""
         if self.static_shapes:
             return ShapePromise.SAME
-        if self.accord is not None or self.local == 1:
+        if self.all_max is not None or self.local == 1:
             return ShapePromise.NONE
         return max(each.shapes.promise for each in made)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
     ) -> DistributedDataset:
-        """One input pipeline for each replica."""
+        """Makes one input pipeline for each replica."""
         if not self.per_replica:
             raise not_per_replica()
-        # To each function it looks like a worker of its own, as in TF.
+        # Each function sees a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
         promise = partial(self._promise, made)
 
-        def shares(place: FeedPosition | None) -> BegunPass:
-            begun, steps = _begun(made, place)
+        def shares(position: FeedPosition | None) -> BegunPass:
+            begun, steps = _begun(made, position)
             pipelines = [
                 self._read(one, each, options, steps)
                 for one, each in zip(begun, made, strict=True)
@@ -206,25 +206,26 @@ class ProcessInputs:
         name: str,
         sources: FeedSources,
         options: InputOptions,
-        accord: WorkerAgreement | None,
+        all_max: AllMax | None,
         length: PassLength,
     ) -> DistributedDataset:
         place = self.place if options.fetches else per_replica
         is_partial = not self.static_shapes
-        # Now, where the user distributes the dataset: a warning of a pass is said at
-        # this line.
+        # Recorded now, where the user distributes the dataset: a warning of a pass
+        # names this line.
         where = user_line()
-        feed = DatasetFeed(where, sources, place, options, accord, is_partial, length)
+        feed = DatasetFeed(where, sources, place, options, all_max, is_partial, length)
         return DistributedDataset(feed, name)
 
     def _read(
         self, begun: Recipe, allotment: Allotment, options: InputOptions, start: int
     ) -> Iterator[Any]:
-        """The elements of a pass from a number on. Nobody writes to them while they
-        wait, and none is sparse where all shapes have to be the same on devices."""
+        """Yields the elements of a pass from a number on. They are copies if the source
+        reuses its buffers, and dense where all shapes have to be the same on
+        devices."""
         elements = begun.without_first(start).elements()
-        # The prefetch thread is ahead of the step, and a source that fills one buffer
-        # again would overwrite what waits.
+        # The prefetch thread is ahead of the step, and a source that reuses one buffer
+        # would overwrite elements that wait.
         steady = elements if allotment.is_steady else _copied(elements)
         is_fetched = self.static_shapes and options.fetches
         return dense(steady, _FETCHED) if is_fetched else steady
@@ -253,7 +254,7 @@ class ProcessInputs:
 
 
 def not_per_replica() -> NotImplementedError:
-    """The error of an option that only one method has."""
+    """Makes the error of an option that only one method has."""
     return NotImplementedError(
         "InputReplicationMode.PER_REPLICA is only supported in "
         "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
@@ -262,17 +263,17 @@ def not_per_replica() -> NotImplementedError:
 
 
 def _begun(
-    made: Sequence[Allotment], place: FeedPosition | None
+    made: Sequence[Allotment], position: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
-    """The passes, begun, and how many steps of them are left out."""
-    if place is None:
+    """Begins the passes; returns them, and how many of their steps to leave out."""
+    if position is None:
         return tuple(each.begin() for each in made), 0
-    pairs = zip(made, place.passes, strict=True)
-    return tuple(each.begin(one) for each, one in pairs), place.steps
+    pairs = zip(made, position.passes, strict=True)
+    return tuple(each.begin(one) for each, one in pairs), position.steps
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:
-    """So many elements of a pass."""
+    """Yields the first elements of a pass."""
     with ending(begun.elements()) as elements:
         yield from itertools.islice(elements, count)
 
@@ -284,16 +285,16 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
 
 
 def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Share]:
-    """The shares, at whose end their source is closed."""
+    """Yields the shares, and closes their source at the end."""
     with ending(source):
         yield from shares
 
 
 def input_options(options: InputOptions | None) -> InputOptions:
-    """The options; those of the class where there are none.
+    """Returns the options; the defaults for None.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is not an `InputOptions`.
     """
     if options is None:
         return InputOptions()
@@ -303,7 +304,7 @@ def input_options(options: InputOptions | None) -> InputOptions:
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
-    before = building.set(True)  # it may be a step function, which is its body then
+    before = building.set(True)  # of a step function the body runs then
     try:
         made = dataset_fn(context)
     finally:
@@ -316,10 +317,10 @@ def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> D
 
 
 def require_function(dataset_fn: object) -> None:
-    """Refuses what cannot be called with an `InputContext`.
+    """Refuses an argument that cannot be called with an `InputContext`.
 
     Raises:
-        TypeError: Says what takes a dataset itself.
+        TypeError: It is not a function; names the method that takes a dataset.
     """
     if not callable(dataset_fn):
         raise TypeError(
@@ -330,17 +331,101 @@ def require_function(dataset_fn: object) -> None:
 
 
 def refuse_distributed(dataset: object) -> None:
-    """Refuses what a strategy has made.
+    """Refuses a dataset that a strategy has distributed already.
 
     Raises:
-        TypeError: Says what to distribute.
+        TypeError: It is distributed already.
     """
     if isinstance(dataset, StepDataset):
         raise distributed_already()
 
 
 def distributed_already() -> TypeError:
-    """The error of a dataset that a strategy has made."""
+    """Makes the error of a dataset that a strategy has distributed already."""
     return TypeError(
         "the dataset is distributed already: distribute the dataset that it was made of"
+    )
+
+
+@final
+class UnbuiltDataset:
+    """A distributed dataset that workers will build.
+
+    ``coordinator.create_per_worker_dataset`` takes it, or a function that makes one.
+
+    Raises:
+        NotImplementedError: ``options`` asks for PER_REPLICA.
+        TypeError: ``options`` is not an `InputOptions`; the source is not a dataset, or
+            not a function.
+        ValueError: The source consists of arrays whose first axes differ.
+    """
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        source: Any,
+        options: InputOptions | None,
+        *,
+        is_function: bool,
+    ) -> None:
+        if input_options(options).is_per_replica:
+            raise not_per_replica()
+        if is_function:
+            require_function(source)
+        else:
+            _require_dataset(source)
+        self._strategy: Final = strategy
+        self._source: Final = source
+        self._options: Final = options
+        self._is_function: Final = is_function
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refused: there are no elements on the coordinator.
+
+        Raises:
+            ValueError: Always; names the remedy.
+        """
+        raise _unbuilt("iter() of")
+
+    @property
+    def element_spec(self) -> Any:
+        """Refused, as `__iter__`."""
+        raise _unbuilt("the element_spec of")
+
+    def __reduce__(self) -> Any:
+        how = self._strategy, self._source, self._options, self._is_function
+        return _built, how
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute("distributed dataset", name)
+
+    def __repr__(self) -> str:
+        return "<zstrat distributed dataset, to be built by workers>"
+
+
+def _require_dataset(source: object) -> None:
+    """Refuses, before it is sent, a source that each worker would refuse."""
+    if isinstance(source, UnbuiltDataset):
+        raise distributed_already()
+    refuse_distributed(source)
+    as_dataset(source)
+
+
+def _built(
+    strategy: AbstractStrategy,
+    source: Any,
+    options: InputOptions | None,
+    is_function: bool,
+) -> Any:
+    if is_function:
+        return strategy.distribute_datasets_from_function(source, options)
+    return strategy.experimental_distribute_dataset(source, options)
+
+
+def _unbuilt(what: str) -> ValueError:
+    return ValueError(
+        f"{what} a dataset of ParameterServerStrategy on the coordinator: its elements "
+        "are made by the workers. Distribute it in a dataset function, hand that to "
+        "`coordinator.create_per_worker_dataset(dataset_fn)`, and pass the iterator of "
+        "what it returns to scheduled functions"
     )

@@ -1,10 +1,10 @@
-"""What the replicas of a process get in one step, made of what a dataset yields.
+"""The elements of the replicas in one step, cut out of the batches of a dataset.
 
-A `Share` keeps neighbouring rows together: whoever puts them on devices can move a
-whole batch at once. It is cut only where the pieces are uneven or not contiguous.
+A `Share` keeps neighbouring rows together, so that a whole batch can be put on devices
+at once. It is cut only where the pieces are uneven or not adjacent.
 
-Law of the file: no copy of a row, except where a piece reaches over the end of a batch;
-and no thread, no device: a stream of batches in, a stream of shares out.
+Law of the file: it copies no row, except where a piece extends over the end of a batch,
+and it uses no thread and no device: a stream of batches in, a stream of shares out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Share:
     """The elements of the replicas of this process in one step.
 
     Args:
-        sizes: Rows of each replica's element; of elements that nobody cuts, empty.
+        sizes: Rows of the element of each replica; empty for elements that are not cut.
         rows: A pytree whose leaves hold the rows of all replicas in replica order, or
-            None if the elements are not contiguous.
-        apart: The elements, if they do.
-        is_fresh: Nobody else has their memory, which may be given away.
+            None if the elements are not adjacent.
+        apart: The elements, if they are not adjacent.
+        is_fresh: Nothing else uses their memory, which may be given away.
     """
 
     sizes: tuple[int, ...]
@@ -64,19 +64,21 @@ class Share:
         )
 
     def emptied(self) -> Share:
-        """A share of the same kind without any data."""
+        """Returns a share of the same kind without any data."""
         parts = tuple(map(empty_like, self.parts))
         return Share((0,) * len(parts), apart=parts)
 
 
 def per_replica(share: Share) -> Any:
-    """The element itself for one replica, else one with a `PerReplica` at each leaf, of
-    arrays where they are: for a strategy that does not put elements on devices."""
+    """Returns the element itself for one replica, else one with a `PerReplica` at each
+    leaf, of arrays where they are: for a strategy that does not put elements on
+    devices."""
     return leaf_by_leaf(share.parts)
 
 
 def leaf_by_leaf(parts: Sequence[Any]) -> Any:
-    """A pytree of `PerReplica` of a pytree for each replica; of one, the pytree."""
+    """Turns a pytree for each replica into a pytree of `PerReplica`; of one replica,
+    returns the pytree."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: PerReplica(leaves), *parts)
@@ -85,20 +87,20 @@ def leaf_by_leaf(parts: Sequence[Any]) -> Any:
 def shares_of_batches(
     batches: Iterator[Any], cutter: Cutter, *, is_partial: bool, is_fresh: bool = False
 ) -> Iterator[Share]:
-    """The batches, cut.
+    """Cuts the batches for the replicas.
 
     Args:
-        is_fresh: Nobody else has their memory.
-        is_partial: Whether a step in which a replica has no rows is a step; if not,
-            it ends the data.
+        is_fresh: Nothing else uses their memory.
+        is_partial: Whether a step is valid in which a replica has no rows; if not, it
+            ends the data.
 
     Raises (while iterating):
         ValueError: A leaf is a scalar, or the leaves differ in their rows; a step in
-            which a replica has no rows is none, and others come behind it.
+            which a replica has no rows is not valid, and others follow it.
     """
     held: dict[int, Any] = {}
     uneven = 0
-    """The rows of a batch that was no step, and so has to be the last one."""
+    """The rows of a batch that was not a step, and so has to be the last one."""
     for number, batch in enumerate(batches):
         rows = batch_rows(batch)
         if uneven and rows:
@@ -124,16 +126,16 @@ def shares_of_elements(
     is_fresh: bool = False,
     before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
-    """One element for each replica, as they are, until no pipeline has any more.
+    """Gives each replica one element, as it is, until no pipeline has another one.
 
     Args:
         pipelines: One for each replica; the same one for several gives them its
             elements in turn.
-        promise: Asked behind the first elements. As in TF, a last step that has too few
-            is one, and the other replicas get empty elements, unless all elements are
-            promised the same shapes.
-        is_fresh: Nobody else has their memory.
-        before: Makes the elements of the pass that come before these.
+        promise: Called after the first elements. As in TF, a last step with too few
+            elements is valid, and the other replicas get empty elements, unless all
+            elements are promised the same shapes.
+        is_fresh: Nothing else uses their memory.
+        before: Makes the elements of the pass that precede these.
     """
     nothing = object()
     shapes = _Shapes(promise, before)
@@ -148,7 +150,8 @@ def shares_of_elements(
 
 @final
 class _Shapes:
-    """The shapes of the elements of a pass, where they may decide of its last step."""
+    """The shapes of the elements of a pass, where they may decide about its last
+    step."""
 
     def __init__(
         self, promise: Callable[[], ShapePromise], before: Callable[[], Iterable[Any]]
@@ -161,7 +164,7 @@ class _Shapes:
 
     def see(self, elements: Iterable[Any]) -> None:
         if self._may_decide is None:
-            # What is not known yet may.
+            # A promise that is not known yet may decide.
             fixed = (ShapePromise.SAME, ShapePromise.NONE)
             self._may_decide = self._promise() not in fixed
         if not self._may_decide:
@@ -173,7 +176,7 @@ class _Shapes:
             self._differ |= shapes != self._first
 
     def make_step(self, element: Any) -> bool:
-        """Whether this one, and others that are missing, are a step."""
+        """Returns whether this element, and others that are missing, are a step."""
         match self._promise():
             case ShapePromise.AS_MADE:
                 if not self._differ:
@@ -190,7 +193,7 @@ def _shapes_of(element: Any) -> list[tuple[int, ...]]:
 
 
 def batch_rows(batch: Any) -> int:
-    """The rows of a batch: the first axis of all its leaves.
+    """Returns the number of rows of a batch: the first axis of all its leaves.
 
     Raises:
         ValueError: There are no leaves, a leaf is a scalar, or they differ.
@@ -202,14 +205,14 @@ def batch_rows(batch: Any) -> int:
 
 
 def sliced(batch: Any, start: int, stop: int) -> Any:
-    """The rows from ``start`` to ``stop`` of every leaf; of numpy's arrays they are
-    views."""
+    """Cuts the rows from ``start`` to ``stop`` out of every leaf; of numpy's arrays
+    they are views."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
 def empty_like(element: Any) -> Any:
-    """The element without rows; a scalar leaf becomes zero, as in TF, and a random key
-    stays, as there is none that means nothing."""
+    """Returns the element without rows. A scalar leaf becomes zero, as in TF; a random
+    key stays, as no key means nothing."""
 
     def empty(leaf: Any) -> Any:
         if np.ndim(leaf):

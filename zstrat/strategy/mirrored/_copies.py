@@ -1,7 +1,13 @@
-"""One copy of a variable that several devices have, as a variable of its own.
+"""The components of a variable: its copies on several devices, and their updates.
 
-TF's components of a distributed variable: ``v``, ``v/replica_1``, ... What is done to
-one is done to this copy alone; the copies are kept apart from then on.
+A copy is a variable of its own, with the name that TF gives it: ``v``,
+``v/replica_1``, ... What is done to one is done to this copy alone; the copies differ
+from then on.
+
+In the update context (`updated`) a function changes the components. A variable that all
+replicas share is one array, so the function is called once, with operands that are the
+same for all of them. Where each replica has a copy of its own, it is called for each
+copy.
 """
 
 from __future__ import annotations
@@ -10,14 +16,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_in_step, is_on_read
+from zstrat.program.trace import is_apart, is_on_read
+from zstrat.strategy._frames import Frame, entered
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    is_distributed,
+    regroup,
 )
 from zstrat.variables import (
     CopyStorage,
@@ -30,21 +40,23 @@ from zstrat.variables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import DevicePool, VariableHandle
+    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.variables import AbstractVariable, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
-    """The copies of a variable that this process has, in replica order: the variable
-    itself where there is one copy, as where one device keeps it for all replicas."""
+    """Returns the copies of a variable that this process has, in replica order: the
+    variable itself where there is one copy, as where one device keeps it for all
+    replicas."""
     storage = variable.storage
     if not isinstance(storage, DeviceStorage):
         return (variable,)
     if storage.pool.copies == 1:
-        # Who reads an ON_READ variable reads all processes; who reads its copy here
-        # does not, so that copy needs a handle of its own, without that rule.
-        apart = variable.is_brought_together
+        # A read of an ON_READ variable reads all processes, a read of its copy here
+        # does not: so that copy needs a separate handle, without that rule.
+        apart = variable.is_aggregated_on_read
         return (handle(variable.spec, storage) if apart else variable,)
     if storage.pool.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
@@ -60,9 +72,9 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
 
 
 def as_values(node: Any) -> Any:
-    """A variable, if replicas or processes have a value each, as the values of the
-    replicas of this process: `PerReplica` if they may differ, `Mirrored` if not. What
-    is no such variable comes back as it is."""
+    """Returns the values of the replicas of this process in place of a variable, if
+    each replica or process has a value: `PerReplica` if they may differ, `Mirrored` if
+    not. Anything else comes back as it is."""
     if not isinstance(node, Variable):
         return node
     storage = node.storage
@@ -72,15 +84,16 @@ def as_values(node: Any) -> Any:
         recording = recorder.get()
         if recording is None:
             return PerReplica(tuple(storage.copies(node)))
-        return PerReplica(tuple(copies_in_step(recording, node)))
-    if node.is_brought_together:
+        return PerReplica(tuple(recording.copies(node)))
+    if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
-    count = _sharing(storage.pool)
+    copies, mesh = storage.pool.copies, storage.pool.mesh
+    count = copies if mesh is None else len(mesh.local_devices)
     return node if count == 1 else Mirrored((node.value(),) * count)
 
 
 def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """The pytree with what ``split`` makes of each variable in its place. A pytree
+    """Replaces each variable of a pytree by what ``split`` makes of it. A pytree
     without variables is not copied."""
     if isinstance(tree, DistributedValues) and tree.whole is not None:
         return tree  # one array
@@ -94,8 +107,8 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 
 
 def reducible(op: ReduceOp, tree: Any) -> Any:
-    """The pytree with the values of the replicas in place of variables, to be reduced.
-    For a mean one of several equal values will do."""
+    """Replaces variables of a pytree by the values of the replicas, to be reduced. For
+    a mean it takes one of several equal values."""
     found = by_copies(tree)
     if op is not ReduceOp.MEAN:
         return found
@@ -106,27 +119,113 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
     )
 
 
-def _sharing(pool: DevicePool) -> int:
-    """How many replicas of this process have a value that is the same for all."""
-    mesh = pool.mesh
-    return pool.copies if mesh is None else len(mesh.local_devices)
-
-
-def copied(values: Sequence[Any]) -> VariableHandle | None:
-    """The variable whose copies these are, all of them in replica order; None: they are
-    something else."""
-    storages = [value.storage for value in values if isinstance(value, Variable)]
-    copies = [storage for storage in storages if isinstance(storage, CopyStorage)]
-    if not copies or len(copies) < len(values):
-        return None
-    whole = copies[0].container
-    numbers = [storage.number for storage in copies if storage.container is whole]
-    storage = whole.storage
-    is_all = isinstance(storage, DeviceStorage) and len(numbers) == storage.pool.copies
-    return whole if is_all and numbers == list(range(len(values))) else None
-
-
 def container_of(variable: VariableHandle) -> VariableHandle:
-    """The variable that this one is a copy of, or itself."""
+    """Returns the variable that this one is a copy of, or itself."""
     copy = copy_storage(variable)
     return variable if copy is None else copy.container
+
+
+def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
+    """Returns the copies of a variable of which each replica has its own, or the
+    variable."""
+    if isinstance(variable, Variable) and is_apart(variable):
+        return copies_of(variable)
+    return (variable,)
+
+
+def updated(
+    strategy: AbstractStrategy,
+    fns: Sequence[Callable[..., Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    group: bool,
+) -> Any:
+    """Calls ``fns``, one for each component, in the update context; returns their
+    results.
+
+    Raises:
+        ValueError: An argument is a value per replica, or a mirrored one of several
+            values that are not as many as the components.
+    """
+    given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
+    if any(isinstance(leaf, PerReplica) for leaf in given):
+        raise ValueError(
+            "update: a value per replica among the arguments, expected mirrored values "
+            "or arrays: reduce it with reduce_to first"
+        )
+    for leaf in given:
+        if isinstance(leaf, DistributedValues):
+            _require_enough(leaf, len(fns))
+    results = []
+    for number, fn in enumerate(fns):
+        own_args, own_kwargs = _own(number, (tuple(args), dict(kwargs)))
+        with entered(Frame(strategy, update=number)):
+            results.append(fn(*own_args, **own_kwargs))
+    if not group:
+        return _listed(results)
+    return results[0] if len(results) == 1 else regroup(results)
+
+
+def agreed(tree: Any) -> Any:
+    """Returns the one value that all replicas have given. In a trace it is that of the
+    first replica: whether they are equal is not known there.
+
+    Raises:
+        ValueError: They have given different values.
+    """
+    return jax.tree.map(_agreed_leaf, tree, is_leaf=is_distributed)
+
+
+def _agreed_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    first, *others = leaf.values
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf.values))
+    if not traced and not all(_are_equal(first, other) for other in others):
+        raise ValueError(
+            f"update: replicas give different values, {leaf!r:.200}: reduce them first "
+            "(get_replica_context().all_reduce)"
+        )
+    return first
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # As bytes of numbers: nan is as good as another nan.
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def _require_enough(mirrored: DistributedValues, components: int) -> None:
+    """Refuses a mirrored value that has no part for some component.
+
+    Raises:
+        ValueError: It has neither one value nor as many as there are components.
+    """
+    count = mirrored.replicas
+    # One value is for all of them, and one component may have any of several.
+    if count == 1 or count == components or (count and components == 1):
+        return
+    raise ValueError(
+        f"update: a mirrored value of {count} values among the arguments, and "
+        f"{components} copies to update; expected as many values, or one for all: "
+        "reduce_to with the variable as its destination makes such a value"
+    )
+
+
+def _own(component: int, tree: Any) -> Any:
+    """Returns the pytree as that component sees it."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        return leaf.values[component if leaf.replicas > 1 else 0]
+
+    return jax.tree.map(own, tree, is_leaf=is_distributed)
+
+
+def _listed(results: Sequence[Any]) -> Any:
+    """Merges the results into one tree, in which each leaf is the list of the leaves of
+    the results."""
+    return jax.tree.map(
+        lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
+    )

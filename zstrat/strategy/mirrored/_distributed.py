@@ -1,14 +1,14 @@
 """The processes of a group as one job of XLA.
 
-Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its own address
-in the cluster and tells the others through the group. What listens there asks nobody
-who he is, so the address must be one that the world does not reach.
+Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its address in
+the cluster and announces it through the group. That port does not authenticate anyone,
+so the address must not be reachable from the internet.
 
-Where the program has brought jax together by itself, jax tells the processes of each
-other, and they need no other cluster.
+Where the program has initialized jax.distributed itself, the processes learn of each
+other through jax, and need no other cluster.
 
-Law of the file: jax is brought together once in a process, before its first use of any
-device; it cannot be taken apart and formed anew while the process lives.
+Law of the file: jax.distributed is initialized once in a process, before its first use
+of any device; the job cannot be formed again while the process lives.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from zstrat.program.stages import Collective
 
 _MAX_ANNOUNCED_BYTES: Final = 1024
-"""Bytes of what rank 0 tells: more than an address, or why there is none, has."""
+"""Bytes of an announcement: more than an address, or an error, has."""
 _NOWHERE: Final = (
     (socket.AF_INET, "192.0.2.1"),
     (socket.AF_INET6, "2001:db8::1"),
 )
-"""Addresses that nobody has: the way there begins as the way to the others does."""
+"""Reserved addresses (RFC 5737, RFC 3849): the route there starts as the route to the
+others does."""
 _REFUSAL: Final = "!"
-"""What no address begins with: why there is none."""
+"""The prefix of an error, which no address begins with."""
 
 
 def is_in_job() -> bool:
-    """Whether jax has brought this process together with others."""
+    """Returns whether jax has connected this process with others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def resolver_of_jax() -> ClusterResolver:
-    """The cluster of the processes that jax has brought together: all are workers, in
-    the order of jax. Each takes a free port and tells the others; all have to call it.
-    """
+    """Returns the cluster of the processes that jax has connected: all are workers, in
+    the order of jax. Each takes a free port and announces it; all have to call this."""
     host = _own_address()
     (port,) = free_ports(1, "::" if ":" in host else "0.0.0.0")
     gathered = multihost_utils.process_allgather(
         _sent(f"{socket.gethostname()} {host} {port}")
     )
     announced = [_received(row).split() for row in np.asarray(gathered)]
-    # All on one host: its loopback will do, which nobody else reaches.
+    # All on one host: its loopback suffices, which is not reachable from outside.
     if len({(name, host) for name, host, _ in announced}) == 1:
         announced = [[name, "127.0.0.1", port] for name, _, port in announced]
     addresses = tuple(host_and_port(host, port) for _, host, port in announced)
@@ -66,9 +66,11 @@ def resolver_of_jax() -> ClusterResolver:
 
 
 def _own_address() -> str:
-    """Where others reach this host: the address that it sends from. Nothing is sent."""
+    """Returns the address of this host that it sends from, where others reach it. Sends
+    nothing."""
     for family, nowhere in _NOWHERE:
-        # No way out by IPv4, or no IPv6 at all: another one, or there is none.
+        # No route by IPv4, or no IPv6 at all: try the other family, or use the
+        # loopback.
         with (
             contextlib.suppress(OSError),
             socket.socket(family, socket.SOCK_DGRAM) as probe,
@@ -90,16 +92,17 @@ def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 
 def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
-    """Forms the job, or takes the one that there is; the devices of all processes, one
-    row for each rank.
+    """Forms the job, or takes the existing one; returns the devices of all processes,
+    one row for each rank.
 
     Args:
         host: Where rank 0 listens.
         timeout: Seconds to wait for the other processes.
 
     Raises:
-        ValueError: The address is not a loopback or private one. In every process.
-        OSError: In that of rank 0: it cannot listen there.
+        ValueError: The address is not a loopback or private one. Raised in every
+            process.
+        OSError: Rank 0 cannot listen there. Raised in rank 0.
         RuntimeError: jax was used before, or another job has been formed, or the
             processes have different numbers of devices.
     """
@@ -116,30 +119,30 @@ def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
 
 
 def require_private(host: str) -> None:
-    """Refuses an address that the world may reach.
+    """Refuses an address that is reachable from the public internet.
 
     Raises:
-        ValueError: It is one, or has no number.
+        ValueError: It is public, or cannot be resolved.
     """
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ValueError(
-            f"implementation=XLA: the address {host!r} of the first task is not known "
-            f"here ({error}): give it by number in the cluster"
+            f"implementation=XLA: the address {host!r} of the first task cannot be "
+            f"resolved here ({error}): give it as a number in the cluster"
         ) from error
     public = [x for x in found if not ipaddress.ip_address(x).is_private]
     if public:
         raise ValueError(
             f"implementation=XLA: the first task has the public address {public[0]}, "
-            "and jax.distributed asks nobody who connects for a key: give the address "
-            "of a private network in the cluster, or use implementation=RING"
+            "and jax.distributed does not authenticate those who connect: give the "
+            "address of a private network in the cluster, or use implementation=RING"
         )
 
 
 def _broadcast_address(collective: Collective, host: str) -> str:
-    """The address of the coordinator, from rank 0, or why it has none: nobody waits for
-    a process that has given up."""
+    """Sends the address of the coordinator from rank 0, or why there is no address:
+    no process should wait for one that has given up."""
     refused: Exception | None = None
     text = ""
     if collective.rank == 0:

@@ -1,7 +1,7 @@
-"""Variables of which each process has a copy, equal to all others.
+"""Variables of which each process has an equal copy.
 
-They are created by all processes alike; the first value is that of rank 0. From then on
-every process makes the same updates, of operands that are equal everywhere.
+All processes create the same variables; the first value is that of rank 0. From then on
+every process makes the same updates, with operands that are equal everywhere.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 class MirroredVariables(StrategyCreator):
     """Creates variables on the devices of this process, and knows which it created.
 
-    A process that comes when the others have been at work for a while creates them
-    without a word to the others, and takes theirs over before it first uses one.
+    A process that joins when the others have made steps creates them without
+    communication, and takes over their values before it first uses one.
 
     Args:
         devices: Each has the whole value.
         team: The replicas, of this process alone or of several.
-        over: A mesh of the devices, if it has more axes than that of the replicas.
+        over: A mesh of the devices, if it has more axes than the one of the replicas.
         store: The device that keeps the values between steps; left out: all of them.
         names: TF's names of the devices that keep a copy for each replica; left out:
             those of a program that has one process.
-        is_late: Whether the others have been at work.
+        is_late: Whether the others have made steps already.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class MirroredVariables(StrategyCreator):
             self.pool = _KeeperDevice(store, devices[0], self.pool)
 
     def take_over(self) -> None:
-        """Gives all processes the values of the one that has made the most steps; all
-        of them call this, or use a variable for the first time.
+        """Gives all processes the values of the one that has made the most steps. All
+        processes call this, or use a variable for the first time.
 
         Raises:
             InvalidArgumentError: They have not created the same variables.
@@ -115,14 +115,14 @@ class MirroredVariables(StrategyCreator):
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
+        """Returns whether the variable was created here."""
         storage = variable.storage
         return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """New variables, in one broadcast for all of them.
+        """Creates variables, in one broadcast for all of them.
 
         Raises:
             ValueError: A request has no initial value, or a synchronization that
@@ -139,8 +139,8 @@ class MirroredVariables(StrategyCreator):
                     "is not supported with mirrored variables: leave it out (AUTO)"
                 )
         values = [initialize(request) for request in requests]
-        # A late process makes no collective that the others are not in: it takes theirs
-        # over before first use.
+        # A late process must not start a collective that the others do not: it takes
+        # over their values before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
         made = [
@@ -153,12 +153,12 @@ class MirroredVariables(StrategyCreator):
         return list(made)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """The number of an optimizer; it runs in the step that uses it."""
+        """Returns a number for an optimizer, which runs in the step that uses it."""
         self._optimizers.append(optimizer)
         return next_id()
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """The last one will not run in any step."""
+        """Forgets the last optimizer: it will not run in any step."""
         del optimizer
         self._optimizers.pop()
 
@@ -188,13 +188,13 @@ class MirroredVariables(StrategyCreator):
     ) -> DeviceStorage | LocalStorage:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
-            # jax would cut it to 32 bits; steps refuse it, with words.
+            # jax would cut it to 32 bits; steps refuse it, with an error that says so.
             return LocalStorage(value)
         return DeviceStorage(value, self.pool, on_read)
 
 
 class _Devices(DevicePool):
-    """The devices of this process, or of all of them."""
+    """Storage on the devices of this process, or of all processes."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Devices(DevicePool):
 
 
 class _KeeperDevice(DevicePool):
-    """One device that keeps the values, which travel to others for each step: to
+    """Storage on one device, from which the values travel to others for each step: to
     ``first``, if there is one replica."""
 
     travels = True
@@ -291,7 +291,7 @@ class _KeeperDevice(DevicePool):
         """Everything is here."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        # No copies where they are kept: a step does not overwrite what travels.
+        # No copies where they are stored: a step does not overwrite arrays that travel.
         return jax.device_put(trees, shardings)
 
     def returned(self, trees: Any) -> Any:

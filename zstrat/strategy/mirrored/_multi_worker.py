@@ -7,7 +7,8 @@ that applies it (`zstrat.program.stages._stages`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 import jax
@@ -28,11 +29,11 @@ from zstrat.program import hide_frames
 from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
+from zstrat.strategy._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy._strategy import Closing, Strategy
-from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._layout import MeshLayout
-from zstrat.strategy.replica._spread import mesh_over
+from zstrat.strategy.replica._mapped import mesh_over
 
 from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables
@@ -46,41 +47,10 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
-"""Of the group: processes that make one are brought together."""
+"""Name of the group: processes that make one find each other by it."""
 
 _PATIENCE: Final = 300.0
-"""Seconds for all processes to begin; jax's own default."""
-
-
-@final
-class MultiWorkerMirroredExtended(StrategyExtended):
-    """Devices and duties of one process among several."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        devices: tuple[str, ...],
-        variables: MirroredVariables,
-        should_checkpoint: bool,
-    ) -> None:
-        super().__init__(strategy, devices, devices, variables)
-        self._should_checkpoint = should_checkpoint
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """True: each process runs its own program."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this process saves: the first one (the chief, or the first worker
-        where there is none), and an evaluator, which is alone."""
-        return self._should_checkpoint
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process writes metrics: the one that saves."""
-        return self._should_checkpoint
+"""Seconds for all processes to start; the default of jax."""
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -106,17 +76,17 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     over all replicas of all processes.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster and which one this is. Left
+        cluster_resolver: Knows the tasks of the cluster and which one this is. Left
             out: TF_CONFIG does; else jax, if `jax.distributed.initialize` was called;
-            else whoever started the processes (`zs.cluster_resolver.detect`). An empty
+            else the launcher of the processes (`zs.cluster_resolver.detect`). An empty
             cluster is this process alone.
         communication_options: How the processes exchange what they reduce.
-        group: Brings the processes together; another one in tests.
+        group: Connects the processes; another function in tests.
 
     Raises:
-        ValueError: The cluster does not know this task, or it trains nothing; or this
-            process is one of several that were started together, and nothing says
-            where the others are.
+        ValueError: The cluster does not know this task, or the task does not train; or
+            this process is one of several that were started together, and the addresses
+            of the others are unknown.
         CollectiveTimeoutError: A process does not come; names it.
     """
 
@@ -145,14 +115,14 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
-        # Formed anew: the others have been at work, and this process comes to them.
+        # A later generation: the others have made steps, and this process joins them.
         late = self._channel is not None and self._channel.collective.generation > 0
         names = task_names(self._local, *task)
         self._variables = MirroredVariables(
             self._local, self._team(), names=names, is_late=late
         )
-        self._extended = MultiWorkerMirroredExtended(
-            self, names, self._variables, saves
+        self._extended = StrategyExtended(
+            self, names, names, self._variables.owns, between_graph=True, saves=saves
         )
 
     @property
@@ -162,8 +132,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def communication_options(self) -> CommunicationOptions:
-        """How the processes exchange what they reduce; the default ones, if none were
-        given."""
+        """The options of collectives between the processes."""
         return self._options
 
     @property
@@ -172,48 +141,48 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         return self._team().size
 
     @property
-    def extended(self) -> MultiWorkerMirroredExtended:
-        """Devices of this process, what it saves, and values reduced over all of
-        them."""
+    def extended(self) -> StrategyExtended:
+        """Devices of this process, whether it saves, and values reduced over all
+        processes."""
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:
-        """Brings the processes together again after one was lost, started anew or not
-        heard of; blocks until all of them are there.
+        """Connects the processes again after one was lost, restarted or cut off; blocks
+        until all of them are there.
 
-        Those that were not lost call it when a step has raised `PeerLostError`,
+        Processes that were not lost call it when a step has raised `PeerLostError`,
         `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
-        One that was started anew makes its strategy and its variables as at the first
-        time. All then have the values, and what optimizers keep, of the process that
-        had made the most steps; the one that came anew has them before it uses a
-        variable for the first time. All processes, also those that were not lost, begin
-        fresh passes of their datasets (``iter()``) after it: an iterator of before
-        waits for answers of others that the one that came anew does not give. Where
-        they deal out a dataset that is shuffled anew in each pass, they make it anew
-        from its ``shuffle`` on and distribute it again: the one that came anew begins
-        with its first order, and a pass in different orders is refused.
+        A restarted process makes its strategy and its variables as before. All then
+        have the values, and the state of optimizers, of the process that had made the
+        most steps; the restarted one has them before it first uses a variable. All
+        processes, also those that were not lost, begin fresh passes of their datasets
+        (``iter()``) after it: an older iterator waits for answers that the restarted
+        process does not give. Where they shard a dataset that is shuffled again in each
+        pass, they make it again from its ``shuffle`` on and distribute it again: the
+        restarted process begins with its first order, and a pass in different orders is
+        refused.
 
         Args:
             timeout: Seconds to wait for all processes.
 
         Raises:
-            RuntimeError: With implementation=XLA: a job of jax cannot be formed anew.
-            CollectiveTimeoutError: Not all came in time; names them. It may be called
-                again.
+            RuntimeError: With implementation=XLA: a job of jax cannot be formed again.
+            CollectiveTimeoutError: Not all processes came in time; names the missing
+                ones. It may be called again.
         """
         if self._channel is None:
             return
         if self._channel.mesh is not None:
             raise RuntimeError(
-                "a strategy with implementation=XLA cannot be formed anew, because jax "
-                "cannot: start all processes again, and restore a checkpoint"
+                "a strategy with implementation=XLA cannot be formed again, because "
+                "jax cannot: start all processes again, and restore a checkpoint"
             )
         self._channel.collective.reform(timeout=timeout)
         self._variables.take_over()
 
     def close(self) -> None:
-        """Leaves the other processes, which hear of it in their next collective.
-        Closing twice is fine; ``with`` closes at its end."""
+        """Leaves the other processes, whose next collective fails. Closing twice is
+        fine; ``with`` closes at its end."""
         if self._channel is not None:
             self._channel.collective.close()
 
@@ -229,9 +198,9 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     def _inputs(self) -> ProcessInputs:
         inputs, channel = super()._inputs(), self._channel
         if channel is not None:
-            inputs = replace(inputs, accord=_ProcessAgreement(channel))
+            inputs = replace(inputs, all_max=partial(_all_max, channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
-            return inputs  # a program of all processes takes rows of its own
+            return inputs  # a program of all processes takes the rows of each
         layout = MeshLayout(mesh_over(self._local))
         return replace(inputs, place=layout.place_share)
 
@@ -243,21 +212,15 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _ProcessAgreement:
-    """The processes, brought together by the collective that they reduce with."""
-
-    channel: Channel
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        given = [np.array(numbers, np.int64)]
-        (found,) = self.channel.collective.all_reduce(given, "max")
-        return [int(number) for number in found]
+def _all_max(channel: Channel, numbers: Sequence[int]) -> list[int]:
+    """Reduces numbers with the collective that the processes reduce values with."""
+    given = [np.array(numbers, np.int64)]
+    (largest,) = channel.collective.all_reduce(given, "max")
+    return [int(number) for number in largest]
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:
-    """The task of rank 0."""
+    """Returns the task of rank 0."""
     job = "chief" if "chief" in spec.jobs else "worker"
     return job, spec.task_indices(job)[0]
 
@@ -268,25 +231,25 @@ def _host(address: str) -> str:
 
 
 def _found() -> ClusterResolver:
-    """The resolver of a program that gives none."""
+    """Returns the resolver of a program that gives none."""
     if is_in_job() and not environment().get("TF_CONFIG", "").strip():
         return resolver_of_jax()
     return detect()
 
 
 def _require_alone(env: Mapping[str, str]) -> None:
-    """Refuses to train alone for want of TF_CONFIG where several processes would.
+    """Refuses to train alone without TF_CONFIG where several processes would.
 
     Raises:
-        ValueError: Names what says that there are several, and what to give.
+        ValueError: Names the evidence of several processes, and the remedy.
     """
     if env.get("TF_CONFIG", "").strip():
-        return  # it says that there is no cluster
-    found = launched_together(env)
-    if found is not None:
-        seen = f"{found[0]}={found[1]}"
+        return  # it defines an empty cluster
+    variable = launched_together(env)
+    if variable is not None:
+        seen = f"{variable[0]}={variable[1]}"
     elif is_in_job():
-        seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
+        seen = f"jax.distributed.initialize has connected {jax.process_count()}"
     else:
         return
     raise ValueError(
@@ -311,7 +274,7 @@ def _require_all(resolver: ClusterResolver) -> None:
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
-    """The task that this process is, and whether it saves."""
+    """Returns the task that this process is, and whether it saves."""
     spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not spec:
@@ -323,5 +286,5 @@ def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
         )
     validate_cluster_spec(spec, job, index)
     id_in_cluster(spec, job, index)  # refuses a ps
-    # Not whoever is the chief: in a sparse cluster worker 0 may be missing.
+    # Not the chief as such: in a sparse cluster worker 0 may be missing.
     return (job, index), job == "evaluator" or (job, index) == _first(spec)

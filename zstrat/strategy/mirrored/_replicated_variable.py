@@ -1,14 +1,15 @@
-"""Variables of which each replica has a copy: mirrored ones, and sums of all replicas.
+"""Variables of which each replica has a copy: mirrored ones, and sums over all
+replicas.
 
-Replicas of a `MirroredVariable` are brought together when it is written, those of a
-`SyncOnReadVariable` when it is read. What a replica function counts in one of these
-(examples seen, sums of a metric) is added up here and now, without a word to the
-others; who reads it outside of replica functions gets the sum, the mean, or the first
-of all values. With several processes reading is a collective then: all of them read. A
-checkpoint has what is read, so all of them save.
+The replicas of a `MirroredVariable` are aggregated when it is written, those of a
+`SyncOnReadVariable` when it is read. A replica function counts in the latter (examples
+seen, sums of a metric) without communication; a read outside of replica functions
+returns the sum, the mean, or the first of all values. With several processes such a
+read is a collective: all of them read. A checkpoint stores the aggregate, so all of
+them save.
 
-Law of the file: what is said here is what TF asks of arguments; what an update does is
-said where replicas are brought together (`zstrat.strategy.replica._collective`).
+Law of the file: it checks arguments as TF does; how an update is aggregated is decided
+in `zstrat.strategy.replica._collective`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from zstrat.strategy.replica._fibers import ReplicaBarrier, current_fiber
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
 from zstrat.variables import (
     DeviceStorage,
-    KeepsCopies,
     Variable,
     VariableAggregation,
     VariableUpdate,
@@ -54,13 +54,12 @@ if TYPE_CHECKING:
         Storage,
         StorageUpdate,
         TraceRecorder,
-        UpdateRecorder,
         VariableSpec,
     )
 
 
 class ReplicatedVariable(Variable):
-    """A variable of the devices of a process, or of several. Made by a strategy."""
+    """A variable on the devices of a process, or of several. Made by a strategy."""
 
     __slots__ = ("_owner", "_team")
     _team: Team
@@ -70,11 +69,11 @@ class ReplicatedVariable(Variable):
     def made(
         cls, spec: VariableSpec, storage: Storage, team: Team, owner: Creator
     ) -> Self:
-        """A handle of a variable that exists already.
+        """Makes a handle of a variable that exists already.
 
         Args:
             team: The replicas that have it.
-            owner: Makes copies of it (`Variable.owner`).
+            owner: The creator that makes copies of it (`Variable.owner`).
         """
         variable = object.__new__(cls)
         variable._spec, variable._storage, variable._container = spec, storage, None
@@ -92,8 +91,8 @@ class ReplicatedVariable(Variable):
         return copies_of(self)
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        """A new variable, whose replicas have the values that they have of this one:
-        they need not be equal."""
+        """Creates a variable whose replicas have the values that they have of this one,
+        which may differ."""
         made = super()._duplicated(value)
         old, new = self._storage, made.components[0].storage
         if isinstance(old, DeviceStorage) and isinstance(new, DeviceStorage):
@@ -101,10 +100,10 @@ class ReplicatedVariable(Variable):
         return made
 
     def _operand(self, value: Any) -> Any:
-        """An operand for every copy: a mirrored value is that of any replica.
+        """Returns the operand for every copy: of a mirrored value that of any replica.
 
         Raises:
-            TypeError: It differs from replica to replica.
+            TypeError: The value differs from replica to replica.
         """
         if isinstance(value, Mirrored):
             return value.values[0]
@@ -120,7 +119,7 @@ class ReplicatedVariable(Variable):
 @final
 class MirroredVariable(ReplicatedVariable):
     """A variable whose copies are equal, because all of them get the same updates. With
-    the aggregation NONE each replica updates its own copy, and they differ then."""
+    the aggregation NONE each replica updates its own copy, and the copies differ."""
 
     __slots__ = ()
 
@@ -131,7 +130,7 @@ class MirroredVariable(ReplicatedVariable):
         return super()._dense(op, value)
 
     def _require_distributed(self, value: complex) -> None:
-        """Refuses a sum of what is the same number on several replicas.
+        """Refuses to sum a number that is the same on several replicas.
 
         Raises:
             ValueError: It is.
@@ -142,18 +141,18 @@ class MirroredVariable(ReplicatedVariable):
             return  # as TF, which asks in one process alone
         if not in_real_replica_context():
             return
-        if (mine := current_fiber.get()) is None:
+        if (fiber := current_fiber.get()) is None:
             reduce_values(ReduceOp.SUM, value, None, team.size)
             return
 
         def join(values: Sequence[Any]) -> Sequence[Any]:
-            # Numbers that replicas computed are objects of their own, even if equal.
+            # Numbers that replicas computed are different objects, even if equal.
             if all(other is values[0] for other in values):
                 reduce_values(ReduceOp.SUM, values[0], None, team.size)
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
+        fiber.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
 _SUM = VariableAggregation.SUM
@@ -167,8 +166,9 @@ class SyncOnReadVariable(ReplicatedVariable):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A new variable, of which each replica has the value that it has of this one.
-        Of several processes all copy it, at the same place of the program.
+        """Creates a variable of which each replica has the value that it has of this
+        one. Where there are several processes, all copy it, at the same place of the
+        program.
 
         Raises:
             RuntimeError: A step is being traced; or in the scope of another strategy.
@@ -180,17 +180,17 @@ class SyncOnReadVariable(ReplicatedVariable):
         return made  # type: ignore[no-any-return]  # of this class
 
     @property
-    def is_brought_together(self) -> bool:
-        return not self._is_mine
+    def is_aggregated_on_read(self) -> bool:
+        return not self._is_of_this_replica
 
     @property
     def local_value(self) -> np.ndarray:
-        """The value of this process: of its replicas together."""
+        """The value of this process: the aggregate of its replicas."""
         return self._storage.read(self)
 
     def saved_value(self) -> np.ndarray:
-        """What a checkpoint has: the value of all replicas of all processes; where
-        there is none (NONE), that of the first replica here.
+        """Returns the value for a checkpoint: that of all replicas of all processes;
+        without an aggregation (NONE) that of the first replica here.
 
         Cost: a collective, if there are several processes: all of them call this.
 
@@ -207,13 +207,13 @@ class SyncOnReadVariable(ReplicatedVariable):
             error.add_note(
                 f"{self._spec} has synchronization=ON_READ: to save it is to read it "
                 "from all processes, so that all of them save, at the same place of "
-                "the program; those whose checkpoint nobody wants save to another "
-                "folder"
+                "the program; processes whose checkpoint is not needed save to "
+                "another folder"
             )
             raise
 
     def _read_now(self) -> np.ndarray:
-        if self._is_mine:
+        if self._is_of_this_replica:
             return self._storage.read(self)
         self._require_readable()
         channel = self._team.channel
@@ -221,7 +221,9 @@ class SyncOnReadVariable(ReplicatedVariable):
             return self._storage.read(self)
         return np.asarray(
             self._of_all(
-                lambda: self._storage.read(self), self._copies_here, channel.carry_out
+                lambda: self._storage.read(self),
+                lambda: device_storage(self).copies(self),
+                channel.carry_out,
             )
         )
 
@@ -229,12 +231,14 @@ class SyncOnReadVariable(ReplicatedVariable):
         return self._read_now()
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
-        if self._is_mine:
+        if self._is_of_this_replica:
             return recording.read(self)
         self._require_readable()
 
         def copies() -> Any:
-            return self._traced_copies(recording)
+            if self._team.local == 1:
+                return recording.read(self)[None]
+            return recording.copies(self)
 
         def value() -> Any:
             if self._team.local == 1:
@@ -257,39 +261,30 @@ class SyncOnReadVariable(ReplicatedVariable):
         copies: Callable[[], Any],
         across: Callable[[CrossKind, list[Any]], list[Any]],
     ) -> Any:
-        """The value that all processes have together: one collective.
+        """Combines the values of all processes in one collective.
 
         Args:
-            value: What the replicas of this process have together.
-            copies: What each of them has, ``[replicas, ...]``.
-            across: What becomes of arrays of all processes.
+            value: Returns the aggregate of the replicas of this process.
+            copies: Returns the values of each of them, ``[replicas, ...]``.
+            across: Combines arrays of all processes.
         """
-        if self._is_exact_mean:
+        is_mean = self.aggregation is VariableAggregation.MEAN
+        if is_mean and self.dtype.kind in "iu":
+            # Truncated once: means of the processes would be truncated already.
             sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
             return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return across(CrossKind.FIRST, [value()])[0]
         (whole,) = across(CrossKind.SUM, [value()])
-        if self.aggregation is VariableAggregation.MEAN:
-            # Each process brings its mean, and all have as many replicas.
+        if is_mean:
+            # Each process gives its mean, and all have as many replicas.
             processes = self._team.size // self._team.local
             return (whole / processes).astype(self.dtype)
         return whole
 
-    def _copies_here(self) -> np.ndarray:
-        """The copies of the replicas of this process, ``[replicas, ...]``."""
-        return device_storage(self).copies(self)
-
-    def _traced_copies(self, recording: TraceRecorder) -> Any:
-        """The copies of the replicas of this process, as a step sees them."""
-        if self._team.local == 1:
-            return recording.read(self)[None]
-        assert isinstance(recording, KeepsCopies), recording
-        return recording.copies(self)
-
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None = None,
@@ -297,7 +292,6 @@ class SyncOnReadVariable(ReplicatedVariable):
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
-                assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
         operand = jnp.asarray(value, self.dtype)
@@ -311,11 +305,15 @@ class SyncOnReadVariable(ReplicatedVariable):
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> NoReturn:
-        raise self._no_rows(op)
+        raise NotImplementedError(
+            f"{op.name.lower()} of {self._spec}: variables with "
+            "synchronization=ON_READ have no updates of rows"
+        )
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
-        """The operand for each process's value, of one for the whole; of integers, with
-        several replicas here, those of their copies ``[replicas, ...]``."""
+        """Returns the operand for the value of each process, from one for the whole; of
+        integers, with several replicas here, those of their copies ``[replicas,
+        ...]``."""
         if self.aggregation is not _SUM or self._team.size == 1:
             return value
         if op is UpdateOp.ASSIGN:
@@ -331,16 +329,9 @@ class SyncOnReadVariable(ReplicatedVariable):
         )
 
     @property
-    def _is_mine(self) -> bool:
-        """Whether the value meant is that of the replica that runs."""
+    def _is_of_this_replica(self) -> bool:
+        """Whether a read means the value of the replica that runs."""
         return in_real_replica_context() or self._team.size == 1
-
-    @property
-    def _is_exact_mean(self) -> bool:
-        """Whether it is the mean of integers, which is cut off once: means of the
-        processes would have lost what is behind the point already."""
-        is_mean = self.aggregation is VariableAggregation.MEAN
-        return is_mean and self.dtype.kind in "iu"
 
     def _require_readable(self) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -349,9 +340,3 @@ class SyncOnReadVariable(ReplicatedVariable):
                 f"{self._spec} has one in each replica. Read it in the replica "
                 "function, or create it with an aggregation"
             )
-
-    def _no_rows(self, op: UpdateOp) -> NotImplementedError:
-        return NotImplementedError(
-            f"{op.name.lower()} of {self._spec}: variables with "
-            "synchronization=ON_READ have no updates of rows"
-        )

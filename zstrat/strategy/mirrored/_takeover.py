@@ -1,16 +1,14 @@
-"""A process that comes late takes over what the others have.
+"""A process that joins late takes over the values of the others.
 
 The variables of a strategy are created in the same order in every process, so a number
-names one, and an optimizer, everywhere. The process that has made the most steps lists
-what it has and gives it to all: after a lost process some may have made one step more.
-A process that has lost a value, because a step failed in the middle, counts as one that
-comes anew.
+identifies a variable, or an optimizer, everywhere. The process that has made the most
+steps lists its values and broadcasts them: after a lost process some may have made one
+step more. A process that has lost a value, because a step failed in the middle, counts
+as restarted.
 
-Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has. What a storage has is asked with `shown` here,
-not
-with its plain getters: those settle the storage first, which is what calls
-    `taken_over`.
+Law of the file: all processes call `taken_over` together, and make the same collectives
+whatever values each of them has. The value of a storage is read with `shown` here, not
+with its plain getters: those settle the storage first, which calls `taken_over`.
 """
 
 from __future__ import annotations
@@ -43,24 +41,26 @@ def taken_over(
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
 ) -> int:
-    """Gives every process the values and slots of one; the steps that it had made.
+    """Gives every process the values and slots of one; returns the number of steps that
+    it had made.
 
     Args:
-        steps: That this process has made, negative if it comes anew.
+        steps: Number of steps that this process has made; negative if it was restarted.
         variables: By the order of their creation.
         optimizers: In the order of their creation.
 
     Returns:
-        Negative if all come anew: then nothing has changed.
+        Negative if all were restarted: then nothing has changed.
 
     Raises:
-        DataLossError: A value of this process is lost, and all others come anew or have
-            lost one too.
-        InvalidArgumentError: This process has created other variables than that one.
-        PeerLostError, CollectiveTimeoutError: Not all processes take part.
+        DataLossError: A value of this process is lost, and all others were restarted or
+            have lost one too.
+        InvalidArgumentError: This process has created other variables than the source
+            of the values. PeerLostError, CollectiveTimeoutError: Not all processes take
+            part.
     """
     # Steps and rank in one number, so that one maximum finds both: of several with as
-    # many steps the first one.
+    # many steps the lowest rank.
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
     steps = steps if lost is None else -1
@@ -71,8 +71,8 @@ def taken_over(
             storage, name = lost
             storage.require_kept(name)
         return most
-    mine = _list(variables, optimizers) if rank == root else []
-    listed = _listed_by(collective, root, mine)
+    own = _list(variables, optimizers) if rank == root else []
+    listed = _listed_by(collective, root, own)
     arrays = _arrays(listed, variables, optimizers)
     given = collective.broadcast(arrays, root)
     if rank != root:
@@ -81,7 +81,8 @@ def taken_over(
 
 
 def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] | None:
-    """A variable whose value another process would have to give, if there is one."""
+    """Returns a variable whose value another process would have to give, if there is
+    one."""
     for variable in variables.values():
         storage = variable.storage
         if (
@@ -113,7 +114,7 @@ def _list(
 
 
 def _is_own(variable: VariableHandle) -> bool:
-    """Whether its value is one that other processes have no part in."""
+    """Returns whether other processes have no part in the value of a variable."""
     return variable.synchronization is VariableSynchronization.ON_READ and (
         variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
     )
@@ -123,8 +124,8 @@ def _reduced(collective: Collective, number: int) -> Any:
     return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
 
 
-def _listed_by(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
-    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[Any]:
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     # Its length first: a broadcast needs an array of the same shape everywhere.
     size = np.array([len(text) if collective.rank == root else 0])
     length = int(np.asarray(collective.broadcast([size], root)[0])[0])
@@ -140,8 +141,8 @@ def _arrays(
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
-    """The values and leaves of slots of the list; made here, where they are not yet or
-    no more."""
+    """Returns the values and leaves of slots of the list; zeros of the right shape
+    where this process has none."""
     arrays: list[Any] = []
     for each in listed:
         storage = _storage(each, variables)
@@ -152,12 +153,13 @@ def _arrays(
         arrays.append(storage.like() if is_lost else storage.shown())
         slots = {} if is_lost else storage.shown_slots()
         for rule, kinds in _rules(each, optimizers):
-            mine = slots.get(rule.id)
-            if mine is None or _described(mine) != kinds:
-                # This process is given them; what it gives has to look alike.
+            own = slots.get(rule.id)
+            if own is None or _described(own) != kinds:
+                # This process receives them; the arrays that it passes must have the
+                # same shapes.
                 arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
             else:
-                arrays += mine.leaves
+                arrays += own.leaves
     return arrays
 
 
@@ -189,15 +191,15 @@ def _storage(
     words = f"variable {name!r} ({dtype}{shape})"
     if variable is None:
         raise InvalidArgumentError(
-            f"this process takes over what the others have, and has not created their "
-            f"{words}, number {number} in the order of creation: create all variables "
-            "before the first step"
+            "this process takes over the values of the others, and has not created "
+            f"their {words}, number {number} in the order of creation: create all "
+            "variables before the first step"
         )
     storage = variable.storage
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
     if not fits or not isinstance(storage, DeviceStorage | LocalStorage):
         raise InvalidArgumentError(
-            f"this process takes over what the others have: number {number} in the "
+            f"this process takes over the values of the others: number {number} in the "
             f"order of creation is {variable.spec} here and their {words}. All "
             "processes run the same program"
         )
@@ -205,7 +207,8 @@ def _storage(
 
 
 def _described(slots: SlotValues) -> list[Any]:
-    """Name, shape and dtype of each, and whether it has the variable's rows."""
+    """Returns name, shape and dtype of each, and whether it has the rows of the
+    variable."""
     return [
         [name, list(array.shape), array.dtype.name, has]
         for name, array, has in slots.items()
@@ -218,7 +221,7 @@ def _rules(
     missing = [number for number, _ in each[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(
-            f"this process takes over what the others have, and has created "
+            f"this process takes over the values of the others, and has created "
             f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
             "create them in the strategy's scope, before the first step"
         )

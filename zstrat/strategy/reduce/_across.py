@@ -1,9 +1,9 @@
-"""Values of the replicas of several processes, reduced and gathered.
+"""Reduces and gathers the values of replicas of several processes.
 
 A value that is not distributed is that of this process, as in TF: two processes with
-1.0 have a sum of 2.0. First the values of this process are brought together, then, in
-one collective, those of all processes. In a step this is part of the program; elsewhere
-it happens at once, on arrays of numpy, which keep their dtype.
+1.0 have a sum of 2.0. First the values of this process are combined, then, in one
+collective, those of all processes. In a step this is part of the program; elsewhere it
+happens at once, on arrays of numpy, which keep their dtype.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """The pytree with every leaf reduced over all replicas, and over ``axis`` first.
-    Of `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
+    """Reduces every leaf of a pytree over all replicas, and over ``axis`` first. Of
+    `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
 
     Cost: one collective for all arrays, and one for all `IndexedSlices`, if there are
     any.
@@ -48,7 +48,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     Raises:
         ValueError: ``axis`` is outside the rank, or given for IndexedSlices; replicas
             differ in shape; in a step, processes differ in their number of rows.
-        TypeError: ``axis`` is no integer or sequence of integers.
+        TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     channel = team.channel
     assert channel is not None
@@ -59,7 +59,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     split = [columns_of(local_results(leaf)) for leaf in leaves]
     columns = [column for each, _ in split for column in each]
     if any(map(is_sparse, columns)):
-        require_no_axes(axes)  # before others are waited for
+        require_no_axes(axes)  # before it waits for others
     found = iter(
         by_kind(
             columns,
@@ -79,14 +79,14 @@ def _sums_across(
     columns: Sequence[Column],
     axes: tuple[int, ...] | None,
 ) -> list[Any]:
-    """The sum or mean of each column of arrays, with those of the other processes."""
+    """Sums or averages each column of arrays with those of the other processes."""
     is_mean = op is ReduceOp.MEAN
-    mine = [total_of(parts, axes, mean=is_mean) for parts in columns]
-    sums = [total for total, _ in mine]
+    local = [total_of(parts, axes, mean=is_mean) for parts in columns]
+    sums = [total for total, _ in local]
     if not is_mean:
         return _over(channel, sums)
-    # Processes may have different numbers of values, so that these travel, too.
-    counts = [np.asarray(count, np.int32) for _, count in mine]
+    # Processes may have different numbers of values, so the counts travel, too.
+    counts = [np.asarray(count, np.int32) for _, count in local]
     both = _over(channel, [*sums, *counts])
     pairs = zip(both, both[len(sums) :], sums, strict=False)
     return [_mean(total, count, own) for total, count, own in pairs]
@@ -95,12 +95,13 @@ def _sums_across(
 def _slices_across(
     channel: Channel, op: ReduceOp, columns: Sequence[Column]
 ) -> list[IndexedSlices]:
-    """The rows of each column of IndexedSlices, with those of the other processes."""
-    mine = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
-    fronts = [array for each in mine for array in (each.values, each.indices)]
+    """Concatenates the rows of each column of IndexedSlices with those of the other
+    processes."""
+    local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
+    fronts = [array for each in local for array in (each.values, each.indices)]
     joined = iter(_joined(channel, fronts))
     found = []
-    for parts, each in zip(columns, mine, strict=True):
+    for parts, each in zip(columns, local, strict=True):
         values, indices = next(joined), next(joined)
         if op is ReduceOp.MEAN:
             # Every process runs the same program, with as many replicas.
@@ -110,11 +111,11 @@ def _slices_across(
 
 
 def gather_across(team: Team, value: Any, axis: Any) -> Any:
-    """The pytree with the parts of each leaf concatenated along ``axis``, those of rank
-    0 first. Their lengths may differ, but in a step, where each process gives as many.
+    """Concatenates the parts of each leaf along ``axis``, those of rank 0 first. Their
+    lengths may differ, but in a step, where each process gives as many.
 
     Raises:
-        TypeError: ``axis`` is no integer.
+        TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0, or other dimensions than the first one has.
     """
@@ -129,24 +130,25 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
 
 
 def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
-    mine = concatenate(parts, axis)
+    local = concatenate(parts, axis)
     of = jnp if _is_traced() else np
-    (whole,) = _joined(channel, [of.moveaxis(of.asarray(mine), axis, 0)])
+    (whole,) = _joined(channel, [of.moveaxis(of.asarray(local), axis, 0)])
     return of.moveaxis(whole, 0, axis)
 
 
 def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
-    """The rows that all processes have of these arrays, those of rank 0 first."""
+    """Concatenates the rows that all processes have of these arrays, those of rank 0
+    first."""
     if not fronts:
         return []
     if _is_traced():
         return gather_from(channel, [jnp.asarray(x) for x in fronts])
-    mine = [np.ascontiguousarray(x) for x in fronts]
-    return channel.carry_out(CrossKind.GATHER, mine)
+    local = [np.ascontiguousarray(x) for x in fronts]
+    return channel.carry_out(CrossKind.GATHER, local)
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
-    """The sums over all processes."""
+    """Sums the arrays over all processes."""
     if not arrays:
         return []
     if _is_traced():
@@ -154,12 +156,12 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
     return channel.carry_out(CrossKind.SUM, arrays)
 
 
-def _mean(total: Any, count: Any, mine: Any) -> Any:
-    """The mean, in the dtype that it has in one process; ``mine`` is the sum of this
-    one, of jax or of numpy, whose rules for dtypes differ."""
+def _mean(total: Any, count: Any, local: Any) -> Any:
+    """Divides in the dtype that the mean has in one process. ``local`` is the sum of
+    this one, of jax or of numpy, whose rules for dtypes differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
-    if isinstance(mine, jax.Array):
+    if isinstance(local, jax.Array):
         dtype = jnp.result_type(total.dtype, float)
     else:
         dtype = (np.zeros(1, total.dtype) / 1).dtype
@@ -168,5 +170,5 @@ def _mean(total: Any, count: Any, mine: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Whether what is done here becomes part of a program."""
+    """Returns whether this becomes part of a program."""
     return recorder.get() is not None or is_staging()

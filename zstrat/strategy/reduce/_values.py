@@ -1,9 +1,9 @@
-"""What is done to the values of all replicas together: reduced, gathered.
+"""Reduces and gathers the values of all replicas.
 
-Law of the file: pure functions of values. Who may call what in which context is decided
-by the strategies. Works on traced arrays inside a step, on numpy, and on values of all
-replicas that are one array over the devices: that takes one program, and what is
-gathered along axis 0 is the array itself.
+Law of the file: pure functions of values; the strategies check the context. They take
+traced arrays inside a step, arrays of numpy, and values of all replicas that are one
+array over the devices: that takes one program, and gathered along axis 0 it is the
+array itself.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 def is_one_array(node: Any) -> TypeGuard[DistributedValues]:
-    """Whether the values of all replicas are rows of one array of jax."""
+    """Returns whether the values of all replicas are rows of one array of jax."""
     return isinstance(node, DistributedValues) and isinstance(node.whole, jax.Array)
 
 
 def _part_shape(value: DistributedValues) -> tuple[int, ...]:
-    """The shape of each replica's value."""
+    """Returns the shape of the value of each replica."""
     rows, *rest = value.whole.shape
     return tuple(rest) if value.is_stacked else (rows // value.replicas, *rest)
 
@@ -58,7 +58,7 @@ def _part_shape(value: DistributedValues) -> tuple[int, ...]:
 def reduce_whole(
     op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """The sum or mean over the replicas, and over ``axes`` of each replica's value.
+    """Sums or averages over the replicas, and over ``axes`` of the value of each.
 
     Raises:
         ValueError: The values have no such axis.
@@ -92,7 +92,7 @@ _summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_sum
 
 
 def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
-    """The replicas' values one after the other along ``axis``.
+    """Concatenates the values of the replicas along ``axis``.
 
     Raises:
         ValueError: The values are scalars, or have no such axis.
@@ -123,38 +123,39 @@ def _is_traced(array: Any) -> bool:
 
 
 def reduction(op: ReduceOp | str) -> ReduceOp:
-    """What replicas' values are reduced with: SUM or MEAN, by name in any case.
+    """Returns the reduction of values of replicas by its name in any case: SUM or MEAN.
 
     Raises:
-        ValueError: Anything else; says which ones there are.
+        ValueError: Anything else; lists the reductions.
     """
     found = ReduceOp.of(op)
     if found not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
-            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; the "
-            "smallest and the largest is what zs.collectives computes"
+            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; "
+            "zs.collectives computes minima and maxima"
         )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """What ``experimental_distribute_values_from_function`` tells its function."""
+    """The argument of the function that
+    ``experimental_distribute_values_from_function`` calls."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
 
 
 def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
-    """The pytree with every leaf reduced over the replicas, and over ``axis`` first.
+    """Reduces every leaf of a pytree over the replicas, and over ``axis`` first.
 
     A mean over ``axis`` divides the sum of all sums by the number of all elements, so
     that uneven replicas weigh correctly. Means of integers are floats.
 
     Raises:
-        ValueError: A value that is not distributed is to be summed over several
-            replicas; ``axis`` is outside the rank; replicas differ in structure.
-        TypeError: ``axis`` is no integer or sequence of integers.
+        ValueError: The reduction of a value that is not distributed over several
+            replicas is SUM; ``axis`` is outside the rank; replicas differ in structure.
+        TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     axes = as_axes(axis)
 
@@ -173,12 +174,12 @@ def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
 
 
 def gather_values(value: Any, axis: Any, replicas: int) -> Any:
-    """The pytree with the parts of each leaf concatenated along ``axis``.
+    """Concatenates the parts of each leaf of a pytree along ``axis``.
 
     Along axis 0 one array over the devices is the result as it is.
 
     Raises:
-        TypeError: ``axis`` is no integer.
+        TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0 or other dimensions than the first one has, or a
             value that is not distributed is gathered over several replicas.
@@ -217,12 +218,12 @@ def require_gatherable(value: Any) -> None:
 
 
 def is_whole(node: object) -> bool:
-    """Whether a value of the replicas is a leaf here, and not what it consists of."""
+    """Returns whether a value of the replicas is a leaf here, not its members."""
     return isinstance(node, DistributedValues | IndexedSlices)
 
 
 def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
-    """``join`` over the parts, leaf by leaf if they are pytrees."""
+    """Calls ``join`` with the parts, leaf by leaf if they are pytrees."""
     return jax.tree.map(lambda *parts: join(parts), *value.values, is_leaf=is_whole)
 
 
@@ -234,8 +235,8 @@ def as_array(value: Any) -> Any:
 
 
 def computable(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays that may be computed with together: on one device, or all of them numpy's
-    if one has integers that jax would cut."""
+    """Returns arrays that can be computed with together: on one device, or all of them
+    numpy's if one has integers that jax would cut."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     if any(map(is_integer_downcast, arrays)) and not is_traced:
         return [np.asarray(x) for x in arrays]
@@ -243,10 +244,10 @@ def computable(arrays: Sequence[Any]) -> list[Any]:
 
 
 def as_axes(axis: Any) -> tuple[int, ...] | None:
-    """The axes of a reduction over several, one or none of them, as integers.
+    """Returns the axes of a reduction, one, several or None, as integers.
 
     Raises:
-        TypeError: It is no integer or sequence of integers.
+        TypeError: It is not an integer or a sequence of integers.
     """
     if axis is None:
         return None
@@ -256,11 +257,11 @@ def as_axes(axis: Any) -> tuple[int, ...] | None:
 
 
 def as_axis(axis: Any, operation: str) -> int:
-    """The axis as an integer: also of an integer array without dimensions.
+    """Returns the axis as an integer, also from an integer array without dimensions.
 
     Raises:
-        TypeError: It is no integer; jax's own error if it is known only when a step
-            runs, so that replicas that may run sequentially do.
+        TypeError: It is not an integer. The error is that of jax if the axis is known
+            only when a step runs, so that replicas run sequentially if they can.
     """
     if not isinstance(axis, bool):  # which Python takes for an index
         try:
@@ -268,7 +269,7 @@ def as_axis(axis: Any, operation: str) -> int:
         except jax_errors.TracerIntegerConversionError:
             raise
         except TypeError:
-            pass  # it is no integer
+            pass  # it is not an integer
     raise TypeError(f"{operation}: axis must be an integer, got {axis!r:.80}")
 
 
@@ -286,7 +287,7 @@ def require_no_axes(axes: tuple[int, ...] | None) -> None:
     """Refuses to reduce rows of a larger array over axes.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are axes.
     """
     if axes is not None:
         raise ValueError(
@@ -298,8 +299,8 @@ def require_no_axes(axes: tuple[int, ...] | None) -> None:
 def total_of(
     parts: Column, axes: tuple[int, ...] | None, *, mean: bool
 ) -> tuple[Any, int]:
-    """The sum of the parts, each over ``axes`` first, and of how many numbers each
-    element of it is the sum. For a mean it has a dtype that holds the sum.
+    """Sums the parts, each over ``axes`` first; returns also how many numbers were
+    summed for each element. For a mean the sum has a dtype that holds it.
 
     Raises:
         ValueError: A part has no such axis; sums of parts differ in shape.
@@ -321,7 +322,8 @@ def total_of(
 
 
 def _widens(op: ReduceOp, value: Any) -> bool:
-    """Whether what is made even of one array has another dtype; numbers have none."""
+    """Returns whether even the result for one array has another dtype; numbers have no
+    dtype."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic | AbstractVariable):
         return False
     kind = getattr(value.dtype, "kind", "b")  # keys have none, and are refused then
@@ -329,7 +331,7 @@ def _widens(op: ReduceOp, value: Any) -> bool:
 
 
 def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
-    """A value that is the same on several replicas; TF's rules."""
+    """Reduces a value that is the same on several replicas, by the rules of TF."""
     if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
         return _reduce(op if np.size(value) else ReduceOp.SUM, [value], axes)
     if op is ReduceOp.MEAN:
@@ -341,7 +343,7 @@ def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
 
 
 def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
-    """One after the other in replica order; duplicates are kept.
+    """Concatenates IndexedSlices in replica order; duplicates are kept.
 
     Raises:
         ValueError: Not all of them are IndexedSlices.
@@ -360,8 +362,8 @@ def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
 
 
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
-    """One after the other along ``axis``, which may count from the end: on the device
-    if one of them is there, else of numpy.
+    """Concatenates along ``axis``, which may count from the end: on the device if one
+    of the parts is there, else with numpy.
 
     Raises:
         NotImplementedError: There are IndexedSlices among them.

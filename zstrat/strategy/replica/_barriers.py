@@ -1,9 +1,9 @@
 """Barriers of sequential replicas: what each one computes from all replicas' values.
 
-What comes of it is what comes of it in one program: the algorithms are those of
-`_collective`, on columns whose parts all are in this process.
+The results are the same as in one program: the algorithms are those of `_collective`,
+on columns whose parts are all in this process.
 
-Law of the file: every replica is given the same, or its part of the same.
+Law of the file: every replica gets the same result, or its part of the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.gradients import is_live
 from zstrat.variables import is_staging, recorder
 
 from ._collective import TeamReduction
 from ._columns import columns_of, require_alike, require_joinable, strong
 from ._fibers import ReplicaBarrier
-from ._per_replica import PerReplica, is_concrete, loose, on_one_device, select_replica
-from ._regroup import regroup
+from ._per_replica import (
+    PerReplica,
+    is_concrete,
+    loose,
+    on_one_device,
+    regroup,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,40 +46,43 @@ def merging(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> ReplicaBarrier:
-    """``merge_fn`` is called once, with the values of all replicas. Each computes with
-    what it is given, so that comes to its device."""
+    """Makes the barrier of ``merge_call``: ``merge_fn`` is called once, with the values
+    of all replicas. Each replica computes with its part of the result, which is moved
+    to its device."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         merged, named = regroup(values, PerReplica)
         result = merge_fn(strategy, *merged, **named)
         given = [select_replica(number, result) for number in range(len(values))]
         current = recorder.get()
-        if is_staging() or not (current is None or is_live(current)):
-            return given  # a program knows by itself where things are
+        if is_staging() or not (current is None or current.live):
+            return given  # a program places values by itself
         there = strategy._devices()
-        return [*map(brought, given, there), *given[len(there) :]]
+        return [*map(to_device, given, there), *given[len(there) :]]
 
     return ReplicaBarrier("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
 
 
-def brought(tree: Any, device: jax.Device) -> Any:
-    """The pytree, with what is bound to one device or to others as what all that is on
-    this one may be computed with: there, and on CPUs bound to no device."""
+def to_device(tree: Any, device: jax.Device) -> Any:
+    """Moves arrays of a pytree that are bound to a device to this one. On a CPU the
+    result is bound to no device, so it can be combined with arrays of others."""
     return jax.tree.map(
-        lambda x: _brought(x, device) if is_concrete(x) and x.committed else x, tree
+        lambda x: _array_to_device(x, device) if is_concrete(x) and x.committed else x,
+        tree,
     )
 
 
-def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
+def _array_to_device(array: jax.Array, device: jax.Device) -> jax.Array:
     if array.devices() != {device}:
         array = jax.device_put(array, device)
     return loose(array)
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
-    """All get the sum or mean of a pytree; see `Team.all_reduce`.
+    """Makes the barrier of ``all_reduce``: every replica gets the sum or mean of a
+    pytree; see `Team.all_reduce`.
 
-    ``join`` raises ValueError if they bring different structures or shapes.
+    ``join`` raises ValueError if their structures or shapes differ.
     """
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -89,7 +97,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
 
 
 def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
-    """All get what the replicas give, one after the other along an axis."""
+    """Makes the barrier of ``all_gather``: every replica gets the arrays of all,
+    concatenated along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = columns_of(values)
@@ -108,7 +117,8 @@ def updating(
     optimizer: OptimizerHandle | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
 ) -> ReplicaBarrier:
-    """What the replicas do to a variable is brought together and done once."""
+    """Makes the barrier of an update: the operands of all replicas are combined, and
+    applied to the variable once."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         apply(SequentialReduction(team).aggregated(variable, op, values))
@@ -122,8 +132,8 @@ def updating(
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
 ) -> ReplicaBarrier:
-    """The gradients of all replicas are brought together and applied once; see
-    `Team.aggregate_call`."""
+    """Makes the barrier of gradients: those of all replicas are combined and applied
+    once; see `Team.aggregate_call`."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         calls = [call.with_arrays(arrays) for arrays in values]
@@ -138,8 +148,9 @@ def optimizing(
 
 
 def own(tree: Any) -> Any:
-    """What all replicas are given, as arrays that are this replica's: on its device,
-    other objects than those of the others, and of the dtype that they have together."""
+    """Copies arrays that all replicas are given to the device of this replica. They are
+    distinct objects from those of the others, and have the dtype that they have
+    together."""
     return jax.tree.map(_own, tree)
 
 
@@ -148,7 +159,7 @@ def _own(array: Any) -> Any:
         return jnp.copy(strong(array))
     if isinstance(array, jax.Array) and not isinstance(array.dtype, np.dtype):
         return array.copy()  # keys, which numpy does not take
-    # By way of numpy: a new object on the replica's device, with a dtype of its own.
+    # Through numpy: a new object on the device of the replica, of a strong dtype.
     return jnp.asarray(np.array(array))
 
 
@@ -159,8 +170,8 @@ def _options_of(team: Team) -> str:
 
 @final
 class SequentialReduction(TeamReduction):
-    """Replicas that run sequentially: a column has the parts of all that are in this
-    process, and these come to the device of the first."""
+    """Reduces the values of sequential replicas: a column has the parts of all replicas
+    in this process, and these are moved to the device of the first one."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         totals: list[jax.Array] = []

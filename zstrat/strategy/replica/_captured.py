@@ -1,11 +1,12 @@
-"""What a function of Python depends on besides its arguments.
+"""The dependencies of a Python function besides its arguments.
 
-A function is known by its place in the source, which is the identity of its code, and
-by a *fingerprint* of its own cells and defaults. The fingerprint of a number (also of
-numpy), of text, and of what is made of parts that never change (tuples, slices,
-functions, methods, partials) comes from the value; that of anything else is its
-identity. So a lambda that is made again at each call is the same one. Law of
-fingerprints: each call of ``run`` makes them, and asks nothing of a value but its type.
+A function is identified by its place in the source, which is the identity of its code,
+and by *fingerprints* of its own cells and defaults. A value that consists of its parts
+has their fingerprint: numbers, also those of numpy, text, and immutable containers
+(tuples, slices, functions, methods, partials). Any other value has its identity as
+fingerprint. So a lambda that is made again at each call is the same function. Law of
+fingerprints: they are made at each call of ``run``, and look at nothing of a value but
+its type.
 
 Everything else that a function depends on has a fixed place (`FunctionDependencies`):
 globals, and the cells, defaults and codes of the functions of its module that it may
@@ -30,19 +31,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
-"""Types of what is compared by what it is, and never by which object."""
+"""Types of values that are compared by value, never by identity."""
 
 NOT_BOUND: Final = object()
-"""Stands for the value of a name, or of a cell, that nothing is bound to."""
+"""The value of a name, or of a cell, that is not bound."""
 
 _MAX_ITEMS: Final = 32
-"""Items of a tuple that are compared at a call: a shape has fewer."""
+"""Largest number of items of a tuple that is compared at a call: a shape has fewer."""
 
 _DEPTH: Final = 3
-"""Levels of functions in cells of functions that are marked by their parts."""
+"""Levels of functions in cells of functions whose fingerprint is made of their
+parts."""
 
 _MAX_REACHED: Final = 100_000
-"""Objects that are looked at for functions that one may call."""
+"""Largest number of objects that are searched for functions that one may call."""
 
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
@@ -55,21 +57,23 @@ _LASTING: Final = (
     types.BuiltinFunctionType,
     types.CodeType,
 )
-"""Types of what lives as long as its module, mostly: there is less to ask at a call."""
+"""Types of objects that mostly live as long as their module: they need no weak
+reference."""
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 _MAX_NAMED: Final = 1024
-"""Codes of which the names are kept."""
+"""Number of codes whose names are cached."""
 
 
-def named(
+def identified(
     fn: Any,
     captured: list[Any],
     compared: list[types.FunctionType],
     depth: int = 0,
 ) -> tuple[int, Hashable]:
-    """Where the function stands in the source, and what it has captured.
+    """Returns where the function stands in the source, and marks of what it has
+    captured.
 
     Args:
         captured: Gets the objects that are known by their identity.
@@ -84,14 +88,14 @@ def named(
         return id(fn.__code__), (id(fn.__globals__), *values)
     match fn:
         case Function():
-            place, fingerprint = named(fn.body, captured, compared, depth)
+            place, fingerprint = identified(fn.body, captured, compared, depth)
             return place, (Function, fn.eager, fingerprint)
         case types.MethodType():
-            place, fingerprint = named(fn.__func__, captured, compared, depth)
+            place, fingerprint = identified(fn.__func__, captured, compared, depth)
             captured.append(fn.__self__)
             return place, (id(fn.__self__), fingerprint)
         case functools.partial() if is_partial(fn):
-            place, fingerprint = named(fn.func, captured, compared, depth)
+            place, fingerprint = identified(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (
                 tuple(fn.keywords),
@@ -100,7 +104,7 @@ def named(
             )
     captured.append(fn)
     called = innermost(fn)
-    if called is None:  # it is written in C, say
+    if called is None:  # it is written in C, for example
         return id(fn), ()
     captured.append(called.__code__)
     return id(called.__code__), (id(fn),)
@@ -126,8 +130,7 @@ def _fingerprint(
 def _fingerprint_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """The fingerprint of a value that may be made anew of the same parts at each
-    call."""
+    """Marks a value that may be made again of the same parts at each call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -135,17 +138,17 @@ def _fingerprint_of_parts(
     elif kind is slice:
         parts = value.start, value.stop, value.step
     # Identity serves both: a long tuple would take too long to compare, and a function
-    # of a module is not made anew at each call.
+    # of a module is not made again at each call.
     elif kind is tuple or (kind is types.FunctionType and is_global(value)):
         captured.append(value)
         return id(value)
     else:
-        return named(value, captured, compared, depth)
+        return identified(value, captured, compared, depth)
     return kind, *[_fingerprint(part, captured, compared, depth) for part in parts]
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
-    """What the function has captured, always in the same order."""
+    """Returns the values that the function has captured, always in the same order."""
     found = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
@@ -156,7 +159,8 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
-    """What a function has captured but for globals: cells and defaults."""
+    """Returns the values that a function has captured but for globals: cells and
+    defaults."""
     found = [_contents(cell) for cell in fn.__closure__ or ()]
     if fn.__defaults__:
         found += fn.__defaults__
@@ -196,8 +200,8 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def innermost(fn: Any) -> types.FunctionType | None:
-    """The function of Python that a callable comes down to: what it wraps or binds, or
-    the method that its class has for calls; None: there is none."""
+    """Returns the Python function of a callable: the one that it wraps or binds, or the
+    method that its class has for calls; None if there is none."""
     match fn:
         case Function():
             return innermost(fn.body)
@@ -215,7 +219,7 @@ def innermost(fn: Any) -> types.FunctionType | None:
 
 
 def wrapped_in(value: Any) -> Any:
-    """What ``functools.wraps`` was told, as jax does, too."""
+    """Returns the function that ``functools.wraps``, or jax, has recorded."""
     try:
         wrapped = vars(value).get("__wrapped__")
     except TypeError:  # no __dict__
@@ -224,21 +228,21 @@ def wrapped_in(value: Any) -> Any:
 
 
 def is_global(fn: types.FunctionType) -> bool:
-    """Whether it is the very function that its module has under its name."""
+    """Returns whether its module has this very function under its name."""
     return fn.__globals__.get(fn.__name__) is fn
 
 
 def is_partial(fn: Any) -> bool:
-    """Whether it is a partial that calls as any other, such as one of jax."""
+    """Returns whether it is a partial that calls as any other, such as one of jax."""
     partial = functools.partial
     return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Each place of what ``fn`` has captured, for a person, with the fingerprint of
-    what is there, and what that is."""
+    """Yields each place of what ``fn`` has captured, with the fingerprint and
+    a description of the value there."""
     for place, value in _captured(fn):
-        yield place, _fingerprint(value, [], [], 0), _in_words(value)
+        yield place, _fingerprint(value, [], [], 0), _description(value)
 
 
 def _captured(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -271,20 +275,20 @@ def _places(fn: types.FunctionType) -> Iterator[str]:
             yield f"global {name!r} of {fn.__globals__.get('__name__')}"
 
 
-def _in_words(value: Any) -> str:
+def _description(value: Any) -> str:
     kind = type(value)
     if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
     if value is NOT_BOUND:
         return "not bound"
     if kind is tuple:
-        return f"({', '.join(map(_in_words, value[:_MAX_ITEMS]))})"
+        return f"({', '.join(map(_description, value[:_MAX_ITEMS]))})"
     return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
 def dependencies(fn: Any) -> list[types.FunctionType]:
-    """The functions that ``fn`` may call, as far as they are of its module, and
-    closures of other modules of a user.
+    """Lists the functions of its module that ``fn`` may call, and closures of other
+    modules of a user.
 
     A wrapper that another module has made counts for what it wraps.
     """
@@ -305,10 +309,11 @@ def _is_closure(fn: types.FunctionType) -> bool:
 
 
 class FunctionDependencies:
-    """What has a fixed place: the globals of some functions, and the cells, defaults
-    and codes of those that are not compared at each call by their fingerprint.
+    """The dependencies of a function in fixed places: the globals of some functions,
+    and the cells, defaults and codes of those that are not compared at each call by
+    their marks.
 
-    A name that is not bound counts, too: one may hide a builtin, later.
+    A name that is not bound counts, too: it may hide a builtin later.
     """
 
     __slots__ = ("_functions", "_held", "_places")
@@ -336,7 +341,8 @@ class FunctionDependencies:
         self._held = CapturedObjects(held)
 
     def are_same(self) -> bool:
-        """Whether each place has what it had, or an equal number, say."""
+        """Returns whether each place has the value that it had, or an equal number,
+        say."""
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
@@ -344,11 +350,12 @@ class FunctionDependencies:
             value = read()
             if id(value) != known and _fingerprint(value, [], [], 0) != fingerprint:
                 return False
-        # Last: had an object gone meanwhile, its id may have been met above.
+        # Last: the id of an object that was freed meanwhile may have matched above.
         return self._held.are_there()
 
     def may_return(self) -> bool:
-        """Whether all that was there still exists, so that it can be there again."""
+        """Returns whether all objects that were there still exist, so that they can be
+        there again."""
         return self._held.are_there()
 
 
@@ -357,7 +364,7 @@ def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
     for cell in fn.__closure__ or ():
         yield functools.partial(_contents, cell)
     code = fn.__code__
-    if code.co_kwonlyargcount:  # else what is set there is of no use
+    if code.co_kwonlyargcount:  # else a value set there has no effect
         yield functools.partial(getattr, fn, "__kwdefaults__")
     if fn.__kwdefaults__ is not None:
         first = code.co_argcount
@@ -366,11 +373,10 @@ def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
 
 
 class CapturedObjects:
-    """Objects that are known by their identity: an object that is gone has given it to
-    any other.
+    """Objects that are compared by identity. When one is freed, another object may get
+    its id.
 
-    They are held weakly where they can be, so that nothing lives longer because a
-    function has seen it.
+    References are weak where possible, so that no object lives longer because of this.
     """
 
     __slots__ = ("_gone", "_strongly", "_weakly")
@@ -384,11 +390,12 @@ class CapturedObjects:
                 self._strongly.append(each)
                 continue
             try:
-                # Who is gone says so: there is nothing to ask at a call.
+                # The callback records that it was freed: there is nothing to check at a
+                # call.
                 self._weakly.append(weakref.ref(each, self._gone.append))
             except TypeError:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
-        """Whether all objects are still there."""
+        """Returns whether all objects still exist."""
         return not self._gone

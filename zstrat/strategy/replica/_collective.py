@@ -1,18 +1,17 @@
-"""What replicas do together: those of this process, and those of other processes.
+"""Collectives of replicas: those of this process, and those of other processes.
 
-The replicas of one process either are one program over a named axis (`_one_program`),
-or they run sequentially (`_barriers`). Either way what they have is brought together in
-this process first, and then once with the other processes, which may run theirs the
-other way (`zstrat.program.stages._cross`).
+The replicas of one process either are one program over a named axis (`_regions`),
+or they run sequentially (`_barriers`). Either way their values are combined in this
+process first, and then once with those of the other processes, which may run their
+replicas the other way (`zstrat.program.stages._cross`).
 
-Law of the file: everything here gives every replica the same result, and makes its
-collectives in an order that the arguments alone decide.
+Law of the file: every replica gets the same result, and the arguments alone decide the
+order of collectives.
 """
 
 from __future__ import annotations
 
 import abc
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -64,8 +63,8 @@ class Team:
     """The replicas that compute together: ``local`` of them in this process, and as
     many in each other process of ``channel``, if there is one.
 
-    The methods that bring values together are for replicas that are one program, and
-    are called inside of it.
+    The methods that combine values are for replicas that are one program, and are
+    called inside of it.
     """
 
     local: int
@@ -73,7 +72,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        """How many replicas there are in all processes."""
+        """Number of replicas in all processes."""
         return self.local * (1 if self.channel is None else self.channel.size)
 
     @property
@@ -82,15 +81,15 @@ class Team:
         return 0 if self.channel is None else self.channel.rank * self.local
 
     def replica_id(self) -> int | jax.Array:
-        """The number of the replica that runs, from 0; int32 where several replicas are
-        one program."""
+        """Returns the number of the replica that runs, from 0; int32 where several
+        replicas are one program."""
         return self.id_of(0 if self.local == 1 else jax.lax.axis_index(AXIS))
 
     def id_of(self, replica: int | jax.Array) -> int | jax.Array:
-        """The number that a replica of this process has among all of them."""
+        """Returns the number that a replica of this process has among all replicas."""
         if within_mesh.get():
-            # One program for all processes: XLA takes a number that is written in it
-            # for that of each of them, and would gather one process's own from all.
+            # One program for all processes: a constant in it would be the same number
+            # in each of them, so the number of the process is an index of the mesh.
             return jax.lax.axis_index(PROCESS) * self.local + replica
         return self.first + replica
 
@@ -105,7 +104,7 @@ class Team:
         return jax.tree.unflatten(treedef, found)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
-        """The replicas' arrays one after the other along ``axis``, in replica order."""
+        """Concatenates the arrays of the replicas along ``axis``, in replica order."""
         leaves, treedef = jax.tree.flatten(tree)
         found = MappedReduction(self).gathered([(x,) for x in leaves], axis)
         return jax.tree.unflatten(treedef, found)
@@ -113,34 +112,39 @@ class Team:
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it; raises as
+        """Combines the operands of all replicas into those of one update; raises as
         `TeamReduction.aggregated`."""
         return MappedReduction(self).aggregated(variable, op, [operands])
 
     def aggregate_call(self, call: GradientCall) -> GradientCall:
-        """The gradients of all the replicas together; see
+        """Combines the gradients of all replicas; see
         `TeamReduction.aggregated_call`."""
         return MappedReduction(self).aggregated_call([call])
 
 
 class TeamReduction(abc.ABC):
-    """What the replicas of a team have together, whichever way they run.
+    """Combines the values of the replicas of a team, whichever way they run.
 
-    Arrays come as columns (`_columns`). How a column becomes one array in this process
-    is said by two subclasses, in the first three methods; everything else is the same
-    for both, so a process of the one kind may meet processes of the other.
+    Arrays come as columns (`_columns`). Two subclasses define how a column becomes one
+    array in this process, in the first three methods. All else is the same for both, so
+    processes of one kind can compute with processes of the other.
     """
 
     def __init__(self, team: Team) -> None:
         self._team = team
 
+    @property
+    def _axis(self) -> str | None:
+        """Name of the axis that several replicas are mapped over."""
+        return None
+
     @abc.abstractmethod
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """The sum of each column of arrays of one shape."""
+        """Sums each column of arrays of one shape."""
 
     @abc.abstractmethod
     def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
-        """The arrays of each column one after the other.
+        """Concatenates the arrays of each column.
 
         Raises:
             ValueError: They have no such axis, or differ in another dimension.
@@ -148,21 +152,20 @@ class TeamReduction(abc.ABC):
 
     @abc.abstractmethod
     def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """What the first replica of this process has of each column."""
+        """Returns the array of the first replica of this process, for each column."""
 
     def reduced(self, columns: Sequence[Column], mean: bool) -> list[jax.Array]:
-        """The sum or mean of each column, in one collective. Means of integers are
+        """Sums or averages each column, in one collective. Means of integers are
         floats."""
         totals = self._added(
             [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
         )
         if self._team.channel is not None:
-            totals = sum_over(self._team.channel, totals)
+            totals = sum_over(self._team.channel, totals, self._axis)
         return [x / self._team.size for x in totals] if mean else totals
 
     def gathered(self, columns: Sequence[Column], axis: int = 0) -> list[jax.Array]:
-        """The arrays of each column one after the other along ``axis``, in one
-        collective.
+        """Concatenates the arrays of each column along ``axis``, in one collective.
 
         Raises:
             ValueError: They have no such axis, or differ in another dimension.
@@ -172,26 +175,27 @@ class TeamReduction(abc.ABC):
         )
         if self._team.channel is None:
             return whole
-        # Between processes rows are gathered, which are of the first axis.
+        # Processes gather along the first axis.
         fronts = [_moved(x, axis, 0) for x in whole]
-        return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
+        whole = gather_from(self._team.channel, fronts, self._axis)
+        return [_moved(x, 0, axis) for x in whole]
 
     def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """What replica 0 has of each column."""
-        mine, channel = self._of_first(columns), self._team.channel
-        return mine if channel is None else first_of(channel, mine)
+        """Returns the array of replica 0, for each column."""
+        local, channel = self._of_first(columns), self._team.channel
+        return local if channel is None else first_of(channel, local)
 
     def joined(self, column: Sequence[IndexedSlices], mean: bool) -> IndexedSlices:
-        """The rows of all replicas, one after the other; for a mean, divided by the
-        number of replicas."""
+        """Concatenates the rows of all replicas; for a mean, divides them by the number
+        of replicas."""
         parts = [x.values for x in column], [x.indices for x in column]
         values, indices = self.gathered(parts)
         values = values / self._team.size if mean else values
         return IndexedSlices(values, indices, column[0].dense_shape)
 
     def all_reduced(self, columns: Sequence[Column], mean: bool) -> list[Any]:
-        """The sum or mean of each column: of arrays in one collective, of which XLA
-        makes one all-reduce; of `IndexedSlices` as `joined` says."""
+        """Sums or averages each column: arrays in one collective, of which XLA makes
+        one all-reduce; `IndexedSlices` as `joined` says."""
         return by_kind(
             columns,
             is_sparse,
@@ -205,23 +209,23 @@ class TeamReduction(abc.ABC):
         op: UpdateOp,
         operands: Sequence[tuple[jax.Array, ...]],
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it, of those that each
-        has. The mean of integers is one, exactly; what is behind the point is left out:
-        of rows, of what all replicas together add to each row.
+        """Combines the operands of each replica into those of one update. The mean of
+        integers is exact, and then truncated to an integer: of rows, after summing what
+        all replicas add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
-            NotImplementedError: Rows that are not added cannot be summed, and there is
-                no mean of factors that are integers.
+            NotImplementedError: An update of rows that are not added cannot be
+                aggregated, and the mean of integer factors is not an integer.
         """
         if self._team.size == 1:
             return operands[0]
         columns = list(zip(*operands, strict=True))
         has_rows = len(columns) > 1
         how = aggregation_rule(variable, op, has_rows)
-        if how is AggregationRule.FIRST:
+        if how is VariableAggregation.ONLY_FIRST_REPLICA:
             return tuple(self.firsts(columns))
-        mean = how is AggregationRule.MEAN
+        mean = how is VariableAggregation.MEAN
         if has_rows:
             indices, values = columns
             return self._rows(indices, values, mean)
@@ -236,10 +240,9 @@ class TeamReduction(abc.ABC):
         return (self.reduced(columns, mean)[0].astype(dtype),)
 
     def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
-        """One call with the gradients of all the replicas, of that which each makes:
-        their sums, unless they are the same in all of them already. Of further
-        arguments the mean, or what the first replica has of those that are no floats.
-        """
+        """Combines the gradients of the calls of all replicas: sums them, unless they
+        are the same in all replicas already. Of further arguments it takes the mean, or
+        the value of the first replica if they are not floats."""
         call = calls[0]
         if self._team.size == 1:
             return call
@@ -250,8 +253,8 @@ class TeamReduction(abc.ABC):
         for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
             operands = [each.operands[place] for each in calls]
             if call.has_examples(leaf):
-                # All of them: an optimizer that asked for each example's gradient
-                # (a private one, say) is not given sums.
+                # All of them: an optimizer that needs the gradient of each example (a
+                # private one, for example) does not take sums.
                 arrays += self.gathered(list(zip(*operands, strict=True)))
                 continue
             op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
@@ -269,17 +272,22 @@ class TeamReduction(abc.ABC):
         self, indices: Column, values: Column, mean: bool
     ) -> tuple[jax.Array, ...]:
         slices = [IndexedSlices(x, i) for i, x in zip(indices, values, strict=True)]
-        is_cut = mean and values[0].dtype.kind in "iu"
-        joined = self.joined(slices, mean and not is_cut)
-        if is_cut:
+        is_downcast = mean and values[0].dtype.kind in "iu"
+        joined = self.joined(slices, mean and not is_downcast)
+        if is_downcast:
             return rows_of_mean(joined, self._team.size)
         return joined.indices, joined.values
 
 
 @final
 class MappedReduction(TeamReduction):
-    """Replicas that are one program over `AXIS`, which jax's own collectives bring
-    together inside of XLA. A column has one part, which is that of each replica."""
+    """Combines the values of replicas that are one program over `AXIS`, with jax's own
+    collectives inside of XLA. A column has one part, which stands for that of each
+    replica."""
+
+    @property
+    def _axis(self) -> str | None:
+        return None if self._team.local == 1 else AXIS
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         arrays = [strong(array) for (array,) in columns]
@@ -300,9 +308,9 @@ class MappedReduction(TeamReduction):
         if self._team.local == 1:
             return arrays
         # A select, because 0 * nan of another replica is nan.
-        is_mine = jax.lax.axis_index(AXIS) == 0
-        mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
-        summed: list[jax.Array] = _psum(mine, AXIS)
+        is_first = jax.lax.axis_index(AXIS) == 0
+        local = [jnp.where(is_first, x, jnp.zeros_like(x)) for x in arrays]
+        summed: list[jax.Array] = _psum(local, AXIS)
         return [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
 
 
@@ -312,8 +320,8 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable. Rows of one index are brought together first, because a mean is cut off
-    once; the places left over add zeros to one of them, as a trace has fixed shapes."""
+    variable. Rows of one index are summed first, because a mean is truncated once; the
+    entries left over add zeros to one of them, as a trace has fixed shapes."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
@@ -326,27 +334,19 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
     return unique, mean_of_cut(sums, count).astype(values.dtype)
 
 
-class AggregationRule(enum.Enum):
-    """How what several replicas do to a variable becomes one update."""
-
-    SUM = enum.auto()
-    MEAN = enum.auto()
-    FIRST = enum.auto()
-    """The first replica's update, and none of the others'."""
-
-
 def aggregation_rule(
     variable: VariableHandle, op: UpdateOp, has_rows: bool
-) -> AggregationRule:
-    """The way of an update. Gradients are summed; all else follows the variable.
+) -> VariableAggregation:
+    """Returns how an update is aggregated. Gradients are summed; all else follows the
+    variable.
 
     Raises:
         ValueError: The variable's aggregation is NONE.
-        NotImplementedError: Rows that are not added cannot be summed, and there is no
-            mean of factors that are integers.
+        NotImplementedError: An update of rows that are not added cannot be aggregated,
+            and the mean of integer factors is not an integer.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return AggregationRule.SUM
+        return VariableAggregation.SUM
     match variable.aggregation:
         case VariableAggregation.NONE:
             raise ValueError(
@@ -355,8 +355,8 @@ def aggregation_rule(
                 "for example, "
                 "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
             )
-        case VariableAggregation.ONLY_FIRST_REPLICA:
-            return AggregationRule.FIRST
+        case VariableAggregation.ONLY_FIRST_REPLICA as aggregation:
+            return aggregation
         case aggregation if has_rows and op in _NOT_ADDITIVE:
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context is "
@@ -366,13 +366,11 @@ def aggregation_rule(
         case VariableAggregation.MEAN if op in _FACTORS and _is_integer(variable):
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context: the mean of "
-                "its replicas' factors is none of integers. Create it with "
+                "the factors of its replicas is not an integer. Create it with "
                 "VariableAggregation.SUM, for the factors of all replicas, or with "
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )
-        case VariableAggregation.MEAN:
-            return AggregationRule.MEAN
-    return AggregationRule.SUM
+    return variable.aggregation
 
 
 def _is_integer(variable: VariableHandle) -> bool:

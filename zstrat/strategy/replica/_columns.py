@@ -1,11 +1,10 @@
-"""What the replicas of one process have in one place: a column, with a part of each.
+"""Columns: one leaf of the values of all replicas of a process, with a part of each.
 
-Everything that brings replicas together takes columns: values are cut into them
-(`columns_of`), columns of arrays and of `IndexedSlices` go separate ways (`by_kind`),
-and parts that do not fit each other are refused here, in the same words for all.
+All reductions of replicas take columns. Values are cut into them (`columns_of`),
+columns of arrays and of `IndexedSlices` are reduced separately (`by_kind`), and parts
+that do not fit each other are refused here, with the same errors for all.
 
-Law of the file: nothing is added or joined here, and nothing is imported from what
-does so.
+Law of the file: it adds and concatenates nothing, and imports no module that does.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _Made = TypeVar("_Made")
 
 
 def is_slices(node: object) -> TypeGuard[IndexedSlices]:
-    """Whether this is a sparse leaf, whose rows are joined and not added."""
+    """Returns whether this is a sparse leaf, whose rows are concatenated, not added."""
     return isinstance(node, IndexedSlices)
 
 
 def is_sparse(column: Column) -> bool:
-    """Whether a column has `IndexedSlices` among its parts."""
+    """Returns whether a column has `IndexedSlices` among its parts."""
     return any(map(is_slices, column))
 
 
 def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
-    """The columns of the replicas' pytrees, one for each leaf, and the structure that
-    all of them have.
+    """Returns the columns of the pytrees of the replicas, one for each leaf, and their
+    common structure.
 
     Raises:
         ValueError: They have different structures.
@@ -50,7 +49,7 @@ def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     treedefs = {treedef for _, treedef in flat}
     if len(treedefs) > 1:
         raise ValueError(
-            f"the replicas bring different structures: {treedefs}: expected one "
+            f"the replicas have different structures: {treedefs}: expected one "
             "structure, the same on all of them"
         )
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
@@ -62,11 +61,11 @@ def by_kind(
     usual: Callable[[list[_Item]], Sequence[_Made]],
     other: Callable[[list[_Item]], Sequence[_Made]],
 ) -> list[_Made]:
-    """What ``usual`` makes of its items and ``other`` of those that ``is_other`` picks,
-    in the order of the items.
+    """Calls ``usual`` with its items and ``other`` with those that ``is_other`` picks;
+    returns the results in the order of the items.
 
-    Each is called once, with all of its items, so that it may bring them together in
-    one collective; ``usual`` first, on every process, so that collectives meet.
+    Each is called once, with all of its items, so that it may reduce them in one
+    collective; ``usual`` first, in every process, so that collectives match.
     """
     flags = [is_other(item) for item in items]
     pairs = list(zip(items, flags, strict=True))
@@ -76,7 +75,7 @@ def by_kind(
 
 
 def require_alike(what: str, column: Column, remedy: str) -> None:
-    """Refuses parts that addition would spread over the others, or could not take.
+    """Refuses parts that addition would broadcast, or could not take.
 
     Args:
         what: How the message begins: whose values these are.
@@ -103,7 +102,7 @@ def require_alike(what: str, column: Column, remedy: str) -> None:
 
 
 def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
-    """Refuses shapes that differ in another dimension than that one, which may count
+    """Refuses shapes that differ in another dimension than ``axis``, which may count
     from the end.
 
     Raises:
@@ -125,7 +124,7 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
 
 
 def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes, if a value of this shape has all of them.
+    """Returns the axes, if a value of this shape has all of them.
 
     Raises:
         ValueError: It has not.
@@ -143,7 +142,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def no_rank() -> ValueError:
-    """The error of a scalar that is to be gathered."""
+    """Makes the error of a scalar that is to be gathered."""
     return ValueError(
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"
@@ -151,8 +150,8 @@ def no_rank() -> ValueError:
 
 
 def strong(array: jax.Array) -> jax.Array:
-    """The array in its dtype, whatever it meets: what replicas have together is no
-    Python number any more, and a sum is not cut to the bytes of what it meets."""
+    """Returns the array as one of a strong type: the result of several replicas is not
+    a Python number, and must not be cut to the width of what it is combined with."""
     if not is_weak(array):
         return array
     found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
@@ -160,15 +159,16 @@ def strong(array: jax.Array) -> jax.Array:
 
 
 def as_of_several(leaf: Any) -> jax.Array:
-    """What a single replica has together with nobody, as that of several: an array of
-    jax that is `strong`."""
+    """Returns the value of a single replica in the form of a result of several: an
+    array of jax that is `strong`."""
     return strong(jnp.asarray(leaf))
 
 
 def summable(array: Any, *, mean: bool) -> Any:
-    """The array in a dtype that holds the sum of several: booleans are counted, and
-    integers, whose mean is a float, do not wrap on the way to it. Narrow ones are added
-    as integers, which is exact, and those of 32 bits as floats, as in ``jnp.mean``.
+    """Returns the array in a dtype that holds the sum of several. Booleans are counted;
+    integers, whose mean is a float, do not overflow on the way to it. Narrow ones are
+    added as integers, which is exact, and those of 32 bits as floats, as in
+    ``jnp.mean``.
 
     Raises:
         TypeError: It has random keys.

@@ -1,22 +1,22 @@
 """Sequential replicas: one after the other, until all have come to the same place.
 
-Each replica is a greenlet with a context of its own (what is current in it: replica,
-recorder). It runs until it ends or *meets* the others, in replica order; when all have
-come, what they meet for is done once, by the one who lets them run, and each goes on
-with what it is given. So there is never more than one that runs, and the order is
-always the same: names of variables and random numbers come out alike in every run.
+Each replica is a greenlet with a separate context (with its current replica and
+recorder). The replicas run in their order, each until it ends or waits at a *barrier*.
+When all wait, the caller computes the result of the barrier once, and each replica
+continues with its part. So never more than one replica runs, and the order is always
+the same: names of variables and random numbers are equal in every run.
 
-They are no threads because jax's traces belong to a thread: turns may be taken in the
-middle of one.
+They are not threads because a trace of jax belongs to a thread, and replicas may switch
+in the middle of one.
 
-Law of the file: who waits is woken, with a value or by being ended; nothing is left
-when a replica fails.
+Law of the file: each replica that waits is resumed or ended; none is left when a
+replica fails.
 
-jax keeps its settings per thread, and sequential replicas share one: what one has set
-when it lets the others run would be theirs, and left in an order that is not the
-reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
-put back for the others and for itself; of everything else jax offers no way to do so
-that leaves no trace, and it is refused. Law of that: no setting is made but names.
+jax keeps its settings per thread, and sequential replicas share one thread: a setting
+of a replica that waits would apply to the others, and if contexts were not left in the
+reverse order of entering them, it would remain. Names for profiles (`jax.named_scope`)
+are restored for the others and for itself; jax offers no clean way to do so for any
+other setting, so a change is refused.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
 class JaxSettings:
-    """The settings of this thread when this is made."""
+    """The settings of jax in this thread, recorded when this is made."""
 
     __slots__ = ("_mesh", "_names", "_values")
 
@@ -71,7 +71,7 @@ class JaxSettings:
         self._names = source_info_util.current_name_stack()
 
     def require_unchanged(self, what: str) -> None:
-        """Refuses to let others run under other settings.
+        """Refuses to let other replicas run under changed settings.
 
         Raises:
             RuntimeError: One has been changed.
@@ -95,24 +95,25 @@ class JaxSettings:
         )
 
     def names(self) -> AbstractContextManager[Any]:
-        """While entered, the names for profiles are those of then."""
+        """Restores the recorded names for profiles, while entered."""
         context: AbstractContextManager[Any]
         context = source_info_util.set_name_stack(self._names)
         return context
 
 
 class NeedsSequential(BaseException):
-    """The function is none that one program could do for all replicas. No `Exception`:
+    """The function cannot be one program for all replicas. Not an `Exception`, because
     the function itself must not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBarrier:
-    """What one replica waits at a barrier for.
+    """One replica that waits at a barrier, and what for.
 
-    ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
-    of all replicas and returns what each is given; that of replica 0 is called.
-    ``handled`` is the error that the replica cleans up after, or handles, meanwhile.
+    ``key`` is the same for all that wait there, and ``words`` describes it. ``join``
+    takes the values of all replicas and returns what each is given; that of replica 0
+    is called. ``handled`` is the error that the replica handles meanwhile, or cleans up
+    after.
     """
 
     key: Hashable
@@ -129,13 +130,13 @@ class ReplicaFiber:
         self.number = number
         self.result: Any = None
         self.barrier: ReplicaBarrier | None = None
-        """What it waits for, None if it has ended."""
+        """The barrier that it waits at; None if it has ended."""
         self._body = body
         self._is_over = False
         self._trace: object = None
         self._settings: JaxSettings | None = None
         self._greenlet = greenlet(self._run)
-        # A context of its own: what is current in one replica is not in the others.
+        # A separate context: what is current in one replica is not in the others.
         self._greenlet.gr_context = contextvars.copy_context()
 
     @property
@@ -144,14 +145,14 @@ class ReplicaFiber:
         return current_trace() != self._trace
 
     def wait_at(self, barrier: ReplicaBarrier) -> Any:
-        """Waits for the other replicas; returns what this one is given.
+        """Waits for the other replicas at a barrier; returns the result for this one.
 
         Raises:
             RuntimeError: Inside a function that jax transforms, which cannot wait, or
                 in a context that sets something in jax.
         """
         if self._is_over:
-            # It cleans up, and nobody comes to meet it any more.
+            # It cleans up; the other replicas no longer come to a barrier.
             raise GreenletExit
         if self.is_inside:
             raise RuntimeError(
@@ -167,8 +168,8 @@ class ReplicaFiber:
         with settings.names():
             return parent.switch(barrier)
 
-    def go_on(self, given: Any) -> None:
-        """Lets it run to its end or the next barrier.
+    def resume(self, given: Any) -> None:
+        """Resumes the replica until its end or the next barrier.
 
         Raises:
             BaseException: Whatever the replica function raises.
@@ -177,7 +178,7 @@ class ReplicaFiber:
         self.barrier = came if isinstance(came, ReplicaBarrier) else None
 
     def end(self) -> None:
-        """Ends one that waits, or has not begun."""
+        """Ends a replica that waits, or has not started."""
         self._is_over = True
         self.barrier = None
         if not self._greenlet.dead:
@@ -199,7 +200,7 @@ def run_fibers(
     bodies: Sequence[Callable[[ReplicaFiber], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
-    """What the replicas return, in order.
+    """Runs the replicas until all have ended; returns their results, in order.
 
     Args:
         bodies: One function for each replica.
@@ -215,7 +216,7 @@ def run_fibers(
         while True:
             for each, value in zip(fibers, given, strict=True):
                 with during(each.number):
-                    each.go_on(value)
+                    each.resume(value)
             barriers = [each.barrier for each in fibers]
             if not any(barriers):
                 return [each.result for each in fibers]
@@ -231,11 +232,12 @@ def _end_all(
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
-    """Ends all; what they raise while they clean up is noted at the error that is why.
+    """Ends all replicas. What they raise while they clean up becomes a note of the
+    error that ended them.
 
     Raises:
-        BaseException: One that is no `Exception`, such as an interrupt, when all have
-            ended.
+        BaseException: One that is not an `Exception`, such as an interrupt, when all
+            have ended.
     """
     interrupt: BaseException | None = None
     for each in fibers:
@@ -244,7 +246,7 @@ def _end_all(
                 each.end()
         except Exception as other:  # goes into the note
             error.add_note(
-                f"replica {each.number}, which was ended for this, raised "
+                f"replica {each.number}, which was ended because of this, raised "
                 f"{type(other).__name__} while it cleaned up: {other}"
             )
         except BaseException as other:  # to the caller, when all have ended
@@ -254,11 +256,12 @@ def _end_all(
 
 
 def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
-    """The barriers, if all replicas came to the same one.
+    """Returns the barriers, if all replicas came to the same one.
 
     Raises:
-        RuntimeError: Says who did not. Its cause is the error that a replica cleans up
-            after: one that fails does other things than those that do not.
+        RuntimeError: Names the replica that did not. The cause is the error that a
+            replica cleans up after: one that fails does other things than those that do
+            not.
     """
     came = [barrier for barrier in barriers if barrier is not None]
     difference = _difference(barriers, came)
@@ -273,8 +276,8 @@ def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
 def _difference(
     barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
 ) -> str | None:
-    """Says which replica came to another barrier than replica 0, or to none; None: all
-    came to the same."""
+    """Says which replica came to another barrier than replica 0, or to none; None if
+    all came to the same."""
     if len(came) < len(barriers):
         waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
         ended = next(n for n, barrier in enumerate(barriers) if barrier is None)

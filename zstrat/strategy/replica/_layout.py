@@ -1,10 +1,10 @@
-"""How the values of the replicas of one process are placed on its devices.
+"""Places the values of the replicas of one process on its devices.
 
-What all replicas have of a value is one array over the devices, where it can be one:
-programs take it as it is, and nobody copies it again.
+The parts of all replicas are one array over the devices, where possible: programs take
+it as it is, without another copy.
 
-Law of the file: on a CPU, where jax may use numpy's memory as it is, that which a user
-has is copied first, and jax gets the copy.
+Law of the file: on a CPU, where jax may use the memory of numpy as it is, an array of a
+user is copied first, and jax gets the copy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
 from zstrat.variables import is_weak
 
-from ._arguments import is_known
 from ._collective import AXIS
+from ._mapped import one_array
+from ._one_program import is_known
 from ._per_replica import PerReplica, on_one_device
-from ._spread import one_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class MeshLayout:
-    """How one mesh has the values of its replicas: one to each place of its first axis.
+    """Places the values of replicas on a mesh: one value at each index of its first
+    axis.
 
     Args:
         mesh: ``[replicas, ...]``; the devices of one replica are all that follow.
@@ -49,11 +50,12 @@ class MeshLayout:
         """The first one of each replica."""
         self._has_several = mesh.size > len(grid)
         self.rows: Any = SingleDeviceSharding(self.devices[0])
-        """Of an array ``[replicas * n, ...]``: n rows to each replica in turn."""
+        """The sharding of an array ``[replicas * n, ...]``: n rows to each replica in
+        turn."""
         if mesh.size > 1:
             made: Any = NamedSharding  # these two are untyped
             spec: Any = PartitionSpec
-            # One replica has all rows, also of what has none.
+            # One replica has all rows, also of arrays without rows.
             self.rows = made(mesh, spec(AXIS) if len(grid) > 1 else spec())
 
     @property
@@ -61,11 +63,11 @@ class MeshLayout:
         return len(self.devices)
 
     def place(self, parts: Sequence[Any], *, is_fresh: bool = False) -> Any:
-        """One pytree of those of all replicas, on their devices.
+        """Puts the pytrees of all replicas on their devices, as one.
 
         Args:
             parts: One pytree of arrays for each replica.
-            is_fresh: Nobody else has their memory, nor writes to it.
+            is_fresh: Nothing else uses their memory, or writes to it.
 
         Returns:
             A pytree of `PerReplica`: of one array over the devices where the parts have
@@ -81,8 +83,8 @@ class MeshLayout:
         return jax.tree.map(lambda *leaves: self.placed(leaves, is_fresh), *parts)
 
     def place_batch(self, batch: Any, *, is_fresh: bool = False) -> Any:
-        """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
-        distributed in order: replica i gets those from ``i * n`` on.
+        """Puts one pytree of arrays ``[replicas * n, ...]`` on the devices. Its rows
+        are distributed in order: replica i gets those from ``i * n`` on.
 
         Args:
             is_fresh: As in `place`.
@@ -100,8 +102,8 @@ class MeshLayout:
         return PerReplica(np.split(array, self.replicas))  # text stays here
 
     def place_share(self, share: Share) -> Any:
-        """What the replicas draw in one step, on their devices; as a whole if it splits
-        evenly."""
+        """Puts what the replicas draw in one step on their devices; as a whole if it
+        splits evenly."""
         POOL.age(time.monotonic())
         whole = share.whole
         if whole is None:
@@ -109,8 +111,8 @@ class MeshLayout:
         return self.place_batch(whole, is_fresh=share.is_fresh)
 
     def _put(self, array: Any, is_fresh: bool = False) -> Any:
-        """The array on the devices. What they do not know (text, dates) stays on the
-        host as it is. So do integers of 64 bits that jax would cut: a program that
+        """Puts the array on the devices. Text and dates, which they do not know, stay
+        on the host. So do integers of 64 bits that jax would cut: a program that
         computes ids of rows from them refuses them."""
         if not is_known(array):
             return array
@@ -121,7 +123,7 @@ class MeshLayout:
         own = self._own(array, is_fresh)
         placed: jax.Array
         if isinstance(own, np.ndarray) and self.replicas > 1:
-            # The same as below, with less ado.
+            # The same as below, with less overhead.
             slices = own.__getitem__
             placed = jax.make_array_from_callback(own.shape, self.rows, slices)
         else:
@@ -129,11 +131,10 @@ class MeshLayout:
         return placed
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
-        """A copy, where jax would use the very memory of an array of numpy: whoever
-        made it may fill it again. It is where jax takes it as it is, and its memory
-        is used again when the arrays in it are gone: to touch fresh pages for each
-        batch takes longer than to copy it. What is fresh, and lies so, is not
-        copied."""
+        """Copies an array of numpy where jax would use its memory as it is: its owner
+        may fill it again. The copy is aligned for jax, in memory that is reused when
+        its arrays are gone: touching fresh pages for each batch takes longer than
+        copying it. A fresh, aligned array is not copied."""
         if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
             return array
         source = np.asarray(array)
@@ -144,7 +145,7 @@ class MeshLayout:
         return copy
 
     def placed(self, parts: Sequence[Any], is_fresh: bool = False) -> PerReplica:
-        """One leaf of `place`: an array for each replica."""
+        """Puts an array for each replica on the devices: one leaf of `place`."""
         arrays = [
             part if isinstance(part, jax.Array) else native(np.asarray(part))
             for part in parts
@@ -171,5 +172,5 @@ class MeshLayout:
         return PerReplica.of_whole(self.joined(there), self.replicas)
 
     def joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """One array of those that are on the devices, which it keeps."""
+        """Makes one array of those that are on the devices, without a copy."""
         return one_array(arrays, self.rows)

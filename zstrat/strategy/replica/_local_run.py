@@ -1,15 +1,15 @@
-"""The replicas of one process on its devices: how ``run`` runs, and what may come back.
+"""The replicas of one process on its devices: how ``run`` runs them and merges results.
 
 A replica function runs in one of two ways, with the same results.
 
 - *As one program* for all replicas, compiled. In a step it is a part of the step;
-  elsewhere a step of its own is made of it, which does nothing but run it, and kept.
-- *Sequentially* (`_fibers`), replica by replica, if it is no pure function of arrays:
-  if it calls ``merge_call``; if Python looks at a value in it (a branch, ``int``,
-  ``numpy``); if it creates variables; if replicas are given, or return, what cannot be
-  one array; if it is a ``zs.function(eager=True)``.
+  elsewhere it becomes a separate step, which only runs it, and is cached.
+- *Sequentially* (`_fibers`), replica by replica, if it is not a pure function of
+  arrays: if it calls ``merge_call``; if Python looks at a value in it (a branch,
+  ``int``, ``numpy``); if it creates variables; if replicas are given, or return, what
+  cannot be one array; if it is a ``zs.function(eager=True)``.
 
-Law of the file: which way it is, is found out by tracing, never by running twice.
+Law of the file: tracing decides which way it is; no function runs twice.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
-from ._arguments import (
+from ._collective import AXIS, Team
+from ._fibers import NeedsSequential
+from ._function_cache import FunctionCache, given, run_as
+from ._layout import MeshLayout
+from ._one_program import (
     NUMBERS,
     ReplicaCall,
     UnevenParts,
+    alone,
+    as_one_program,
     require_all_one_each,
     require_known,
     require_one_each,
     unwrapped,
 )
-from ._collective import AXIS, Team
-from ._fibers import NeedsSequential
-from ._function_cache import FunctionCache, given, run_as
-from ._layout import MeshLayout
-from ._one_program import alone, as_one_program
 from ._per_replica import (
     DistributedValues,
     PerReplica,
     is_distributed,
     loose,
+    regroup,
     select_replica,
 )
-from ._regroup import regroup
 from ._sequential import run_sequentially
 
 if TYPE_CHECKING:
@@ -58,41 +58,34 @@ if TYPE_CHECKING:
     from zstrat.strategy._abstract import AbstractStrategy
 
 
-class _Itself:
-    """A variable that a function returns, as a part of the structure of its result."""
-
-    def __init__(self, variable: AbstractVariable) -> None:
-        self.which = _Which(variable)
-
-
-class _Which:
-    """Says which variable it is: structures are compared, and what is compared in place
-    of a variable are its values."""
+class _ReturnedVariable:
+    """A variable that a function returns: a pytree without leaves, whose structure says
+    which variable it is. (Two variables are equal where their values are.)"""
 
     def __init__(self, variable: AbstractVariable) -> None:
         self.variable = variable
         self._key = type(variable), tuple([x.spec for x in variable.components])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Which) and other._key == self._key
+        return isinstance(other, _ReturnedVariable) and other._key == self._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
 
 jax.tree_util.register_pytree_node(
-    _Itself, lambda node: ((), node.which), lambda which, _: which.variable
+    _ReturnedVariable, lambda node: ((), node), lambda node, _: node.variable
 )
 
 
 def returned(leaf: Any) -> Any:
-    """A leaf of what a function returns that is a step of its own.
+    """Checks a leaf of the result of a function that is a step of its own.
 
     Raises:
-        NeedsSequential: It is nothing that a program returns.
+        NeedsSequential: A program cannot return it.
     """
     if isinstance(leaf, AbstractVariable):
-        return _Itself(leaf)
+        return _ReturnedVariable(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise NeedsSequential("it returns a random key")
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
@@ -116,9 +109,9 @@ class LocalMesh:
         strategy: Whose replicas they are.
         devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
             them, of which each replica has several.
-        axes: Names of the axes behind the first one.
-        is_compiled: Whether nothing runs but programs: turns are traced, and what
-            cannot be is refused.
+        axes: Names of the axes after the first one.
+        is_compiled: Whether only programs run: sequential replicas are traced, and a
+            function that cannot be traced is refused.
     """
 
     def __init__(
@@ -150,14 +143,16 @@ class LocalMesh:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """What the replicas return, brought together; called in the strategy's scope.
+        """Runs the replicas and merges what they return; called in the strategy's
+        scope.
 
         Raises:
-            TypeError: A function that must be compiled returns what no program does.
+            TypeError: A function that must be compiled returns a value that a program
+                cannot return.
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
-        if current is not None and is_live(current):
+        if current is not None and current.live:
             return self._run_sequentially(self._call(fn, args, kwargs))
         if current is not None or is_staging():
             return self._staged(self._call(fn, args, kwargs))
@@ -176,7 +171,7 @@ class LocalMesh:
                 kept.why_not = str(found)
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
-                pass  # this time: the last batch of a dataset, say, or text
+                pass  # in this call: the last batch of a dataset, for example, or text
         return self._run_sequentially(self._call(fn, args, kwargs))
 
     def _call(
@@ -185,7 +180,8 @@ class LocalMesh:
         return ReplicaCall(self._strategy, self.team, fn, args, kwargs)
 
     def _there(self) -> AbstractContextManager[Any]:
-        """Inside, what is bound to no device is computed on the only one."""
+        """Computes what is bound to no device on the only device of the strategy, while
+        entered."""
         if not self._is_elsewhere:
             return nullcontext()
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
@@ -198,8 +194,8 @@ class LocalMesh:
         return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
-        """What the replicas made sequentially: one array, if each part is on the device
-        of its replica."""
+        """Merges the results of sequential replicas: into one array, if each part is on
+        the device of its replica."""
         if not all(isinstance(part, jax.Array) for part in parts):
             return PerReplica(parts)
         kinds = {(part.shape, part.dtype) for part in parts}
@@ -218,7 +214,8 @@ class LocalMesh:
 
     @staticmethod
     def _near(leaf: Any) -> Any:
-        """An array that all devices have, as one that each may compute with."""
+        """Returns an array that all devices have as one that each of them can compute
+        with."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
@@ -233,8 +230,8 @@ class LocalMesh:
         return step
 
     def _staged(self, call: ReplicaCall) -> Any:
-        """Runs the replicas as a part of the program that is being traced, in either
-        way."""
+        """Runs the replicas as a part of the program that is being traced, as one
+        program or sequentially."""
         try:
             return self._traced(call)
         except (NeedsSequential, UnevenParts):
@@ -247,12 +244,12 @@ class LocalMesh:
         return alone(call.given(unwrapped(select_replica(0, call.tree))))
 
     def _given(self, tree: Any) -> Any:
-        """The arguments of a step of its own: values per replica on their devices, and
-        Python numbers as what they are.
+        """Returns the arguments of a step of its own: values per replica on their
+        devices, and Python numbers as such.
 
         Raises:
-            UnevenParts: There is text among them, say. Where nothing runs but programs,
-                the step refuses it.
+            UnevenParts: Text is among them, for example. Where only programs run, the
+                step refuses it.
         """
         if not self._is_compiled:
             require_known(tree)
@@ -262,7 +259,7 @@ class LocalMesh:
         if type(leaf) in NUMBERS:
             return Plain(leaf)
         require_one_each(leaf, self.replicas)
-        is_traced = isinstance(leaf, jax.core.Tracer)  # refused, with words, later
+        is_traced = isinstance(leaf, jax.core.Tracer)  # the step refuses it later
         if isinstance(leaf, jax.Array) and not is_traced and leaf.committed:
             return jax.device_put(leaf, self._everywhere(leaf))
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
@@ -270,8 +267,8 @@ class LocalMesh:
         return regroup(leaf.values, self._given_parts, always_wrap=True)
 
     def _everywhere(self, array: jax.Array) -> Any:
-        """Where an array that is bound to devices is given to all replicas: where it
-        is, if all of them are there."""
+        """Returns the sharding of an array that is bound to devices and given to all
+        replicas: its own, if all of them are there."""
         if self.replicas == 1:
             return self.layout.rows
         if array.sharding.device_set == set(self.mesh.devices.flat):

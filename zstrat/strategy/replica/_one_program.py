@@ -1,428 +1,262 @@
-"""A replica function as one program for all replicas of this process.
+"""A call of ``run`` as one program: its arguments, and its result.
 
-The function is traced once under a named axis ``replica``, with a traced number of the
-replica: collectives inside it are jax's own over that axis. What it reads is found by
-an abstract trace first, because a program over a mesh takes its inputs as arguments;
-then the same function is mapped over the devices, or, where this process has fewer
-devices than there are replicas (a coordinator that only plans, a debugging run), over
-an axis of one device, which gives the same values. What a replica makes stays on its
-device.
+Of the arguments of ``run`` a value per replica is split, and so are the rows of arrays
+that were drawn from an iterator in this step; other arrays are shared. A value that is
+not an array is not an input of a program: it stays the Python value that it is. Parts
+that are separate arrays are concatenated; nothing else is computed here.
 
-Law of the file: an update made inside a replica is brought together with those of the
-other replicas here, at the moment it is made, and reaches the step once. Gradients are
-summed over the replicas; everything else follows the variable's aggregation. The rules
-of captures hold inside too: a region is a capture of its own.
+Law of the file: tracing decides whether the replicas are one program (`_regions`); a
+function that cannot be one raises `NeedsSequential`, and nothing has been computed.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zstrat.program.gradients import is_live
-from zstrat.program.stages import within_mesh
-from zstrat.program.trace import (
-    LOOKS,
-    Capture,
-    Discovery,
-    Flow,
-    Immediate,
-    Replay,
-    apart_from_now,
-    asked,
-    body_program,
-    claimed,
-    copies_in_step,
-    has_copies,
-    is_of_shapes,
-    keep_copies,
-    printed_before,
-    uncut,
-)
+from zstrat.program.trace import LOOKS, Plain, is_of_shapes, joined, uncut
 from zstrat.strategy._context import ReplicaContext
-from zstrat.variables import (
-    CreatedInStep,
-    TraceRecorder,
-    ValueWanted,
-    VariableHandle,
-    VariableUpdate,
-    read_all,
-    recorder,
-    refuse_read,
-    refuse_update,
-)
+from zstrat.variables import CreatedInStep, ValueWanted, recorder
 
-from ._arguments import RunArguments
 from ._columns import is_slices
 from ._fibers import NeedsSequential
-from ._per_replica import DistributedValues, PerReplica, is_distributed
-from ._region import in_stages
-from ._replica_recorder import ReplicaRecorder
-from ._spread import Spread, mapped_over
+from ._mapped import Spread
+from ._per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
+from ._regions import discovered, replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import BodyProgram, MadeUp, RecordedLookup, TraceFeed
+    from zstrat.strategy._abstract import AbstractStrategy
 
-    from ._arguments import ReplicaCall
     from ._collective import Team
 
-    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
-    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
-    own."""
+NUMBERS: Final = (int, float, complex)
+"""The numbers of Python; booleans are integers."""
 
 
-@final
-class MappedReplica(ReplicaRecorder):
-    """The recorder inside one of several replicas that are one program: what it is told
-    is noted by a capture of this region."""
-
-    def __init__(self, feed: TraceFeed, team: Team) -> None:
-        self.capture = Capture(feed, is_region=True)
-        super().__init__(self.capture, team)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        with self.capture.recording():
-            before = recorder.set(self)
-            try:
-                yield
-            finally:
-                recorder.reset(before)
-
-    def _update_own(self, update: VariableUpdate) -> None:
-        self.capture.update_own(update)
+class UnevenParts(ValueError):
+    """The replicas' parts of an argument cannot be one array on devices."""
 
 
-def replicate(
-    fn: ReplicaFunction,
-    shared: Sequence[Any],
-    split: Sequence[Spread],
-    *,
-    team: Team,
-    mesh: Mesh | None = None,
-) -> Any:
-    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
+def unwrapped(tree: Any) -> Any:
+    """Returns the pytree with Python numbers in place of `Plain` ones."""
+    return joined.mapped(_value, tree)
 
-    Leaves that are no jax arrays are the same object in every replica and stay what
-    they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' storages when none is. A variable of which each replica has a
-    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
 
-    Args:
-        shared: Arrays that every replica gets whole.
-        split: Arrays of which each replica gets its part.
-        team: The replicas, of which this process has at least 2.
-        mesh: Whose axis `AXIS` has a device for each replica; without it one device
-            computes all replicas.
+def require_one_each(node: Any, replicas: int) -> None:
+    """Refuses a value per replica for another number of replicas.
 
     Raises:
-        ValueError: An update of a variable whose aggregation is NONE, or integers of
-            numpy that do not fit the 32 bits that jax computes with.
-        NotImplementedError: A scatter update that cannot be aggregated.
-        RuntimeError: An update under a jax transformation, a read after an optimizer's
-            update, or a draw, inside a replica; or any read or update while jax traces
-            outside of a step.
+        ValueError: It has another number of values.
     """
-    shared = [uncut(x) for x in shared]
-    split = [Spread(uncut(x.array), x.stacked) for x in split]
-    count = team.local
-    # A program over a mesh takes what it reads as arguments, so that has to be known
-    # first.
-    region = discovered(fn, shared, split, team, mesh)
-    found = region.capture
-    recording = recorder.get()
-    if recording is None:
-        _refuse_unnoticed(found)
-    outside = Immediate() if recording is None else recording
-    for variable, _ in found.own.values():
-        apart_from_now(variable)
-    own = [v for v in found.variables if has_copies(v, count)]
-    variables = [v for v in found.variables if not has_copies(v, count)]
-    if recording is None:
-        values = [jnp.asarray(value) for value in read_all(variables)]
-    else:
-        values = [recording.read(variable) for variable in variables]
-    copies = [
-        Spread(copies_in_step(outside, variable), stacked=True) for variable in own
-    ]
-    given = _Given(len(split), variables, own)
-
-    def mapped(
-        one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
-    ) -> Any:
-        mine = [*split, *copies, *rows]
-        return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
-
-    def made(values: Any, shared: Any, mine: Any, rows: Any) -> RegionMade:
-        if region.program is not None:
-            inputs = [*shared, *given.arguments(mine)]
-            known = given.named(values, mine, rows)
-            return RegionMade(*region.program(inputs, known))
-        replica = MappedReplica(given.feed(values, mine, rows), team)
-        with replica.recording(), printed_before():
-            result = fn(shared, given.arguments(mine))
-        # The last trace counts: jax may trace a function more than once.
-        region.read(result, replica.capture)
-        return region.made
-
-    rows = _looked_up(made, found, given, mapped, outside)
-
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        arrays, copies, operands, _ = made(
-            values, shared, mine, mine[given.before_rows :]
-        )
-        return [*arrays, *[copy[None] for copy in copies]], operands
-
-    # Nobody else, or XLA reaches the others itself: one program without stages.
-    if team.channel is None or within_mesh.get():
-        arrays, operands = mapped(one, rows)
-    else:
-        # Other processes may run their replicas sequentially, by the same order.
-        now = recording is None or is_live(recording)
-        arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
-    traced = region.traced
-    results = len(traced.arrays)
-    outputs = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
-    return traced.recorded_result(outside, outputs, operands)
-
-
-class RegionMade(NamedTuple):
-    """What one replica makes: arrays of its result, its copies of variables that it has
-    changed, operands of each update, and ids of its lookups."""
-
-    arrays: list[Any]
-    copies: list[Any]
-    operands: list[Any]
-    ids: list[Any]
-
-
-@final
-class DiscoveredRegion:
-    """A replica function that was traced under values that were made up. ``program``
-    is what was traced, as a program; None if it has to be traced again."""
-
-    def __init__(self, capture: Capture, result: Any) -> None:
-        self.program: BodyProgram | None = None
-        self.read(result, capture)
-
-    def read(self, result: Any, capture: Capture) -> None:
-        """Another trace takes the place of the one before."""
-        leaves, treedef = jax.tree.flatten(result)
-        changed = [variable for variable, _ in capture.own.values()]
-        self.capture = capture
-        self.traced = TracedRegion(leaves, treedef, capture, changed)
-
-    @property
-    def made(self) -> RegionMade:
-        """In the trace itself: what it has made."""
-        capture = self.capture
-        return RegionMade(
-            self.traced.arrays,
-            [value for _, value in capture.own.values()],
-            [list(update.operands) for update in capture.updates],
-            [lookup.ids for lookup in capture.lookups],
+    if isinstance(node, DistributedValues) and node.replicas != replicas:
+        raise ValueError(
+            f"a PerReplica argument of strategy.run has {node.replicas} values; "
+            f"expected one for each of the {replicas} replicas"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRegion:
-    """What the trace of a region left: leaves of its result, its effects, and the
-    variables whose copies it has changed."""
-
-    leaves: Sequence[Any]
-    treedef: Any
-    capture: Capture
-    changed: Sequence[VariableHandle]
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        """The arrays of the result."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
-
-    def recorded_result(
-        self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
-    ) -> Any:
-        """The result, when the step has been told what was done.
-
-        Args:
-            arrays: What the program made: of the result, then copies of ``changed``.
-            operands: Those of each update.
-        """
-        if self.capture.asked_context and (tell := asked.get()) is not None:
-            tell()
-        made = iter(arrays)
-        result = self.treedef.unflatten(
-            [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
-        )
-        for variable, copies in zip(self.changed, made, strict=True):
-            keep_copies(outside, variable, copies)
-        self._pass_on(operands, outside)
-        return result
-
-    def _pass_on(self, operands: Sequence[Any], outside: TraceRecorder) -> None:
-        for update, combined in zip(self.capture.updates, operands, strict=True):
-            if update.call is not None:
-                outside.optimize(update.call.with_arrays(combined))
-                continue
-            target = update.variable if update.table is None else update.table
-            op, optimizer = update.op, update.optimizer
-            outside.update(VariableUpdate(target, op, tuple(combined), optimizer))
+def require_all_one_each(tree: Any, replicas: int) -> None:
+    """Refuses values per replica in a pytree as `require_one_each` does."""
+    for node in jax.tree.leaves(tree, is_leaf=is_distributed):
+        require_one_each(node, replicas)
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What a replica is given of its own, in a row: ``arguments`` arrays, its copies of
-    the variables ``own``, and rows that it looks up. All share ``variables``."""
-
-    count: int
-    variables: Sequence[VariableHandle]
-    own: Sequence[VariableHandle]
-
-    def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
-        return mine[: self.count]
-
-    @property
-    def before_rows(self) -> int:
-        return self.count + len(self.own)
-
-    def feed(
-        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
-    ) -> Replay:
-        """What the function meets."""
-        return Replay("strategy.run", self._known(values, mine), (), rows)
-
-    def named(
-        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
-    ) -> dict[Any, Any]:
-        """The same for a `BodyProgram`."""
-        known = self._known(values, mine)
-        named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
-        return named | {("rows", number): x for number, x in enumerate(rows)}
-
-    def _known(self, values: Sequence[Any], mine: Sequence[Any]) -> dict[int, Any]:
-        met = (*self.variables, *self.own)
-        copies = mine[self.count : self.before_rows]
-        return {
-            variable.spec.key: value
-            for variable, value in zip(met, (*values, *copies), strict=True)
-        }
+def is_known(array: Any) -> bool:
+    """Returns whether devices know the dtype of an array; random keys have a dtype of
+    jax."""
+    return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"
 
 
-def discovered(
-    fn: ReplicaFunction,
-    shared: Sequence[Any],
-    split: Sequence[Spread],
-    team: Team,
-    mesh: Mesh | None = None,
-) -> DiscoveredRegion:
-    """What the function reads and looks up, which copies it updates, and its program,
-    traced in the map over the replicas in which it runs.
+def require_known(tree: Any) -> None:
+    """Refuses arrays of text, dates and objects, which devices do not know: a function
+    may draw and pass them on without a step that refuses them.
 
-    The step itself is not asked inside this trace: what it handed out here would belong
-    to a trace that ends before the step does.
+    Raises:
+        UnevenParts: There is such an array.
     """
-    found: list[tuple[DiscoveredRegion, list[MadeUp]]] = []
+    for leaf in joined.leaves(tree):
+        if isinstance(leaf, np.ndarray | np.generic) and not is_known(leaf):
+            raise UnevenParts(f"arrays of dtype {leaf.dtype} cannot be on devices")
 
-    def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
-        feed = Discovery(seed)
-        probe = MappedReplica(feed, team)
-        with probe.recording():
-            result = fn(shared, own)
-        region = DiscoveredRegion(probe.capture, result)
-        found[:] = [(region, feed.made_up)]
-        return region.made, [each.value for each in feed.made_up]
 
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        args = values[0], shared, mine
-        closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
-        region, made_up = found[0]
-        region.program = body_program(closed, made_up, jax.tree.structure(made))
-        return [], []
+def distribute_rows(tree: Any, replicas: int) -> Any:
+    """Replaces each drawn array of a pytree by a value per replica: its rows in order.
 
-    def abstract(seed: jax.Array, shared: Any, arrays: Sequence[Any]) -> None:
-        mine = [
-            Spread(array, each.stacked)
-            for array, each in zip(arrays, split, strict=True)
+    Raises:
+        ValueError: The rows do not split evenly.
+    """
+    return jax.tree.map(
+        lambda leaf: (
+            PerReplica.of_whole(_rows(leaf, replicas).array, replicas)
+            if _is_batch(leaf)
+            else leaf
+        ),
+        tree,
+        is_leaf=is_distributed,
+    )
+
+
+class ReplicaCall(NamedTuple):
+    """One call of ``run``: the function that each replica calls, and the arguments, of
+    which each replica gets its part."""
+
+    strategy: AbstractStrategy
+    team: Team
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def tree(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments as one pytree."""
+        return tuple(self.args), dict(self.kwargs)
+
+    def given(self, tree: Any) -> ReplicaCall:
+        """Returns this call with other arguments: a pytree as `tree` is."""
+        return self._replace(args=tree[0], kwargs=tree[1])
+
+
+class RunArguments:
+    """The arguments of ``run``, sorted into arrays that are split, arrays that are
+    shared, and other values.
+
+    Raises:
+        UnevenParts: Parts of one argument differ in shape, dtype or structure.
+        ValueError: The number of parts is not that of the replicas, or drawn rows do
+            not split evenly, or integers do not fit 32 bits.
+    """
+
+    def __init__(self, tree: Any, replicas: int) -> None:
+        self.shared: list[Any] = []
+        self.split: list[Spread] = []
+        self._plan: list[tuple[str, Any]] = []
+        self._replicas = replicas
+        # Flattened twice: a value per replica may contain pytrees, whose leaves are
+        # sorted one by one.
+        tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
+        leaves, self._treedef = jax.tree.flatten(tree)
+        for leaf in leaves:
+            self._sort(leaf)
+
+    def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
+        """Returns the arguments of one replica, made of its arrays."""
+        sources = {"shared": iter(shared), "split": iter(own)}
+        leaves = [
+            leaf if kind == "whole" else next(sources[kind])
+            for kind, leaf in self._plan
         ]
-        mapped_over(one, team.local, mesh, mine)([seed], shared)
+        return jax.tree.unflatten(self._treedef, leaves)
 
-    jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
-    return found[0][0]
+    def _expand(self, node: Any) -> Any:
+        """Turns a value per replica into a pytree of parts."""
+        if not isinstance(node, DistributedValues):
+            return node
+        require_one_each(node, self._replicas)
+        if node.whole is not None:
+            return Spread(node.whole, node.is_stacked)
+        first, *others = node.values
+        # One object for all replicas is shared, not stacked: it stays the same object,
+        # a variable for example.
+        if isinstance(node, Mirrored) and all(other is first for other in others):
+            return first
+        structures = {jax.tree.structure(value) for value in node.values}
+        if len(structures) > 1:
+            raise UnevenParts(
+                "the parts of a PerReplica argument of strategy.run must have one "
+                f"structure, because all replicas run one program; got {structures}"
+            )
+        return jax.tree.map(lambda *parts: _as_one(parts), *node.values)
+
+    def _sort(self, leaf: Any) -> None:
+        if isinstance(leaf, Spread):
+            self._plan.append(("split", None))
+            self.split.append(leaf)
+        elif _is_batch(leaf):
+            self._plan.append(("split", None))
+            self.split.append(_rows(leaf, self._replicas))
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            self._plan.append(("shared", None))
+            self.shared.append(leaf)
+        else:
+            self._plan.append(("whole", _value(leaf)))
 
 
-def _refuse_unnoticed(found: Capture) -> None:
-    """Refuses what the replicas do to variables where jax traces and no step does."""
-    for variable, _ in found.own.values():
-        refuse_update(variable.spec, "update")
-    for update in found.updates:
-        refuse_update(update.variables[0].spec, "update")
-    for variable in found.variables:
-        refuse_read(variable.spec)
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Plain) else leaf
 
 
-def _looked_up(
-    made: Callable[..., RegionMade],
-    found: Capture,
-    given: _Given,
-    mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
-    outside: TraceRecorder,
-) -> list[Spread]:
-    """The rows of the replicas' lookups, looked up in the step.
-
-    The replicas compute the ids that need no rows, and nothing else; with these rows
-    the ids that need no others; and so on.
-    """
-    kinds = [_rows_kind(lookup) for lookup in found.lookups]
-    rows: dict[int, Spread] = {}
-    before = given.before_rows
-    ready: list[int] = []
-
-    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            return made(values, shared, mine, rows).ids
-
-        known = dict(zip(sorted(rows), mine[before:], strict=True))
-        own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
-        args = (values, shared, mine[:before], own_rows)
-        flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
-        unknown = sum(
-            1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+def _as_one(parts: Sequence[Any]) -> Any:
+    """Makes one array of those of the replicas, or returns the value that is the same
+    for all of them."""
+    first, *others = values = [_value(part) for part in parts]
+    if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
+        other is first or _are_same(other, first) for other in others
+    ):
+        return first
+    if not all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in values):
+        numbers = all(isinstance(value, NUMBERS) for value in values)
+        if not numbers:
+            raise UnevenParts(
+                "the parts of a PerReplica argument of strategy.run are neither arrays "
+                f"nor equal: {values!r:.200}"
+            )
+    arrays = [uncut(value) for value in values]
+    kinds = {(array.shape, array.dtype.name) for array in arrays}
+    if len(kinds) > 1:
+        raise UnevenParts(
+            "the parts of a PerReplica argument of strategy.run must have one shape "
+            f"and dtype, because all replicas run one program; got {sorted(kinds)}"
         )
-        left = [n for n in range(len(kinds)) if n not in rows]
-        ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
-        part, needed = flow.part(ready)
-        return part(*[leaves[n] for n in needed]), []
-
-    while len(rows) < len(kinds):
-        computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
-        for number, ids in zip(tuple(ready), computed, strict=True):
-            lookup = found.lookups[number]
-            with claimed(lookup.where):
-                found_rows = outside.lookup(lookup.table, ids.array)
-            rows[number] = Spread(found_rows, ids.stacked)
-    return [rows[n] for n in range(len(kinds))]
+    # Scalars have no rows to be laid out over devices, so they are given an axis of
+    # replicas.
+    if arrays[0].ndim == 0:
+        return Spread(jnp.stack(arrays), stacked=True)
+    return Spread(jnp.concatenate(arrays))
 
 
-def _rows_kind(lookup: RecordedLookup) -> Any:
-    table = lookup.table
-    dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
-    kind: Any = jax.ShapeDtypeStruct  # untyped
-    return kind((*lookup.ids.shape, *table.shape[1:]), dtype)
+def _are_same(one: Any, other: Any) -> bool:
+    """Returns whether a program may use one of them for both; 0.0 and -0.0 are equal,
+    but differ."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, NUMBERS):
+        return Plain(one) == Plain(other)
+    return bool(one == other)
+
+
+def _is_batch(leaf: Any) -> bool:
+    """Returns whether the array was drawn from an iterator, so that its rows are
+    split."""
+    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+        return False
+    recording = recorder.get()
+    return recording is not None and recording.drew(leaf)
+
+
+def _rows(array: Any, replicas: int) -> Spread:
+    rows = array.shape[0]
+    if rows % replicas:
+        raise ValueError(
+            f"a batch of {rows} elements does not split evenly over the {replicas} "
+            f"replicas of a worker: use a batch size that {replicas} divides, and "
+            "batch(..., drop_remainder=True) so that the last one does too"
+        )
+    return Spread(array)
 
 
 _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep)
 
 
 def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
-    """What the replicas return: each array as a `PerReplica`, all else as it is.
+    """Runs the replicas as one program; returns each array as a `PerReplica`, all else
+    as it is.
 
     Args:
         mesh: The replicas' devices; None: one device computes all of them.
@@ -446,8 +280,8 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
 
 
 def needs_sequential(call: ReplicaCall) -> bool:
-    """Whether replicas that are given what the first one is given are no one program.
-    The step, if there is one, hears nothing of it.
+    """Returns whether replicas whose arguments all are like those of the first one
+    cannot be one program. The step, if there is one, records nothing of it.
 
     Raises:
         Exception: Whatever the function raises while it is traced.
@@ -482,7 +316,7 @@ def _replica(
 
 
 def alone(call: ReplicaCall) -> Any:
-    """What the only replica returns, in a step.
+    """Runs the only replica, in a step.
 
     Raises:
         NeedsSequential: As `as_one_program`.
@@ -510,7 +344,8 @@ def _needs_sequential(error: Exception) -> NeedsSequential:
 
 
 def _per_replica(node: Any, count: int) -> Any:
-    """An array or an IndexedSlices as one value per replica, all else as it is."""
+    """Turns an array or an IndexedSlices into a value per replica; returns all else as
+    it is."""
     if isinstance(node, Spread):
         return PerReplica.of_whole(node.array, count, stacked=node.stacked)
     if not any(isinstance(leaf, Spread) for leaf in jax.tree.leaves(node)):

@@ -4,14 +4,22 @@ An array over the devices is laid out so that each device has exactly what its r
 made: a program takes it as it is and gives it as it is, and nothing is copied. The
 values of the replicas are then views of it, made when they are asked for.
 
-Law of the file: whichever way it is kept, ``values`` are the same, and so is what jax
-sees of it: the values, each a leaf. Only zstrat's own flattening sees the one array
-(`zstrat.program.trace.joined`).
+`regroup` makes one value of what the replicas returned, by the rules of TF. Lists,
+tuples, mappings and pytrees of other classes are merged member by member. An object
+that is the same on all replicas stays that object, and the copies of a variable, each
+from its replica, become the variable; everything else becomes a value per replica.
+`select_replica` is the inverse.
+
+Law of the file: however a value is stored, ``values`` are the same, and so is what jax
+sees of it: the values, each a leaf. Only the flattening of zstrat sees the one array
+(`zstrat.program.trace.joined`). `regroup` copies nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, final
 
 import jax
@@ -20,19 +28,28 @@ import numpy as np
 
 from zstrat.program import name_node
 from zstrat.program.trace import joined
-from zstrat.variables import is_weak
+from zstrat.variables import (
+    CopyStorage,
+    DeviceStorage,
+    IndexedSlices,
+    Variable,
+    is_weak,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from zstrat.variables import VariableHandle
+
+    Wrap = Callable[[Sequence[Any]], "DistributedValues"]
 
 
 class DistributedValues:
     """One value (an array or a pytree) per local replica, in replica order.
 
     Base of `PerReplica` and `Mirrored`. A step may take and return it. To jax it is a
-    pytree of the values: `jax.tree.map` calls its function once for each replica. What
-    is to be computed with all of them in one operation is there by another name,
-    `whole`.
+    pytree of the values: `jax.tree.map` calls its function once for each replica. To
+    compute with all of them in one operation use `whole`.
     """
 
     __slots__ = ("_count", "_stacked", "_values", "_whole")
@@ -46,7 +63,7 @@ class DistributedValues:
 
     @classmethod
     def of_whole(cls, whole: Any, replicas: int, *, stacked: bool = False) -> Self:
-        """The values that one array has for all replicas.
+        """Makes the values that one array has for all replicas.
 
         Args:
             whole: ``[replicas * n, ...]``, of which replica i has the rows from
@@ -67,20 +84,19 @@ class DistributedValues:
             return self._values
         found = _views(self._whole, self._count, self._stacked)
         if not any(isinstance(value, jax.core.Tracer) for value in found):
-            # What is traced belongs to the trace that asks.
+            # Traced views belong to the trace that reads them.
             self._values = found
         return found
 
     @property
     def whole(self) -> Any:
-        """The one array in which all values are, None if there is none.
+        """The one array of all values, or None.
 
         Its rows are the replicas' rows, those of replica 0 first, so functions that do
         not look beyond a row (``x * 2``) may take it in place of the values: it is one
         operation for all devices. Functions that look along the first axis (softmax,
         cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
-        accelerators, give it this array: jax refuses arguments that are on different
-        devices each.
+        accelerators, give it this array: jax refuses arguments on different devices.
         """
         return self._whole
 
@@ -91,7 +107,7 @@ class DistributedValues:
 
     @property
     def replicas(self) -> int:
-        """How many values."""
+        """Number of values."""
         return self._count
 
     def __reduce__(self) -> Any:
@@ -118,7 +134,7 @@ class Mirrored(DistributedValues):
 
 
 _Layout = tuple[int, bool] | None
-"""Of the one array: how many replicas, and whether it is stacked. None: the values."""
+"""For one array: the number of replicas, and whether it is stacked. None for values."""
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
@@ -128,30 +144,28 @@ def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
     return node.values, None
 
 
-def _per_replica(layout: _Layout, children: Any) -> PerReplica:
+def _of_children(
+    kind: type[DistributedValues], layout: _Layout, children: Any
+) -> DistributedValues:
     if layout is None:
-        return PerReplica(children)
-    return PerReplica.of_whole(children[0], layout[0], stacked=layout[1])
+        return kind(children)
+    return kind.of_whole(children[0], layout[0], stacked=layout[1])
 
 
-def _mirrored(layout: _Layout, children: Any) -> Mirrored:
-    if layout is None:
-        return Mirrored(children)
-    return Mirrored.of_whole(children[0], layout[0], stacked=layout[1])
-
-
-jax.tree_util.register_pytree_node(PerReplica, _children, _per_replica)
+for _kind in (PerReplica, Mirrored):
+    jax.tree_util.register_pytree_node(
+        _kind, _children, functools.partial(_of_children, _kind)
+    )
 name_node(PerReplica, "per replica", PerReplica)
-jax.tree_util.register_pytree_node(Mirrored, _children, _mirrored)
 
 
 def is_distributed(node: object) -> bool:
-    """Whether this is a value per replica."""
+    """Returns whether this is a value per replica."""
     return isinstance(node, DistributedValues)
 
 
 def select_replica(replica: int, tree: Any) -> Any:
-    """The pytree as that replica sees it."""
+    """Returns the pytree as that replica sees it."""
     return jax.tree.map(
         lambda node: (
             node.values[replica] if isinstance(node, DistributedValues) else node
@@ -162,7 +176,7 @@ def select_replica(replica: int, tree: Any) -> Any:
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
-    """One entry per replica; ``(value,)`` if nothing in it is distributed."""
+    """Returns one entry per replica; ``(value,)`` if nothing in it is distributed."""
     if isinstance(value, DistributedValues):
         return value.values
     for node in jax.tree.leaves(value, is_leaf=is_distributed):
@@ -186,8 +200,9 @@ def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
 def _shards(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], count: int
 ) -> dict[jax.Device, int] | None:
-    """The device of each replica and the number of its addressable part, if what a
-    device has is what a replica has; of several devices of a replica the first one."""
+    """Returns the device of each replica with the number of its addressable part, if a
+    device has exactly the part of its replica; of several devices of a replica the
+    first one."""
     rows = shape[0] // count
     indices = sharding.addressable_devices_indices_map(shape)
     devices, places = list(indices), list(indices.values())
@@ -207,16 +222,17 @@ def _shards(
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Whether this is an array of jax on some device, and no part of a trace."""
+    """Returns whether this is an array of jax that has a device and is not part of a
+    trace."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def loose(
     shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
 ) -> jax.Array:
-    """The shard as an array that may meet those of other devices: jax refuses to
-    compute with a shard as it is and one of another device. No copy but of a scalar. On
-    accelerators, where jax has no way to do so without one, it is the shard.
+    """Returns the shard as an array that can be combined with those of other devices:
+    jax refuses to compute with a shard as it is and one of another device. No copy but
+    of a scalar. On accelerators, where jax needs a copy for that, it is the shard.
 
     ``weak``: whether it is of a weak type, which a part of an array does not know; left
     out: as it says itself.
@@ -230,9 +246,9 @@ def loose(
 def _loose(
     shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool
 ) -> list[jax.Array]:
-    """`loose` of shards that are alike, each on its device."""
+    """Does as `loose` for shards that are alike, each on its device."""
     first, device = next(iter(shards.values())), next(iter(shards))
-    # The dtype of random keys is none of numpy's.
+    # Random keys do not have a dtype of numpy.
     if device.platform != "cpu" or not isinstance(first.dtype, np.dtype):
         if not stacked and (is_weak(first) or not weak):
             return list(shards.values())
@@ -243,7 +259,7 @@ def _loose(
         shard.block_until_ready()
     if stacked or weak:
         return _parts(shards, stacked, weak)
-    # A shard is no array of the host that a program forgot to put on a device.
+    # The guard is for arrays of the host; this one comes from a shard.
     with jax.transfer_guard_host_to_device("allow"):
         return [_view_on(device, np.asarray(shard)) for device, shard in shards.items()]
 
@@ -254,7 +270,7 @@ def _view_on(device: jax.Device, view: np.ndarray) -> Any:
 
 
 def _parts(shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool) -> list[Any]:
-    """`_part` of each shard, bound to no device."""
+    """Does as `_part` for each shard, bound to no device."""
     first = next(iter(shards.values()))
     # As jax takes it now: in the scope of `jax.enable_x64` otherwise than outside.
     taken = jax.dtypes.canonicalize_dtype(first.dtype)
@@ -279,7 +295,7 @@ def _part_programs(
     stacked: bool,
     weak: bool,
 ) -> list[Any]:
-    """`_part` of such arrays, compiled for each of the devices. To call one takes a
+    """Compiles `_part` of such arrays for each of the devices. To call one takes a
     fifth of the time of the jitted function with that device as the default one."""
     return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
 
@@ -295,7 +311,7 @@ def _part_program(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _part(array: Any, stacked: bool, weak: bool) -> Any:
-    """The array or its first row, of a weak type if so wanted, which none of jax's
+    """Returns the array or its first row, of a weak type if wanted, which none of jax's
     functions gives it."""
     part = array[0] if stacked else array
     if not weak or is_weak(part):
@@ -309,11 +325,122 @@ _WIDE: Final = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128"))
 
 
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays that may be computed with together: those that are bound to other devices
-    than the first one come to it."""
+    """Returns arrays that can be computed with together: those that are bound to other
+    devices than the first one are moved to it."""
     bound = [x for x in arrays if is_concrete(x) and x.committed]
     if len({frozenset(x.devices()) for x in bound}) < 2:
         return list(arrays)
     where = bound[0].sharding
     moved = {id(x) for x in bound if x.devices() != bound[0].devices()}
     return [jax.device_put(x, where) if id(x) in moved else x for x in arrays]
+
+
+def regroup(
+    values: Sequence[Any], wrap: Wrap = PerReplica, *, always_wrap: bool = False
+) -> Any:
+    """Merges the values of all replicas into one, in replica order.
+
+    Args:
+        wrap: Makes the value per replica.
+        always_wrap: Also of what is the same object everywhere, and of copies.
+
+    Raises:
+        ValueError: The replicas' values have different structures.
+    """
+    first = values[0]
+    members = _members(first)
+    if members is not None:
+        columns = zip(*[_members_like(first, value) for value in values], strict=True)
+        merged = [regroup(column, wrap, always_wrap=always_wrap) for column in columns]
+        return _rebuilt(first, merged)
+    if not always_wrap and all(value is first for value in values[1:]):
+        return first
+    container = None if always_wrap else _variable_of_copies(values)
+    return wrap(values) if container is None else container
+
+
+def _members(value: Any) -> list[Any] | None:
+    """Returns the members of a container, or None if it is not a container."""
+    match value:
+        case IndexedSlices() | DistributedValues() | None:
+            return None
+        case list() | tuple():
+            return list(value)
+        case Mapping():
+            return list(value.values())
+    return _flat(value)[0] if _is_node(value) else None
+
+
+def _members_like(first: Any, value: Any) -> list[Any]:
+    """Returns the members, in the order of those of the container of another
+    replica."""
+    members = _members(value) if type(value) is type(first) else None
+    if members is not None and _keys(value) == _keys(first):
+        if isinstance(first, Mapping):
+            return [value[key] for key in first]
+        return members
+    raise ValueError(
+        f"the replicas returned values of different structures: replica 0 "
+        f"{_described(first)}, and another one {_described(value)}: return one "
+        "structure, the same on all of them"
+    )
+
+
+def _keys(value: Any) -> Any:
+    """Returns what must be equal for two containers to be merged."""
+    match value:
+        case Mapping():
+            return set(value)
+        case list() | tuple():
+            return len(value)
+    return _flat(value)[1] if _is_node(value) else None
+
+
+def _rebuilt(like: Any, members: list[Any]) -> Any:
+    match like:
+        case list():
+            return members
+        case tuple():
+            is_named = isinstance(getattr(like, "_fields", None), tuple)
+            return type(like)(*members) if is_named else tuple(members)
+        case dict():
+            # Of a subclass (with a default, for example) the same with other members.
+            named = copy.copy(like)
+            for key, member in zip(like, members, strict=True):
+                named[key] = member
+            return named
+        case Mapping():
+            made: Any = type(like)
+            return made(zip(like, members, strict=True))
+    return _flat(like)[1].unflatten(members)
+
+
+def _is_node(value: Any) -> bool:
+    """Returns whether jax knows it as a container."""
+    return not jax.tree_util.all_leaves([value])
+
+
+def _flat(node: Any) -> tuple[list[Any], Any]:
+    """Returns the members of a container that jax knows, and its structure."""
+    found: tuple[list[Any], Any]
+    found = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    return found
+
+
+def _described(value: Any) -> str:
+    keys = _keys(value) if _members(value) is not None else ""
+    return f"{type(value).__name__} {keys}".strip()
+
+
+def _variable_of_copies(values: Sequence[Any]) -> VariableHandle | None:
+    """Returns the variable whose copies these are, all of them in replica order, or
+    None."""
+    storages = [value.storage for value in values if isinstance(value, Variable)]
+    copies = [storage for storage in storages if isinstance(storage, CopyStorage)]
+    if not copies or len(copies) < len(values):
+        return None
+    whole = copies[0].container
+    numbers = [storage.number for storage in copies if storage.container is whole]
+    storage = whole.storage
+    is_all = isinstance(storage, DeviceStorage) and len(numbers) == storage.pool.copies
+    return whole if is_all and numbers == list(range(len(values))) else None

@@ -1,12 +1,12 @@
-"""What a replica function does to variables, and how the step is told of it.
+"""Recorders inside replica functions, which pass updates of variables on to the step.
 
-Laws of the file. What replicas share is updated once: what they do to it is brought
-together first, here, and the recorder outside of the replicas is told of the result.
-What each replica has of its own it updates at once, by itself.
+Laws of the file. A variable that replicas share is updated once: their operands are
+combined here first, and the recorder outside of the replicas records the result. A
+replica updates a copy of its own at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
-program (`_one_program`) and the only one of its process (below) bring things together
-by their `Team`. One that takes turns with the others (`_sequential`) waits for them.
+program (`_regions`) and the only one of its process (below) combine operands
+through their `Team`. A sequential one (`_sequential`) waits for the others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import abc
 import contextlib
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.program.gradients import is_live
-from zstrat.program.trace import Drawing, Immediate, updates_copies
+from zstrat.program.trace import Immediate, updates_copies
 from zstrat.variables import (
     Table,
+    TraceRecorder,
     VariableAggregation,
     VariableSynchronization,
     recorder,
@@ -26,13 +26,13 @@ from zstrat.variables import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import jax
 
     from zstrat.program.trace import StepIterator
     from zstrat.variables import (
         GradientCall,
-        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from ._collective import Team
 
 
-class ReplicaRecorder(abc.ABC):
+class ReplicaRecorder(TraceRecorder, abc.ABC):
     """The recorder inside a replica function.
 
     Args:
-        outer: Whom it tells: the recorder of the step, or of a part of it.
+        outer: The recorder of the step, or of a part of it.
         team: The replicas that compute together.
     """
 
     def __init__(self, outer: TraceRecorder, team: Team) -> None:
         self.outer = outer
-        self.live = is_live(outer)
+        self.live = outer.live
         """Whether values are real, so that nothing is being captured."""
         self._team = team
 
@@ -73,27 +73,24 @@ class ReplicaRecorder(abc.ABC):
         return self.outer.drew(leaf)
 
     def draw(self, iterator: StepIterator) -> Any:
-        if isinstance(self.outer, Drawing):
-            return self.outer.draw(iterator)
-        return iterator.draw()
+        return self.outer.draw(iterator)
 
     def require_known_end(self, name: str) -> None:
-        if isinstance(self.outer, Drawing):
-            self.outer.require_known_end(name)
+        self.outer.require_known_end(name)
 
     def _is_own(self, update: VariableUpdate) -> bool:
-        """Whether it is of a value that this replica has by itself. Asked of updates
-        without an optimizer."""
+        """Returns whether this replica alone has the value of an update without an
+        optimizer."""
         if isinstance(update.target, Table):
-            return False  # rows over several variables are always brought together
+            return False  # rows over several variables are always combined
         return updates_copies(update.variable, self._team.local)
 
     @abc.abstractmethod
     def _update_own(self, update: VariableUpdate) -> None:
-        """Updates the value that this replica has by itself."""
+        """Updates the value that this replica alone has."""
 
     def _update_shared(self, update: VariableUpdate) -> None:
-        """Updates, once, what all replicas share."""
+        """Combines the operands of all replicas and updates the shared value once."""
         team = self._team
         combined = team.aggregate(update.variable, update.op, update.operands)
         self.outer.update(update._replace(operands=combined))
@@ -102,10 +99,10 @@ class ReplicaRecorder(abc.ABC):
 @final
 class SoleReplica(ReplicaRecorder):
     """The only replica of its process: its function is called, and nothing is mapped.
-    What it does is brought together with what those of other processes do."""
+    Its updates are combined with those of other processes."""
 
     def _is_own(self, update: VariableUpdate) -> bool:
-        # TF's rules: each process has a copy that it updates by itself.
+        # The rules of TF: each process has a copy that it updates by itself.
         variable = update.variable
         return (
             variable.aggregation is VariableAggregation.NONE
@@ -117,25 +114,22 @@ class SoleReplica(ReplicaRecorder):
 
 
 @contextlib.contextmanager
-def as_sole_replica(team: Team) -> Iterator[None]:
-    """What is inside runs as the one replica of this process."""
+def recording_by(current: TraceRecorder | None) -> Iterator[None]:
+    """Makes a recorder the current one inside."""
+    before = recorder.set(current)
+    try:
+        yield
+    finally:
+        recorder.reset(before)
+
+
+def as_sole_replica(team: Team) -> AbstractContextManager[None]:
+    """Runs the body as the one replica of this process."""
     outer = recorder.get()
-    before = recorder.set(SoleReplica(Immediate() if outer is None else outer, team))
-    try:
-        yield
-    finally:
-        recorder.reset(before)
+    return recording_by(SoleReplica(Immediate() if outer is None else outer, team))
 
 
-@contextlib.contextmanager
-def merged() -> Iterator[None]:
-    """What is inside is done once for all replicas: updates are made as they are."""
+def merged() -> AbstractContextManager[None]:
+    """Runs the body once for all replicas: its updates are not aggregated."""
     current = recorder.get()
-    if not isinstance(current, SoleReplica):
-        yield
-        return
-    before = recorder.set(current.outer)
-    try:
-        yield
-    finally:
-        recorder.reset(before)
+    return recording_by(current.outer if isinstance(current, SoleReplica) else current)

@@ -3,30 +3,38 @@
 In a step each replica is traced by itself, into the same program. Elsewhere Python runs
 with values: what a replica computes is on its device, and Python may look at it.
 
-Updates of variables follow TF's rules: what is aggregated waits for the other replicas,
-what each replica has of its own changes at once. Variables that the function creates
-are created by the first replica; the others are given them in the same order.
+Updates of variables follow the rules of TF: an update that is aggregated waits for the
+other replicas, a copy that a replica has of its own changes at once. The first replica
+creates the variables of the function; the others are given them in the same order.
+
+Replicas that are given arrays of different shapes in a step run sequentially, too
+(`uneven`). Other processes may have been given arrays of one shape, whose replicas are
+one program. All processes make the same collectives together, and a step makes those
+together whose operands are known at the same time. So the replicas are one part of the
+program: all inputs go in together, and all results of a stage come out together. The
+step records their effects in the end, as of a program of all replicas.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.gradients import is_live
 from zstrat.program.trace import (
+    Capture,
+    Discovery,
     Immediate,
+    Replay,
     apart_from_now,
     as_replica,
-    copies_in_step,
     device_storage,
     has_copies,
-    keep_copies,
+    joined,
     lookup_inside,
     marked,
     moved,
@@ -37,6 +45,7 @@ from zstrat.program.trace import (
     updates_copies,
 )
 from zstrat.strategy._context import ReplicaContext
+from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import (
     Table,
     creator,
@@ -47,15 +56,24 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._arguments import distribute_rows, unwrapped
-from ._barriers import brought, optimizing, updating
+from ._barriers import optimizing, to_device, updating
 from ._fibers import run_fibers
-from ._per_replica import select_replica
+from ._mapped import in_stages
+from ._one_program import (
+    UnevenParts,
+    distribute_rows,
+    needs_sequential,
+    require_all_one_each,
+    unwrapped,
+)
+from ._per_replica import regroup, select_replica
+from ._regions import TracedRegion
 from ._replica_recorder import ReplicaRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zstrat.program.trace import TraceFeed
     from zstrat.variables import (
         AbstractVariable,
         Creator,
@@ -69,13 +87,13 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import UpdateOp
 
-    from ._arguments import ReplicaCall
     from ._collective import Team
     from ._fibers import ReplicaFiber
+    from ._one_program import ReplicaCall
 
 
 def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
-    """What each replica of this process returns.
+    """Runs the replicas of this process one after the other; returns what each returns.
 
     Args:
         devices: One for each replica; replicas without one compute where jax does.
@@ -87,18 +105,21 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
-    is_real = outer is None or is_live(outer)
+    is_real = outer is None or outer.live
     is_unnoticed = outer is None and is_staging()
-    made = _FirstCreations(creator.get())
+    inner = creator.get()
+    creators: list[_SameCreations] = []
     team = call.team
     tree = distribute_rows(unwrapped(call.tree), team.local)
 
     def body(fiber: ReplicaFiber) -> Any:
         number = fiber.number
-        # Nothing is reset: the context is this replica's own, and ends with it.
+        # Nothing is reset: the context belongs to this replica, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
-            creator.set(_SameCreations(made, number))
+            first = creators[0] if creators else None
+            creators.append(_SameCreations(inner, number, first))
+            creator.set(creators[-1])
         selected = select_replica(number, tree)
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
@@ -117,16 +138,17 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
 
 def _near(leaf: Any, device: jax.Device) -> Any:
-    """What is bound to one device, for the replica on this one. What is on several
-    stays: no other replica has use for it."""
+    """Moves an array that is bound to one device to the device of the replica. One on
+    several devices stays: no other replica uses it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
-    return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
+    return to_device(leaf, device) if len(leaf.devices()) == 1 else leaf
 
 
 @final
 class SequentialReplica(ReplicaRecorder):
-    """The recorder of one replica: to update what all share it waits for the others."""
+    """The recorder of one sequential replica: to update what all replicas share it
+    waits for the others."""
 
     def __init__(
         self,
@@ -140,7 +162,8 @@ class SequentialReplica(ReplicaRecorder):
         self.has_values = self.may_create = self.live
         self._fiber = fiber
         self._is_unnoticed = unnoticed
-        """Whether jax traces what runs, and no step does: nobody would hear of it."""
+        """Whether jax traces the function, and no step does: an update would be
+        lost."""
 
     def read(self, variable: VariableHandle) -> jax.Array:
         if self._is_unnoticed:
@@ -151,12 +174,12 @@ class SequentialReplica(ReplicaRecorder):
             return own_copy_later(variable, number)
         if not has_copies(variable, count):
             value = self.outer.read(variable)
-            # Another object than what the other replicas read: results are merged by
-            # identity.
+            # A different object from those that the other replicas read: results are
+            # merged by identity.
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
-        row: jax.Array = copies_in_step(self.outer, variable)[number]
+        row: jax.Array = self.outer.copies(variable)[number]
         return row
 
     def update(self, update: VariableUpdate) -> None:
@@ -172,16 +195,14 @@ class SequentialReplica(ReplicaRecorder):
         if self.live:
             return rows_now(table, ids, self._rows)
         if self._fiber.is_inside:
-            # A trace that jax makes of a function of its own cannot hand out what it
-            # looks up.
+            # A trace that jax makes of an inner function cannot pass out its lookups.
             raise lookup_inside(table)
         return rows_here(table, marked(ids), self.read)
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
-        # Without a look at whether it is its own: gradients are always summed over
-        # replicas.
+        # Also of a copy of its own: gradients are always summed over replicas.
         self._fiber.wait_at(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
@@ -201,17 +222,17 @@ class SequentialReplica(ReplicaRecorder):
         number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = copies_in_step(self.outer, variable)
+            copies = self.outer.copies(variable)
             value = moved(op, operands, copies[number])
-            keep_copies(self.outer, variable, copies.at[number].set(value))
+            self.outer.put_copies(variable, copies.at[number].set(value))
             return
         is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
         # Real values under another recorder: of what is differentiated.
         if is_traced or not isinstance(self.outer, Immediate):
             raise update_inside(variable.spec, op.name)
-        # In numpy: a program that is under way may wait for the turn.
+        # In numpy: a program that is under way may wait for the lock of the variables.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
-        # In a trace, too: what happens to the value is no part of the program.
+        # In a trace, too: the update of the value is not part of the program.
         with jax.ensure_compile_time_eval():
             device_storage(variable).update_copy(variable, number, op, updates)
 
@@ -219,7 +240,7 @@ class SequentialReplica(ReplicaRecorder):
 def _own_updates(
     variable: VariableHandle, op: UpdateOp, operands: tuple[np.ndarray, ...]
 ) -> list[tuple[np.ndarray, ...]]:
-    """Operands of the updates of one copy: of rows those that are there.
+    """Returns operands of the updates of one copy, without rows that are not there.
 
     Raises:
         IndexError: There is no such row.
@@ -233,76 +254,182 @@ def _own_updates(
     return [tuple(moves) for _, _, moves, _ in found]
 
 
-class _FirstCreations:
-    """What the first replica has created so far, for the others."""
-
-    def __init__(self, inner: Creator | None) -> None:
-        self.inner = inner
-        self.variables: list[tuple[VariableRequest, AbstractVariable]] = []
-        self.optimizers: list[int] = []
-
-
 class _SameCreations:
-    """The creator in one replica: the first one creates, the others find."""
+    """The creator in one replica: the first replica creates, and the others are given
+    what it has created.
 
-    def __init__(self, made: _FirstCreations, number: int) -> None:
-        self._made = made
+    Args:
+        inner: Creates for the first replica.
+        first: The creator of the first replica; None: this is that one.
+    """
+
+    def __init__(
+        self, inner: Creator | None, number: int, first: _SameCreations | None
+    ) -> None:
+        self.inner = inner
         self._number = number
-        self._variables = 0
-        self._optimizers = 0
-
-    @property
-    def inner(self) -> Creator | None:
-        """Who creates for the first one."""
-        return self._made.inner
+        self._first = self if first is None else first
+        self._variables: list[tuple[VariableRequest, AbstractVariable]] = []
+        self._optimizers: list[int] = []
+        """Optimizers that the first replica has registered so far."""
+        self._taken = self._registered = 0
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
-        made = self._made
-        if self._number == 0:
-            assert made.inner is not None
-            found = made.inner.create_variables(requests)
-            made.variables += zip(requests, found, strict=True)
-            return found
-        return [self._found(request) for request in requests]
+        if self._first is not self:
+            return [self._variable_of_first(request) for request in requests]
+        assert self.inner is not None
+        created = self.inner.create_variables(requests)
+        self._variables += zip(requests, created, strict=True)
+        return created
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        made = self._made
-        if self._number == 0:
-            assert made.inner is not None
-            made.optimizers.append(made.inner.register_optimizer(optimizer))
-        self._optimizers += 1
-        if self._optimizers > len(made.optimizers):
+        if self._first is self:
+            assert self.inner is not None
+            self._optimizers.append(self.inner.register_optimizer(optimizer))
+        number, registered = self._registered, self._first._optimizers
+        self._registered += 1
+        if number >= len(registered):
             raise RuntimeError(
                 f"replica {self._number} creates an optimizer that replica 0 has not "
                 f"created, {optimizer.name!r}: all replicas create the same"
             )
-        return made.optimizers[self._optimizers - 1]
+        return registered[number]
 
     def forget_optimizer(self, optimizer: int) -> None:
-        self._optimizers -= 1
-        if self._number == 0:
-            assert self._made.inner is not None
-            self._made.optimizers.pop()
-            self._made.inner.forget_optimizer(optimizer)
+        self._registered -= 1
+        if self._first is self:
+            assert self.inner is not None
+            self._optimizers.pop()
+            self.inner.forget_optimizer(optimizer)
 
-    def _found(self, request: VariableRequest) -> AbstractVariable:
-        place = self._variables
-        self._variables += 1
-        if place >= len(self._made.variables):
+    def _variable_of_first(self, request: VariableRequest) -> AbstractVariable:
+        number, created = self._taken, self._first._variables
+        self._taken += 1
+        if number >= len(created):
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} on replica {self._number}, "
                 "that replica 0 has not created: all replicas create the same variables"
             )
-        first, variable = self._made.variables[place]
-        # Names alone: what else differs (values drawn at random, say) is the first
-        # one's, as TF has it.
+        first, variable = created[number]
+        # Names alone: of other differences (random values, for example) those of the
+        # first replica count, as in TF.
         if first.name != request.name:
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} with mismatching name on "
-                f"replica {self._number}: number {place} of replica 0 is "
+                f"replica {self._number}: number {number} of replica 0 is "
                 f"{first.name!r}. All replicas create the same variables, in the same "
                 "order"
             )
         return variable
+
+
+# jax's stubs leave it untyped.
+_barrier: Final[Any] = jax.lax.optimization_barrier
+
+
+def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
+    """Runs replicas whose arguments have different shapes, and merges what they return.
+    The replicas of other processes may be one program.
+
+    Raises:
+        UnevenParts: In a step, where XLA reaches the other processes, so that all run
+            one program; or where the replicas look up rows that are not here.
+        Exception: As `run_sequentially`.
+    """
+    team = call.team
+    require_all_one_each(call.tree, team.local)
+    outside = recorder.get()
+    if team.channel is None or outside is None or outside.live:
+        found = regroup(run_sequentially(call, devices))
+        # With the members of a dict in the order of a program: they are reduced one
+        # after the other, with other processes.
+        return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
+    if team.channel.mesh is not None:
+        raise UnevenParts(
+            "strategy.run in a step was given parts of different shapes, expected one "
+            "shape: with implementation=XLA the replicas of all processes run one "
+            "program. Use batch(..., drop_remainder=True)"
+        )
+    distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
+    if needs_sequential(distributed):  # in the other processes, too
+        return regroup(run_sequentially(call, devices))
+    return _in_one_region(_Region(distributed), outside)
+
+
+def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
+    variables = region.variables()
+    held = [
+        outside.copies(v) if has_copies(v, region.team.local) else outside.read(v)
+        for v in variables
+    ]
+    keys = [variable.spec.key for variable in variables]
+
+    def one(held: Sequence[Any], inputs: Sequence[Any], _: Any) -> Any:
+        known = dict(zip(keys, held, strict=True))
+        return region.traced(Replay("strategy.run", known, ()), inputs)
+
+    def mapped(part: Any, own: Sequence[Any], whole: Sequence[Any]) -> Any:
+        def together(*given: Any) -> Any:
+            # Without it, an argument that is returned as it is would not be a part of
+            # this call.
+            return _barrier(part(*given))
+
+        # As one call, whose results all depend on all arguments and captured values.
+        return jax.jit(together)(held, [*region.inputs, *whole], list(own))
+
+    arrays, operands = in_stages(one, mapped, [], len(region.inputs))
+    return region.last.recorded_result(outside, arrays, operands)
+
+
+class _Region:
+    """The replicas as a function of arrays, which is traced for each of its stages."""
+
+    def __init__(self, call: ReplicaCall) -> None:
+        self.team = call.team
+        self._call = call
+        self._leaves: list[Any]
+        self._treedef: Any  # its stubs lack what we call
+        self._leaves, self._treedef = joined.flatten(call.tree)
+        self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
+        self.last: TracedRegion
+        """The outcome of the last trace; unset before the first."""
+
+    def variables(self) -> list[VariableHandle]:
+        """Lists the variables that the replicas use.
+
+        Raises:
+            UnevenParts: Rows are looked up that are not here.
+        """
+
+        def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
+            self.traced(Discovery(seed), inputs)
+
+        jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
+        found = self.last.capture
+        for lookup in found.lookups:
+            raise UnevenParts(
+                f"strategy.run was given parts of different shapes, and looks up rows "
+                f"of {lookup.table}, which is not in the scope of the strategy: create "
+                "it there, or use batch(..., drop_remainder=True)"
+            )
+        return found.variables
+
+    def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
+        """Traces the replicas; returns the arrays of their results, then changed
+        copies, and the operands of their updates."""
+        given = iter(inputs)
+        leaves = [
+            next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves
+        ]
+        call = self._call.given(self._treedef.unflatten(leaves))
+        capture = Capture(feed, is_region=True)
+        with capture.recording():
+            results = run_sequentially(call, ())
+        moves = capture.moves.values.values()
+        leaves, treedef = joined.flatten(regroup(results))
+        changed = [variable for variable, _ in moves]
+        self.last = TracedRegion(leaves, treedef, capture, changed)
+        operands = [update.operands for update in capture.updates]
+        return [*self.last.arrays, *[copies for _, copies in moves]], operands

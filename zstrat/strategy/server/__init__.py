@@ -1,4 +1,4 @@
-"""Strategies whose variables are placed on parameter servers."""
+"""Strategies whose variables are stored on parameter servers."""
 
 from __future__ import annotations
 

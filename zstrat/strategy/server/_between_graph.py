@@ -5,8 +5,8 @@ where there is none) creates the variables, and the others, which create the sam
 in the same order, wait for them. From then on each reads and updates as it comes. The
 replicas of one program are in sync; those of different programs are not.
 
-Law of the file: a variable is told by its place in the order of creation, which must be
-the same in all programs. A creation that failed has no place in it, in any of them.
+Law of the file: a variable is identified by its index in the order of creation, which
+must be the same in all programs. A creation that failed has no index, in any of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zstrat.cluster import (
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, hold_session, join_session
 from zstrat.data import InputContext
-from zstrat.strategy._devices import task_names
+from zstrat.strategy._devices import ps_names, task_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._local_strategy import LocalStrategy
 from zstrat.strategy._strategy import Closing
@@ -36,53 +36,11 @@ from ._server_variables import ServerVariables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.strategy._strategy import Strategy
     from zstrat.strategy.input._inputs import ProcessInputs
-    from zstrat.variables import AbstractVariable
 
     Connect = Callable[[ClusterSpec, Settings, bool, int], ClusterSession]
-
-
-@final
-class BetweenGraphExtended(StrategyExtended):
-    """Devices and duties of one program among several."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        devices: tuple[str, ...],
-        ps_count: int,
-        variables: ServerVariables,
-        *,
-        is_chief: bool,
-    ) -> None:
-        servers = [f"/job:ps/task:{n}" for n in range(ps_count)]
-        super().__init__(strategy, devices, servers, variables)
-        self._variables = variables
-        self._is_chief = is_chief
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Whether this program creates the variables: the chief."""
-        return self._is_chief
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self._is_chief
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self._is_chief
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        return self._variables.colocated(variable)
 
 
 def _connect(
@@ -94,7 +52,7 @@ def _connect(
 
 
 @final
-class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
+class BetweenGraphStrategy(LocalStrategy, Closing):
     """Asynchronous training of several programs with variables on parameter servers.
 
     Blocks until all ps answer, and, in a program that is not the chief, until the chief
@@ -103,23 +61,23 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
     chief has not created them by then (trying again is fine), and InvalidArgumentError
     if it has created others in their place.
 
-    Every program distributes datasets of its own: the functions of
-    `distribute_datasets_from_function` are told which program this is (the chief first,
+    Every program distributes its own datasets: the functions of
+    `distribute_datasets_from_function` get the number of the program (the chief first,
     then the workers), and `experimental_distribute_dataset` cuts for the replicas of
     this program alone, so that all programs read all of the data.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this program is.
+        cluster_resolver: Knows the tasks of the cluster, and which one this program is.
             Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
         devices: The replicas of this program; left out: all of its devices.
-        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; here
-            only their defaults, as no program has the others' ear.
+        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; only
+        their defaults are accepted, as no program coordinates the others.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
     Raises:
         ValueError: The cluster has no ps, or it is not clear which task this is, or it
-            is none that trains.
+            is not a task that trains.
         DeadlineExceededError: A ps does not answer in time, or there is no chief.
         BusyError: Another program holds the ps.
     """
@@ -148,20 +106,23 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         number = id_in_cluster(spec, job, index)
         is_first = number == 0  # worker 0 may be one of those that are missing
         self._resolver = resolver
-        found = jax.local_devices() if devices is None else devices
-        self._mesh = LocalMesh(self, list(found))
+        local = jax.local_devices() if devices is None else devices
+        self._mesh = LocalMesh(self, list(local))
         self._pipeline = InputContext(
             worker_count(spec, job), number, self._mesh.replicas
         )
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")
-        self._variables = ServerVariables(self._session, ps_count)
-        self._extended = BetweenGraphExtended(
+        self._variables = variables = ServerVariables(self._session, ps_count)
+        self._extended = StrategyExtended(
             self,
             task_names(self._mesh.devices, job, index),
-            ps_count,
-            self._variables,
-            is_chief=is_first,
+            ps_names(ps_count),
+            variables.owns,
+            colocated=variables.colocated,
+            between_graph=True,
+            initializes=is_first,
+            saves=is_first,
         )
 
     @property
@@ -169,13 +130,13 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         return self._resolver
 
     def close(self) -> None:
-        """Leaves the parameter servers, which keep what they have for the others.
-        Closing twice is fine; ``with`` closes at its end."""
+        """Leaves the parameter servers, which keep the variables for the other
+        programs. Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
 
     def _function_inputs(self) -> ProcessInputs:
         # A dataset that is given to all programs is whole in each of them, as in TF:
-        # only functions are told that there are several.
+        # only functions get the number of the program.
         return replace(self._inputs(), context=self._pipeline)
 
     def __repr__(self) -> str:
@@ -186,8 +147,8 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
 
 
 _NEEDED: Final[dict[str, tuple[object, str]]] = {
-    "replicas": (0, "each would have to hear where second copies take over"),
-    "stores_per_ps": (1, "each would have to hear where stores are"),
+    "replicas": (0, "each would have to learn which backups take over"),
+    "stores_per_ps": (1, "each would have to learn where stores are"),
     "on_ps_loss": ("raise", "each would have to go back to the same checkpoint"),
     "resume": (None, "the others would have to enter the session of the next chief"),
 }

@@ -32,13 +32,15 @@ from zstrat.coordinator import (
     connect_session,
 )
 from zstrat.program import hide_frames, worker_context
+from zstrat.strategy._devices import device_names, ps_names
+from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
-from zstrat.strategy.input._unbuilt import UnbuiltDataset
+from zstrat.strategy.input._inputs import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
 from ._server_variables import ServerVariables
 from ._variable_placement import PlacementRule
-from ._worker_strategy import ParameterServerExtended, worker_strategy
+from ._worker_strategy import worker_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,16 +48,17 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
     from zstrat.program import Plan
-    from zstrat.strategy.input._input_options import InputOptions
+    from zstrat.strategy._options import InputOptions
     from zstrat.variables import Creator
 
     Connect = Callable[..., ClusterSession]
-    """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some, with
-    ``stores_per_ps=`` if there are to be more than one, with
-    ``resume=`` and ``restart_partial=`` if the session has a name."""
+    """Called with a ClusterSpec and Settings; with ``replicas=`` if not 0,
+    ``stores_per_ps=`` if not 1, and ``resume=`` and ``restart_partial=`` if the session
+    has a name."""
 
 _MOST_STORES: Final = 64
-"""Of one ps: each has a port, a thread and a connection to every worker."""
+"""Largest number of stores of one ps: each has a port, a thread and a connection to
+every worker."""
 
 _LONGEST_NAME: Final = 200
 """Characters of the name of a session."""
@@ -80,7 +83,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     have answered. Until then it lives on.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this is. Left
+        cluster_resolver: Knows the tasks of the cluster, and which one this is. Left
             out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first. Or a
             `zs.LocalCluster` or a fleet of `zs.launch`, which is kept for as long as
             the strategy, and whose settings count if none are given.
@@ -98,25 +101,25 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             ``ZSTRAT_PREFETCH``, else 0, with which one worker computes what plain
             optax does.
         output: "program": what steps and dataset functions print on workers is shown
-            here, too, each line behind the name of its worker. "files": it is in the
+            here, too, each line after the name of its worker. "files": it is in the
             logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
-        on_ps_loss: What follows when a parameter server is lost. "raise": calls raise
+        on_ps_loss: What happens when a parameter server is lost. "raise": calls raise
             `PSUnavailableError`; the program is started again by hand. "restore": the
             program waits for it, and if it comes back empty, all ps are filled from the
             last whole checkpoint that this program has saved or restored, and training
-            goes on. Steps that ended after that checkpoint are lost, and what the
+            continues. Steps that ended after that checkpoint are lost, and what the
             program itself assigned since; steps under way run again, each with one
             effect on the restored values. A warning of logging says which checkpoint
-            and how many steps, and so does ``coordinator.metrics()``. Results that
-            were fetched stay; large ones that were not are gone, and datasets of the
-            workers begin anew. Variables of this process are left as they are. The
-            checkpoint must have all variables and optimizers of the scope, else
+            and how many steps, and so does ``coordinator.metrics()``. Results that were
+            fetched stay; large ones that were not are gone, and datasets of the workers
+            start again. Variables of this process are left as they are. The checkpoint
+            must have all variables and optimizers of the scope, else
             `PSUnavailableError` names what it lacks.
-        resume: What the session is called. If a program has left a session of this name
-            on the cluster, because it was killed or has failed, this one goes on with
+        resume: Name of the session. If a program has left a session of this name
+            on the cluster, because it was killed or has failed, this one continues with
             its variables: created in the same order with the same names, shapes and
-            dtypes they have the values that are there, and optimizers what they keep
-            beside them. `resumed` says whether that is so; else all begins anew, as
+            dtypes they have their old values, and optimizers their old state. `resumed`
+            tells whether there was one. If there was none, the session starts empty, as
             without a name, which empties the cluster. `close` ends the session; a
             program that ends otherwise leaves it. A step that was under way when the
             program before ended may have reached some ps and not others; none has an
@@ -137,16 +140,16 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             go to in turn, and that `parameter_servers` moves, one after the other, when
             a ps is added or drained. More of them are moved in finer pieces, and
             `ShardedVariable` components may go to each; every one is asked with a
-            message of its own. With ``resume`` both programs have to give the same.
+            separate message. With ``resume`` both programs have to give the same.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
     Raises:
         ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
             that are not numbered from 0 without gaps, or this process is one of those;
-            or ``placement`` is not known, or another argument is no such thing.
+            or ``placement`` is not known, or another argument is not valid.
         DeadlineExceededError: A task does not answer in time; names it.
-        HeldError: Another program holds the cluster, and has been heard since; within
+        HeldError: Another program holds the cluster, and is alive; within
             a second or so, unless ``settings.timeouts.turn`` seconds are to be waited
             for it to end.
         BusyError: The same, of one that falls silent and comes back; or another
@@ -238,18 +241,22 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if cluster_resolver.may_change:
             self._workers.follow(lambda: cluster_spec_of(cluster_resolver))
         self._ps_count = spec.num_tasks("ps") * int(stores_per_ps)
-        """How many stores there are, whichever processes serve them."""
+        """Number of stores, whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
-        self._variables = ServerVariables(
+        self._variables = variables = ServerVariables(
             self._session,
             self._ps_count,
             variable_partitioner,
             rule,
             self._workers.bind,
         )
-        self._extended = ParameterServerExtended(
-            self, self._session.platform, self._ps_count, self._variables
+        self._extended = StrategyExtended(
+            self,
+            device_names(self._session.platform, self._replicas),
+            ps_names(self._ps_count),
+            variables.owns,
+            colocated=variables.colocated,
         )
 
     @property
@@ -288,15 +295,15 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return self._replicas
 
     @property
-    def extended(self) -> ParameterServerExtended:
+    def extended(self) -> StrategyExtended:
         """Devices of one worker, and the parameter servers, where variables are."""
         return self._extended
 
     def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """A dataset of global batches, to be shared out among the replicas of each
-        worker, which reads all of it.
+        """Distributes a dataset of global batches over the replicas of each worker,
+        which reads all of it.
 
         Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
         on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
@@ -313,8 +320,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> UnbuiltDataset:
-        """The datasets that ``dataset_fn`` makes, one for each worker, whose replicas
-        take its elements in turn.
+        """Calls ``dataset_fn`` in each worker; the replicas of a worker take the
+        elements of its dataset in turn.
 
         Its `InputContext` has the worker's index and the number of workers, and as
         ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
@@ -343,17 +350,17 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             NotFoundError: One was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
-        found = {
+        parts = {
             part.spec.key: part
             for leaf in jax.tree.leaves(tree)
             if isinstance(leaf, AbstractVariable)
             for part in leaf.components
         }
-        self._variables.delete_variables(list(found.values()))
+        self._variables.delete_variables(list(parts.values()))
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine; ``with`` closes at its end, but an exception
+        coordinator. Closing twice is fine. ``with`` closes at its end, but an exception
         leaves a session that has a name (``resume``)."""
         self._session.close()
 
@@ -417,7 +424,7 @@ def _rule(placement: str) -> PlacementRule:
 
 
 def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
-    """Seconds to wait for a lost ps; None: calls raise at once."""
+    """Returns the seconds to wait for a lost ps; None if calls raise at once."""
     if on_ps_loss not in ("raise", "restore"):
         raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")
     if timeout is not None and not 0 < timeout < math.inf:
@@ -435,17 +442,18 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
 
 
 def _detected() -> ClusterResolver:
-    found = detect()
-    if not cluster_spec_of(found):
+    resolver = detect()
+    if not cluster_spec_of(resolver):
         raise ValueError(
             "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
             "zs.LocalCluster, or what zs.launch.ssh, slurm, ray or dask returns"
         )
-    return found
+    return resolver
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """The resolver's cluster, in TF's order of complaints."""
+    """Returns the cluster of the resolver, checked in the order in which TF
+    complains."""
     spec = cluster_spec_of(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")

@@ -59,11 +59,12 @@ _TWINS: Final = {
         "optimizer.apply_gradients_async(grads_and_vars)",
     ),
 }
-"""What does not block, and else `scatter_async`."""
+"""The method that does not block; by default `scatter_async`."""
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
-"""What `ClusterSession.run` and `run_async` take: the coroutine, and words for it."""
+"""The arguments of `ClusterSession.run` and `run_async`: the coroutine, and its
+description."""
 
 _colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
     "zstrat_colocated", default=None
@@ -75,7 +76,7 @@ class ServerVariables(StrategyCreator):
     """Creates variables and optimizers on the parameter servers, and reads and updates
     them from outside of steps.
 
-    Calls from several threads are safe; creations happen one after the other.
+    Calls from several threads are safe; variables are created one after the other.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class ServerVariables(StrategyCreator):
         return self._session
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Whether the variable was created here."""
+        """Returns whether the variable was created here."""
         return variable.storage is self
 
     def require_known(self, plan: Plan) -> None:
-        """Refuses a step that uses what was created for another connection.
+        """Refuses a step that uses variables or optimizers of another session.
 
         Raises:
             NotFoundError: Names the variables and optimizers.
@@ -125,12 +126,13 @@ class ServerVariables(StrategyCreator):
             raise NotFoundError(
                 f"the step function {plan.function!r} uses "
                 f"{', '.join(dict.fromkeys(strangers))}, created in another session: "
-                "what is created in a strategy's scope ends with that strategy. Create "
-                "it again in the scope of this one, and define the step function anew"
+                "what is created in a strategy's scope ends with that strategy. "
+                "Create it again in the scope of this one, and define the step "
+                "function again"
             )
 
     def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        """New variables go where that one is, which was created here.
+        """Places new variables where that one is, which was created here.
 
         Raises:
             ValueError: It is on several ps.
@@ -145,9 +147,9 @@ class ServerVariables(StrategyCreator):
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """New variables, in one round trip per ps for all values that are made here,
-        and one for each initializer that runs there. If one cannot be created, none of
-        them is, and the next ones are counted as if nothing had been asked for.
+        """Creates variables, in one round trip per ps for all values that are made
+        here, and one for each initializer that runs there. If one cannot be created,
+        none is, and the next ones are counted as if nothing had been requested.
 
         Raises:
             ValueError: A request has no initial value, or the partitioner's answer is
@@ -165,12 +167,12 @@ class ServerVariables(StrategyCreator):
         return [self._made(*new) for new in zip(drafts, specs, strict=True)]
 
     def create_per_worker(self, request: VariableRequest) -> PerWorkerVariable:
-        """A variable with a value for each worker, in one round trip per ps. An initial
-        value that is a function is called for each of them.
+        """Creates a variable with a value for each worker, in one round trip per ps. An
+        initial value that is a function is called for each of them.
 
         Raises:
-            ValueError: The workers are programs of their own, and nobody coordinates
-                them; or as `create_variables`.
+            ValueError: The workers are separate programs without a coordinator; or as
+                `create_variables`.
             PSUnavailableError: A ps is gone.
         """
         if self._bind_workers is None:
@@ -229,11 +231,11 @@ class ServerVariables(StrategyCreator):
             with self._numbers.taking():
                 number = self._numbers.optimizer()
                 work = self._servers.create_optimizer(number, optimizer.name, code)
-                self._create(work, "creating an optimizer")
+                self._session.run(work, "creating an optimizer")
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Gives the number of an optimizer out again: nobody has a handle of it."""
+        """Frees the number of an optimizer that has no handle."""
         with self._lock:
             self._numbers.give_back(optimizer)
 
@@ -270,22 +272,22 @@ class ServerVariables(StrategyCreator):
         await self._session.run_async(*self._updating(updates))
 
     def bind(self, call: GradientCall) -> None:
-        """Tells the parameter servers of the tree of an optimizer, once.
+        """Sends the tree of an optimizer to the parameter servers, once.
 
         Raises:
-            ValueError: It cannot be told, or a server refuses it; says why.
+            ValueError: The tree cannot be sent, or a server refuses it; says why.
             PSUnavailableError: A ps is gone.
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
-            # Two threads may tell the same tree: a server takes it as one.
+            # Two threads may send the same tree: a server takes it as one.
             self._session.run(*self._binding(*tree))
             self._bound.add(tree)
 
     async def bind_async(self, call: GradientCall) -> None:
-        """`bind`, without blocking the running loop.
+        """Does as `bind`, without blocking the running loop.
 
-        Cancellation: they may have been told.
+        Cancellation: some servers may have received it.
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
@@ -295,7 +297,7 @@ class ServerVariables(StrategyCreator):
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """What an optimizer keeps beside variables, by name.
+        """Reads the arrays that an optimizer keeps beside variables, by name.
 
         Raises:
             PSUnavailableError: A ps is gone.
@@ -313,7 +315,7 @@ class ServerVariables(StrategyCreator):
         """Assigns an array that an optimizer keeps beside a variable.
 
         Raises:
-            NotFoundError: There is none of that name.
+            NotFoundError: There is no array of that name.
             PSUnavailableError: A ps is gone.
         """
         work = self._servers.write_slot(optimizer.id, variable.spec, name, value)
@@ -337,18 +339,11 @@ class ServerVariables(StrategyCreator):
 
     def _binding(self, optimizer: int, tree: bytes) -> _Request[None]:
         work = self._servers.bind_optimizer(optimizer, tree)
-        return work, "telling the tree of an optimizer"
-
-    def _create(
-        self,
-        work: Coroutine[Any, Any, None],
-        what: str,
-        entries: Sequence[tuple[VariableSpec, InitialEntry]] = (),
-    ) -> None:
-        self._session.run(work, what)
+        return work, "sending the tree of an optimizer"
 
     def _withdraw(self) -> None:
-        """Removes what a failed creation has left, before its keys are used again."""
+        """Removes what a failed creation left on the ps, before its keys are used
+        again."""
         specs, optimizers = self._numbers.doubtful
         if specs or optimizers:
             work = self._servers.withdraw(specs, optimizers)
@@ -370,10 +365,11 @@ class ServerVariables(StrategyCreator):
             else:
                 arrays += [(spec, new.array(spec)) for spec in parts]
         if arrays:
-            self._create(self._servers.create_variables(arrays), "creating variables")
+            work = self._servers.create_variables(arrays)
+            self._session.run(work, "creating variables")
         for code, described in entries.items():
             work = self._servers.initialize_variables(described, code)
-            self._create(work, "initializing variables", described)
+            self._session.run(work, "initializing variables")
 
     def _made(self, new: VariablePlan, specs: list[VariableSpec]) -> AbstractVariable:
         parts = [handle(spec, self) for spec in specs]

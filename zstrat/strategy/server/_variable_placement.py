@@ -1,13 +1,13 @@
-"""What a requested variable will be: its parts, on which servers, under which keys.
+"""The plan of a requested variable: its parts, their servers and their keys.
 
 TF's rules of partitioning say which parts there are and how large (`draft`).
 `VariablePlacement` decides on the ps: round robin in the order of creation, one counter
 per strategy, as TF does, or by bytes. `Numbers` counts the keys in the same order.
 
 Laws of the file. Nothing here talks to a parameter server, and a value that can be made
-there is not made here. What a failed creation took is given out again, because programs
-that share parameter servers tell a variable by its place among those that were created.
-Part of it may be on a ps all the same, and has to go before: that is
+there is not made here. Keys of a failed creation are used again, because programs that
+share parameter servers identify a variable by its index among those that were created.
+A part of it may be on a ps all the same, and must be removed first: see
 `Numbers.doubtful`.
 """
 
@@ -39,8 +39,8 @@ _MAX_SHIPPED_ELEMENTS: Final = 10**9
 
 @dataclass(frozen=True, slots=True)
 class VariablePlan:
-    """A variable to be: ``offsets`` are the first rows of its parts and, behind them,
-    the number of all rows; None if it stays whole."""
+    """A variable that will be created. ``offsets`` are the first rows of its parts and,
+    last, the number of all rows; None if it stays whole."""
 
     request: VariableRequest
     value: DeferredValue | np.ndarray
@@ -48,7 +48,7 @@ class VariablePlan:
 
     @property
     def parts(self) -> int:
-        """How many components there will be."""
+        """Number of components."""
         return 1 if self.offsets is None else len(self.offsets) - 1
 
     @property
@@ -58,14 +58,14 @@ class VariablePlan:
         return [math.prod(shape) * self.value.dtype.itemsize for shape in shapes]
 
     def shape_of(self, index: int) -> tuple[int, ...]:
-        """The shape of a component."""
+        """Returns the shape of a component."""
         if self.offsets is None:
             return self.value.shape
         start, stop = self.offsets[index : index + 2]
         return (stop - start, *self.value.shape[1:])
 
     def spec(self, index: int, key: int, ps: int) -> VariableSpec:
-        """The component as a variable of its own, TF's name included."""
+        """Describes the component as a variable of its own, TF's name included."""
         request, part, name = self.request, None, self.request.name
         if self.offsets is not None:
             start, rows = self.offsets[index], self.offsets[-1]
@@ -84,7 +84,7 @@ class VariablePlan:
         )
 
     def array(self, spec: VariableSpec) -> np.ndarray:
-        """A component's value that was made here."""
+        """Returns the value of a component that was made here."""
         assert not isinstance(self.value, DeferredValue), spec
         if spec.part is None:
             return self.value
@@ -92,7 +92,7 @@ class VariablePlan:
         return self.value[start : start + spec.shape[0]]
 
     def entry(self, spec: VariableSpec) -> InitialEntry:
-        """What a ps is told of a component whose value it makes."""
+        """Describes a component for the ps that makes its value."""
         shape, part = self.value.shape, spec.part
         offset = [0] * len(shape)
         if part is not None:
@@ -116,8 +116,8 @@ def draft(
 
     Raises:
         ValueError: The request has no initial value, or one of another shape; or the
-            partitioner's answer is none.
-        TypeError: The value is no array of numbers or booleans.
+            answer of the partitioner is not a list of numbers.
+        TypeError: The value is not an array of numbers or booleans.
     """
     value = initial(request)
     if partitioner is None or request.is_whole or not value.shape:
@@ -140,15 +140,16 @@ def draft(
 
 
 def div(rows: int, parts: int) -> tuple[int, ...]:
-    """TF's layout: at most one part per row, the first ones a row longer than the rest.
-    First row of each part, and behind them ``rows``."""
+    """Divides rows as TF does: at most one part per row, the first parts a row longer
+    than the rest. Returns the first row of each part, and last ``rows``."""
     count = min(rows, parts)
     base, extra = divmod(rows, count)
     return tuple(index * base + min(index, extra) for index in range(count + 1))
 
 
 def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
-    """How many parts along the first axis; TF's checks of a partitioner's answer."""
+    """Returns the number of parts along the first axis, after TF's checks of the
+    partitioner's answer."""
     right = (
         isinstance(parts, list | tuple)
         and len(parts) == len(shape)
@@ -193,9 +194,9 @@ class VariablePlacement:
         self._bytes = [0] * ps_count
 
     def place(self, sizes: Sequence[int], beside: int | None = None) -> list[int]:
-        """Task indices for new components of these bytes: in turn, or each to the ps
-        with the fewest bytes, the first of several. ``beside`` puts all of them there
-        and leaves the turn of the others as it is."""
+        """Chooses task indices for new components of these bytes: in turn, or each the
+        ps with the fewest bytes, the first of several. ``beside`` puts all of them
+        there and does not count as a turn."""
         where = []
         for size in sizes:
             ps = self._next() if beside is None else beside
@@ -204,7 +205,7 @@ class VariablePlacement:
         return where
 
     def mark(self) -> tuple[int, list[int]]:
-        """Whose turn it is and what is placed where, for `back_to`."""
+        """Records the position for `back_to`."""
         return self._placed, list(self._bytes)
 
     def back_to(self, mark: tuple[int, list[int]]) -> None:
@@ -212,7 +213,7 @@ class VariablePlacement:
         self._placed, self._bytes = mark[0], list(mark[1])
 
     def free(self, ps: int, size: int) -> None:
-        """A component of that many bytes is gone."""
+        """Accounts for a deleted component of that many bytes."""
         self._bytes[ps] -= size
 
     def _next(self) -> int:
@@ -225,8 +226,8 @@ class VariablePlacement:
 
 @final
 class Numbers:
-    """The keys and optimizer ids of one session, counted from the number of the first
-    session that had them. Whoever changes them has a lock."""
+    """The keys and optimizer ids of one session, counted from its first number. The
+    caller holds a lock to change them."""
 
     def __init__(self, origin: int, placement: VariablePlacement) -> None:
         self._placement = placement
@@ -236,28 +237,28 @@ class Numbers:
         self._optimizers_at_risk: list[int] = []
 
     def has_variable(self, spec: VariableSpec) -> bool:
-        """Whether a variable was created in this session."""
+        """Returns whether a variable was created in this session."""
         return self._first < spec.key <= self._created
 
     def has_optimizer(self, number: int) -> bool:
-        """Whether an optimizer was created in this session."""
+        """Returns whether an optimizer was created in this session."""
         return self._first < number <= self._optimizers
 
     @property
     def doubtful(self) -> tuple[list[VariableSpec], list[int]]:
-        """Variables and optimizers of a creation that failed, or is under way: nobody
-        knows which of them are there."""
+        """Variables and optimizers of a creation that failed, or is under way: the ps
+        may have them or not."""
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Called when nothing is left of what was doubtful, or all of it is as it
-        should be."""
+        """Called when a failed creation has been removed, or has succeeded after
+        all."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """A creation: if it fails, what is taken inside is as if it never had been."""
+        """Takes keys and places for a creation; if it fails, they are taken back."""
         before = self._created, self._optimizers, self._placement.mark()
         try:
             yield
@@ -270,7 +271,7 @@ class Numbers:
     def components(
         self, new: VariablePlan, beside: VariableHandle | None
     ) -> list[VariableSpec]:
-        """The components of a new variable, with keys and places."""
+        """Returns the components of a new variable, with keys and places."""
         where = self._placement.place(
             new.sizes, None if beside is None else beside.spec.ps
         )
@@ -287,21 +288,22 @@ class Numbers:
         return self._optimizers
 
     def give_back(self, optimizer: int) -> None:
-        """Gives the number of an optimizer out again, to which nobody has a handle; if
-        others came after it, it stays taken."""
+        """Frees the number of an optimizer that has no handle; it stays taken if others
+        followed it."""
         if optimizer == self._optimizers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """Called when variables were deleted. Their keys never return: somebody may
-        have a handle."""
+        """Called when variables were deleted. Their keys are never used again: a handle
+        may still exist."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)
 
 
 def first_number(session: int) -> int:
-    """What the keys and optimizer ids of a session are counted from.
+    """Returns the number from which the keys and optimizer ids of a session are
+    counted.
 
     A handle that outlives its session must not name a variable of the next one by
     chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.

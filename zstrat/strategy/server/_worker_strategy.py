@@ -1,5 +1,4 @@
-"""A parameter-server strategy as a step sees it on a worker, and the face that it shows
-there and on the coordinator."""
+"""A parameter-server strategy as a step sees it on a worker."""
 
 from __future__ import annotations
 
@@ -12,48 +11,17 @@ import jax
 
 from zstrat.data import InputContext
 from zstrat.program import input_pipeline, worker_context
-from zstrat.strategy._devices import relative_name
+from zstrat.strategy._devices import device_names, ps_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Strategy
-from zstrat.variables import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from zstrat.strategy.input._inputs import ProcessInputs
-    from zstrat.variables import AbstractVariable, Creator
-
-    from ._server_variables import ServerVariables
+    from zstrat.variables import Creator
 
 _log: Final = logging.getLogger(__name__)
-
-
-@final
-class ParameterServerExtended(StrategyExtended):
-    """Devices and places of a parameter-server cluster."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        platform: str,
-        ps_count: int,
-        variables: ServerVariables | None,
-    ) -> None:
-        replicas = range(strategy.num_replicas_in_sync)
-        devices = [relative_name(platform, n) for n in replicas]
-        servers = [f"/job:ps/task:{n}" for n in range(ps_count)]
-        super().__init__(strategy, devices, servers, variables)
-        self._variables = variables
-
-    def value_container(self, value: Any) -> Any:
-        """The sharded variable that ``value`` is a component of, or ``value``."""
-        container = value.sharded_container if isinstance(value, Variable) else None
-        return value if container is None else container
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        assert self._variables is not None  # it was created in this scope
-        return self._variables.colocated(variable)
 
 
 @final
@@ -72,27 +40,27 @@ class WorkerStrategy(Strategy):
     # sends, needs no device for that, and takes no accelerator from a worker beside it.
     @functools.cached_property
     def _local(self) -> tuple[jax.Device, ...]:
-        found = tuple(jax.local_devices()[: self._replicas])
-        if len(found) < self._replicas:
+        devices = tuple(jax.local_devices()[: self._replicas])
+        if len(devices) < self._replicas:
             _log.warning(
                 "this worker has %d devices, the coordinator planned %d replicas per "
                 "worker: it computes all of them on one device",
-                len(found),
+                len(devices),
                 self._replicas,
             )
-        return found
+        return devices
 
     @functools.cached_property
-    def _extended(self) -> ParameterServerExtended:
-        platform = self._local[0].platform
-        return ParameterServerExtended(self, platform, self._ps_count, None)
+    def _extended(self) -> StrategyExtended:
+        devices = device_names(self._local[0].platform, self._replicas)
+        return StrategyExtended(self, devices, ps_names(self._ps_count))
 
     @property
     def num_replicas_in_sync(self) -> int:
         return self._replicas
 
     @property
-    def extended(self) -> ParameterServerExtended:
+    def extended(self) -> StrategyExtended:
         return self._extended
 
     def _function_inputs(self) -> ProcessInputs:
@@ -124,6 +92,7 @@ class WorkerStrategy(Strategy):
 
 @functools.cache
 def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
-    """The stand-in of this process; one object, as scopes compare strategies by
-    identity and a step function and its arguments are unpickled apart."""
+    """Returns the stand-in of this process. It is one object, as scopes compare
+    strategies by identity, and a step function and its arguments are unpickled
+    apart."""
     return WorkerStrategy(ps_count, replicas)

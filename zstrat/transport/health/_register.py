@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
 from zstrat.errors import BusyError, PeerLostError
 from zstrat.telemetry import RECENT, log_file, resident_bytes
-from zstrat.transport._traffic import moved_bytes, transports
+from zstrat.transport._pump import moved_bytes, transports
 from zstrat.wire import Telemetry
 
 if TYPE_CHECKING:

@@ -14,23 +14,249 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import math
 import secrets
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from zstrat.telemetry import TaskReport, report
+from zstrat.telemetry import TaskReport, held_up, report
 
-from ._picture import RunLook, RunPicture
 from ._register import REGISTER
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from zstrat.wire import PlainTree
 
-    from ._picture import Metrics
     from ._register import RegisterEntry
+
+HISTORY: Final = 720
+"""Points of the history. When they are as many, each two become one: the whole run is
+seen at all times, first second by second, after a day every few minutes."""
+
+Metrics = dict[str, "PlainTree"]
+Rows = list["PlainTree"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunLook:
+    """What was found when a process was asked for its run.
+
+    Args:
+        run: Which run of this process it is; 0: there is none now.
+        name: What it is called, as in "chief:0".
+        metrics: As `ClusterCoordinator.metrics`; None if it did not tell.
+        state: "runs", or else "waits" or "hangs", and why in ``words``.
+    """
+
+    run: int = 0
+    name: str = ""
+    metrics: Metrics | None = None
+    state: str = "runs"
+    words: str = ""
+
+
+@dataclass
+class RunHistory:
+    """Rows ``[seconds, steps/s, bytes/s into ps, bytes/s out of ps, memory]``."""
+
+    rows: Rows = field(default_factory=list)
+    _each: int = 1
+    """How many looks a row is the mean of."""
+    _open: list[list[float]] = field(default_factory=list)
+
+    def add(self, row: list[float]) -> bool:
+        """False: the rows are others now, and not only one more."""
+        self._open.append(row)
+        if len(self._open) < self._each:
+            return True
+        self.rows.append([*_mean(self._open)])
+        self._open = []
+        if len(self.rows) < HISTORY:
+            return True
+        pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
+        self.rows = [[*_mean(pair)] for pair in pairs]  # type: ignore[arg-type]
+        self._each *= 2
+        return False
+
+
+class RunPicture:
+    """The last picture of the newest run; it stays when the run has ended.
+
+    Args:
+        process: A name that no other process has, so that a page that comes back knows
+            whether it sees the same run.
+    """
+
+    def __init__(self, process: str) -> None:
+        self.number = 0
+        """Of the last frame; 0: nothing was seen yet."""
+        self._process = process
+        self._run, self._began = 0, 0.0
+        self._about: Metrics = {}
+        self._metrics: Metrics = {}
+        self._held_up: Rows = []
+        self._history = RunHistory()
+        self._states: dict[str, tuple[str, float]] = {}
+        self._grown: dict[str, PlainTree] = {}
+        self._only_grew = False
+
+    def see(self, look: RunLook, now: float) -> None:
+        """Takes what was found at ``now``, seconds of any clock that goes on."""
+        is_another = look.run not in (0, self._run)
+        if is_another:
+            self._begin(look, now)
+        self.number += 1
+        told = look.metrics if look.run == self._run else None
+        self._about = {
+            "run": f"{self._process}.{self._run}",
+            "name": look.name or self._about.get("name", ""),
+            "state": self._state(look),
+            "words": look.words,
+            "seconds": _at(told, now - self._began) if told else self._last_seconds(),
+        }
+        if told:
+            self._held_up = [{**each} for each in held_up(told)]
+        self._only_grew, self._grown = True, {"history": [], "scalars": {}, "logs": []}
+        if told:
+            self._take(told, _at(told, now - self._began))
+        self._only_grew &= not is_another
+
+    def frame(self, after: int) -> str:
+        """The frame for who has seen that of number ``after``, 0 for none."""
+        only_new = self._only_grew and after == self.number - 1 and after > 0
+        metrics, history = self._metrics, self._history.rows
+        if only_new:
+            both = ("scalars", "logs")
+            grown = {name: self._grown[name] for name in both if name in metrics}
+            metrics = {**metrics, **grown}
+            history = self._grown["history"]  # type: ignore[assignment]
+        since: PlainTree = {name: at for name, (_, at) in self._states.items()}
+        about = {"kind": "change" if only_new else "whole", **self._about}
+        about |= {"held_up": self._held_up, "since": since}
+        return as_json({**about, "metrics": metrics, "history": history})
+
+    def _begin(self, look: RunLook, now: float) -> None:
+        """Another run: nothing of the one before is shown any more."""
+        self._run, self._began, self._metrics, self._held_up = look.run, now, {}, []
+        self._history, self._states, self._about = RunHistory(), {}, {}
+
+    def _state(self, look: RunLook) -> str:
+        if not self._run:
+            return "none"
+        if look.run != self._run:
+            return "ended"
+        return look.state
+
+    def _last_seconds(self) -> PlainTree:
+        return self._about.get("seconds", 0.0)
+
+    def _take(self, told: Metrics, seconds: float) -> None:
+        before, self._metrics = self._metrics, told
+        rows = len(self._history.rows)
+        self._only_grew = self._history.add([seconds, *_sums(told)])
+        scalars, old = _dict(told, "scalars"), _dict(before, "scalars")
+        self._grown = {
+            "history": self._history.rows[rows:],
+            "scalars": {
+                # By step and time: a value may be NaN, which equals nothing.
+                name: added(_list(old, name), _list(scalars, name), columns=2)
+                for name in scalars
+            },
+            "logs": added(_list(before, "logs"), _list(told, "logs")),
+        }
+        self._states = {
+            name: self._seen_since(name, str(_dict(tasks, name).get("state")), seconds)
+            for tasks in (_dict(told, "tasks"),)
+            for name in tasks
+        }
+
+    def _seen_since(self, name: str, state: str, seconds: float) -> tuple[str, float]:
+        known = self._states.get(name)
+        return known if known and known[0] == state else (state, seconds)
+
+
+def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
+    """The rows that came behind ``before``, of which the oldest may be gone from
+    ``now``. Rows are the same if their first ``columns`` are, None: if all are."""
+    old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
+    for common in range(min(len(old), len(new)), 0, -1):
+        # The first row tells almost always.
+        if old[-common] == new[0] and old[-common:] == new[:common]:
+            return now[common:]
+    return now
+
+
+def _cut(row: PlainTree, columns: int | None) -> PlainTree:
+    return row[:columns] if isinstance(row, list) else row
+
+
+_PIECES: Final = 3
+"""Levels of a frame that are encoded key by key. json lets no other thread of this
+process run for as long as one call takes, and that of a thousand tasks takes long."""
+
+
+def as_json(value: PlainTree, pieces: int = _PIECES) -> str:
+    """In ASCII, in one line, and without numbers that JSON does not have."""
+    if pieces and isinstance(value, dict):
+        made = [
+            f"{json.dumps(str(key))}:{as_json(each, pieces - 1)}"
+            for key, each in value.items()
+        ]
+        return f"{{{','.join(made)}}}"
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: PlainTree) -> PlainTree:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _at(told: Metrics, otherwise: float) -> float:
+    """Seconds since the run began, by its own clock if it tells."""
+    return _number(told, "seconds") or otherwise
+
+
+def _sums(told: Metrics) -> list[float]:
+    tasks = _dict(told, "tasks")
+    servers = [_dict(tasks, name) for name in tasks if name.startswith("ps:")]
+    return [
+        _number(told, "steps_per_s"),
+        sum(_number(each, "bytes_in_per_s") for each in servers),
+        sum(_number(each, "bytes_out_per_s") for each in servers),
+        sum(_number(_dict(tasks, name), "memory") for name in tasks),
+    ]
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def _dict(values: Metrics, name: str) -> Metrics:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(values: Metrics, name: str) -> Rows:
+    found = values.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _number(values: Metrics, name: str) -> float:
+    found = values.get(name)
+    return float(found) if isinstance(found, int | float) else 0.0
+
 
 VIEWERS: Final = 16
 """Pages that are open at a time. Each keeps one of the 64 connections, of which the

@@ -1,22 +1,23 @@
-"""One call of ``apply_gradients``: gradients of the leaves of a tree, as they travel.
+"""`GradientCall`: one call of ``apply_gradients``; and `TraceRecorder`.
 
-A call goes as a whole from where it is made to where it is carried out: replicas bring
-their gradients together, and what an optimizer computes of several gradients is
-computed of these. Only then does it become updates of variables. What an optimizer
-cannot do with it is refused before anything is sent or computed, with the variables
-that it is about and what to write instead.
+A call stays one object until it is applied: replicas combine their gradients, then the
+optimizer computes operands of several gradients, and only then does the call become
+updates of variables. The ``require_...`` functions refuse calls that the optimizer
+cannot apply, before anything is sent or computed.
 """
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from zstrat.variables._storage import KnowsSlots
 from zstrat.variables._table import Table
+
+from ._slots import OptimizerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,15 +35,12 @@ if TYPE_CHECKING:
     from zstrat.variables._storage import StorageUpdate, VariableHandle
     from zstrat.wire import UpdateOp
 
-    from ._slots import OptimizerHandle
-
 
 class VariableUpdate(NamedTuple):
-    """One update of a variable or of rows of a table, as a recorder is told of it.
+    """One update of a variable or of rows of a table, as a recorder gets it.
 
-    ``operands``: of a whole variable an array of its shape; of rows, also of those of
-    one variable, indices ``[n]`` and rows ``[n, ...]``. Shapes and dtypes were checked
-    before.
+    ``operands`` are an array of the variable's shape, or indices ``[n]`` and rows
+    ``[n, ...]``. Their shapes and dtypes have been checked.
     """
 
     target: VariableHandle | Table
@@ -57,22 +55,70 @@ class VariableUpdate(NamedTuple):
 
     @property
     def subject(self) -> VariableSpec | Table:
-        """What an error says is updated; made into words there alone."""
+        """The target, as errors name it."""
         target = self.target
         return target if isinstance(target, Table) else target.spec
 
 
-class UpdateRecorder(Protocol):
-    """The trace of a step function, as far as a variable writes its updates down."""
+class TraceRecorder:
+    """Records what a step function does with variables while its body runs.
 
+    The body runs under jax's tracing (a capture), or with values (an eager step).
+    """
+
+    # No ABC: `isinstance` is asked at each read, and ABCMeta answers it slowly.
+
+    live = False
+    """Whether values are real, so that nothing is being captured."""
+    has_values = False
+    """Whether a value that is read can be given to numpy."""
+    may_create = False
+    """Whether the body may create variables."""
+
+    @abc.abstractmethod
+    def read(self, variable: VariableHandle) -> jax.Array:
+        """Returns the value as the trace sees it, writes of the same step included."""
+
+    @abc.abstractmethod
     def update(self, update: VariableUpdate) -> None:
-        """Notes an update."""
-        ...
+        """Records an update."""
+
+    @abc.abstractmethod
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """Returns rows of a table, ``ids.shape + row``; ``ids`` are integers."""
+
+    @abc.abstractmethod
+    def optimize(self, call: GradientCall) -> None:
+        """Records the gradients of one ``apply_gradients`` as one unit."""
+
+    @abc.abstractmethod
+    def drew(self, leaf: object) -> bool:
+        """Whether this very object is (a leaf of) an element that the step drew from an
+        iterator. Such arrays are split over the replicas of a worker."""
+
+    @abc.abstractmethod
+    def draw(self, iterator: Any) -> Any:
+        """Returns the next element of a `StepIterator` as the trace sees it."""
+
+    @abc.abstractmethod
+    def require_known_end(self, name: str) -> None:
+        """Called before Python branches on whether the data of this name have ended.
+
+        Raises:
+            LoopsOverData: The step is being traced, which cannot tell.
+        """
+
+    def copies(self, variable: VariableHandle) -> jax.Array:
+        """Returns the copies of all replicas, ``[count, ...]``."""
+        raise AssertionError(f"{self}: a replica knows only its own copy")
+
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
+        """Replaces the copies of all replicas."""
+        raise AssertionError(f"{self}: a replica knows only its own copy")
 
 
 class GradientTarget(Protocol):
-    """A variable as a leaf of a tree, be it in parts: the variables that hold it, and
-    what becomes of a gradient there."""
+    """A variable as a leaf of a tree, sharded or not, and its updates by gradients."""
 
     @property
     def name(self) -> str: ...
@@ -104,7 +150,7 @@ class GradientTarget(Protocol):
 
     def _record(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         value: Any,
         optimizer: OptimizerHandle | None,
@@ -112,16 +158,15 @@ class GradientTarget(Protocol):
 
     def _record_rows(
         self,
-        recording: UpdateRecorder,
+        recording: TraceRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None,
     ) -> None: ...
 
 
-class CalledOptimizer(KnowsSlots, Protocol):
-    """The optimizer of a call, for who carries the call out or asks for its state: the
-    transformation on the call's tree, and a place for what is made of its traces."""
+class CalledOptimizer(OptimizerHandle, Protocol):
+    """The optimizer of a call: its transformation on trees, and a cache (``made``)."""
 
     @property
     def iterations(self) -> GradientTarget | None: ...
@@ -136,24 +181,24 @@ class CalledOptimizer(KnowsSlots, Protocol):
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule: ...
 
     def known_call(self) -> GradientCall | None:
-        """A call on its tree without arrays, None if it has none yet."""
+        """Returns a call on its tree without arrays; None if the tree is not known."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class GradientCall:
-    """See the module's docstring.
+    """The gradients of one ``apply_gradients``; see the module's docstring.
 
     Args:
         targets: The variable of each leaf of the tree.
-        given: The leaves that there are gradients of, by number, in order.
-        sparse: Of which of these there are rows: indices ``[n]`` and rows ``[n, ...]``.
-        operands: The arrays of each of them: a gradient of its shape, or indices and
-            rows.
+        given: The numbers of the leaves that have gradients, in order.
+        sparse: Whether each of these gradients is of rows (`IndexedSlices`).
+        operands: The arrays of each gradient: one of the variable's shape, or indices
+            ``[n]`` and rows ``[n, ...]``.
         extras, further: Further arguments of ``update``, and the arrays among them.
         is_reduced: The gradients are the same in all replicas already.
-        examples: For each leaf how many gradients there are, one of each example, along
-            an axis before its own; 0 for one gradient of its shape. Empty: all 0.
+        examples: For each leaf the number of examples whose gradients are stacked along
+            an axis before its own; 0 for one gradient. Empty if all are 0.
         where: The user's line.
     """
 
@@ -171,17 +216,17 @@ class GradientCall:
 
     @property
     def variables(self) -> tuple[VariableHandle, ...]:
-        """The components of all variables that there are gradients of."""
+        """The components of all variables that have gradients."""
         return tuple([c for leaf in self.given for c in self.targets[leaf].components])
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All arrays in a row: those of the gradients, then further arguments."""
+        """All arrays in one tuple: of the gradients, then further arguments."""
         return (*[x for each in self.operands for x in each], *self.further)
 
     def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
-        """This call with other arrays, in the order of `arrays`; there may be gradients
-        of more examples."""
+        """Replaces the arrays, in the order of `arrays`; the number of examples may
+        differ."""
         left = iter(arrays)
         operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
         made = replace(self, operands=operands, further=tuple(left))
@@ -195,33 +240,33 @@ class GradientCall:
         return replace(self, examples=tuple(counts))
 
     def has_examples(self, leaf: int) -> bool:
-        """Whether there are gradients of each example."""
+        """Whether the leaf has one gradient per example."""
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
-        """Yields for each gradient: the leaf, its variable, whether it is of rows, and
-        its arrays."""
+        """Iterates over the gradients: number of the leaf, variable, whether it is of
+        rows, arrays."""
         for leaf, sparse, mine in zip(
             self.given, self.sparse, self.operands, strict=True
         ):
             yield leaf, self.targets[leaf], sparse, mine
 
     def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
-        """The transformation on this tree.
+        """Returns the transformation on this tree.
 
-        ``is_here``: the variables live in this process, which computes with the 32 bits
-        of jax unless its user has switched 64 on.
+        ``is_here``: the variables are stored in this process, which computes with 32
+        bits unless ``jax_enable_x64`` is on.
         """
         return self.optimizer.rule(self, is_here=is_here, is_traced=is_traced)
 
     def words(self, leaf: int) -> str:
-        """What a message calls a leaf."""
+        """Names a leaf for messages."""
         path = self.structure.words(leaf)
         name = f"variable {self.targets[leaf].name!r}"
         return f"{name} ({path})" if path else name
 
     def binding(self) -> Binding:
-        """What parameter servers are told of the tree."""
+        """Makes the description of the tree for parameter servers."""
         from zstrat.optimizers import Binding
 
         keys = [tuple([c.spec.key for c in v.components]) for v in self.targets]
@@ -230,20 +275,20 @@ class GradientCall:
 
 @runtime_checkable
 class Binds(Protocol):
-    """A storage that has to be told of the tree of an optimizer before it is used."""
+    """A storage that needs the tree of an optimizer before its gradients."""
 
     def bind(self, call: GradientCall) -> None:
-        """Tells of the tree of a call, once.
+        """Sends the tree of a call, once.
 
         Raises:
-            ValueError: It cannot be told, or is refused; says why.
+            ValueError: It cannot be sent, or is refused; says why.
         """
         ...
 
 
 @runtime_checkable
 class BindsAsync(Protocol):
-    """As `Binds`, for who awaits it."""
+    """The awaitable form of `Binds`."""
 
     async def bind_async(self, call: GradientCall) -> None:
         """`Binds.bind`, without blocking the running loop."""
@@ -251,10 +296,10 @@ class BindsAsync(Protocol):
 
 
 def encoded(call: GradientCall) -> bytes:
-    """`GradientCall.binding` as it travels; made once for each tree.
+    """Encodes `GradientCall.binding`; once for each tree.
 
     Raises:
-        ValueError: It cannot be sent; says why.
+        ValueError: It cannot be encoded; says why.
     """
     binding = call.binding()
     made = call.optimizer.made.setdefault("encoded", {})
@@ -267,7 +312,7 @@ def encoded(call: GradientCall) -> bytes:
 
 
 def seen(dtype: Any, *, is_here: bool) -> np.dtype:
-    """The dtype of a leaf as the optimizer sees it."""
+    """Returns the dtype of a leaf as the optimizer sees it."""
     found: np.dtype = np.dtype(dtype)
     if is_here:
         found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -275,17 +320,17 @@ def seen(dtype: Any, *, is_here: bool) -> np.dtype:
 
 
 def require_whole(call: GradientCall, cut: TreeCut) -> None:
-    """Refuses a call that an optimizer of a whole tree cannot carry out.
+    """Refuses a call that an optimizer of a whole tree cannot apply.
 
     Raises:
-        ValueError: Gradients are left out, or are rows.
+        ValueError: A gradient is missing, or is of rows.
     """
     assert cut.coupling is not None
     if len(call.given) < len(call.targets):
         left = next(n for n in range(len(call.targets)) if n not in call.given)
         raise ValueError(
-            f"{line_of(call)}optimizer {call.optimizer.name!r} moves the variables of "
-            f"its tree together ({_coupled(call, cut.coupling)}), and there is no "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} updates the variables "
+            f"of its tree together ({_coupled(call, cut.coupling)}), and got no "
             f"gradient of {call.words(left)}: give zeros for it, or leave it out of "
             "params= and of every call"
         )
@@ -293,7 +338,7 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
         if sparse:
             raise ValueError(
                 f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than "
-                f"one row at a time, because it moves the variables of its tree "
+                f"one row at a time, because it updates the variables of its tree "
                 f"together ({_coupled(call, cut.coupling)}), so it cannot take "
                 f"IndexedSlices of {call.words(leaf)}: give it the dense gradient, "
                 "slices.to_dense()"
@@ -301,27 +346,26 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
 
 
 def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
-    """Refuses a call that an optimizer cannot carry out variable by variable.
+    """Refuses a call that an optimizer cannot apply variable by variable.
 
     Raises:
-        ValueError: Gradients are left out that others depend on; or there are rows, or
-            parts of a variable, and the optimizer does not treat each row by itself; or
-            there are rows, and it makes one move of several updates.
+        ValueError: A gradient is missing that others depend on; or there are rows, or a
+            sharded variable, and the optimizer does not treat each row by itself; or
+            there are rows, and it accumulates several updates.
     """
     cut = tree.cut()
     missing = sorted(cut.gradients_for(call.given) - {*call.given})
     if missing:
         raise ValueError(
-            f"{line_of(call)}optimizer {call.optimizer.name!r} computes something of "
-            "all gradients of its tree (a global norm, a common test), and there is "
-            f"none of {call.words(missing[0])}: give zeros for it, or leave it out of "
-            "params= and of every call"
+            f"{line_of(call)}optimizer {call.optimizer.name!r} computes something from "
+            "all gradients of its tree (a global norm, a common test), and got no "
+            f"gradient of {call.words(missing[0])}: give zeros for it, or leave it out "
+            "of params= and of every call"
         )
     from zstrat.optimizers import dependence_on_padding
 
     for leaf, target, sparse, _ in call.leaves():
-        # Whole and dense: whatever the optimizer does to rows together is what optax
-        # does.
+        # Not sharded, and dense: the optimizer sees what optax would see.
         if not sparse and len(target.components) == 1:
             continue
         rule = call.optimizer.leaf_rule(tree, leaf)
@@ -335,7 +379,7 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
 
 
 def require_servers(call: GradientCall, tree: TreeRule) -> None:
-    """Refuses an optimizer that parameter servers cannot run, or cannot run here.
+    """Refuses a call that parameter servers cannot apply.
 
     Raises:
         ValueError: It couples variables, or as `require_by_leaf`.
@@ -345,17 +389,17 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
     if acts:
         raise ValueError(
             f"{line_of(call)}optimizer {call.optimizer.name!r} calls back into Python "
-            f"({acts}), which a parameter server does not run: take the callback out"
+            f"({acts}), which parameter servers do not run: remove the callback"
         )
     if cut.coupling is not None:
         raise ValueError(
-            f"{line_of(call)}optimizer {call.optimizer.name!r} mixes variables, which "
-            "live on parameter servers, each by itself: "
-            f"{_coupled(call, cut.coupling)}. What is computed of gradients alone (a "
-            "global norm) may stand before everything that keeps a state: "
-            "optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), and "
-            "gradients may be accumulated in the step; else train with a strategy "
-            "whose processes hold all variables (MirroredStrategy, "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} mixes variables, but "
+            "parameter servers update each variable by itself: "
+            f"{_coupled(call, cut.coupling)}. Values that depend only on gradients (a "
+            "global norm) can be computed before transformations with a state: "
+            "optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)); and the "
+            "step can accumulate gradients. Otherwise train with a strategy whose "
+            "processes hold all variables (MirroredStrategy, "
             "MultiWorkerMirroredStrategy)"
         )
     _require_own_start(call, tree)
@@ -363,21 +407,23 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
 
 
 def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
-    """
+    """Refuses an optimizer whose initial state of a leaf depends on other leaves.
+
     Raises:
-        ValueError: The state of a leaf begins with something made of several.
+        ValueError: The initial state of a leaf depends on others.
     """
     for leaf in call.given:
         slot = call.optimizer.leaf_rule(tree, leaf).coupled_start
         if slot:
             other = call.words(next(n for n in range(len(call.targets)) if n != leaf))
             raise ValueError(
-                f"{line_of(call)}optimizer {call.optimizer.name!r} begins with {slot}, "
-                f"made of the values of {call.words(leaf)}, {other} and perhaps more, "
-                "which live on parameter servers, each by itself: use an optimizer "
-                "whose state begins with constants, or with each variable's own value, "
-                "or train with a strategy whose processes hold all variables "
-                "(MirroredStrategy, MultiWorkerMirroredStrategy)"
+                f"{line_of(call)}optimizer {call.optimizer.name!r} computes its "
+                f"initial state {slot} from the values of {call.words(leaf)}, {other} "
+                "and perhaps more, but parameter servers update each variable by "
+                "itself: use an optimizer whose initial state is constant, or depends "
+                "on each variable's own value, or train with a strategy whose "
+                "processes hold all variables (MirroredStrategy, "
+                "MultiWorkerMirroredStrategy)"
             )
 
 
@@ -392,10 +438,10 @@ def _what_couples(call: GradientCall, coupling: Coupling) -> str:
     if coupling.state:
         between = f"its state {coupling.state}"
         if coupling.other is None:
-            return f"{between} is made of {first} and others"
-        return f"{between} is made of {first} and {call.words(coupling.other)}"
+            return f"{between} depends on {first} and others"
+        return f"{between} depends on {first} and {call.words(coupling.other)}"
     if coupling.other is None:
-        return f"{first} depends on something that is of no variable"
+        return f"{first} depends on something that belongs to no variable"
     return (
         f"the next value of {first} depends on values or on the state of "
         f"{call.words(coupling.other)}"
@@ -403,11 +449,12 @@ def _what_couples(call: GradientCall, coupling: Coupling) -> str:
 
 
 def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueError:
-    what = "take IndexedSlices of" if sparse else "move the parts of"
+    what = "take IndexedSlices of" if sparse else "update the parts of"
     cure = (
-        "Give it the dense gradient, slices.to_dense(), of a variable in one piece"
+        "Give it the dense gradient, slices.to_dense(), of a variable that is not "
+        "sharded"
         if sparse
-        else "Keep the variable in one piece (a partitioner that leaves it whole)"
+        else "Do not shard the variable (use a partitioner that leaves it whole)"
     )
     return ValueError(
         f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than one row "
@@ -419,15 +466,14 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
 
 def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
     return ValueError(
-        f"{line_of(call)}optimizer {call.optimizer.name!r} makes one move of several "
-        f"updates ({who}) and cannot take IndexedSlices of {call.words(leaf)}: a row "
-        "that the last of these updates does not name would lose what it was given "
-        "before, or keep what was to be taken back. Give it the dense gradient, "
-        "slices.to_dense(), leave that out for this variable (optax.multi_transform), "
-        "or add up the losses in the step"
+        f"{line_of(call)}optimizer {call.optimizer.name!r} accumulates several updates "
+        f"({who}) and cannot take IndexedSlices of {call.words(leaf)}: a row that is "
+        "not in the last of these updates would lose the others. Give it the dense "
+        "gradient, slices.to_dense(), exclude this variable from the accumulation "
+        "(optax.multi_transform), or add up the losses in the step"
     )
 
 
 def line_of(call: GradientCall) -> str:
-    """How a message begins that knows the user's line."""
+    """Returns the user's line as the beginning of a message, or ""."""
     return f"{call.where}: " if call.where else ""

@@ -1,8 +1,8 @@
-"""What a user gives to ``apply_gradients``, checked, as a call.
+"""Checks the arguments of ``apply_gradients``, and makes a `GradientCall` of them.
 
-Two pytrees of one structure, or TF's pairs; gradients that are None are left out. With
-a tree that the optimizer was given (``params=``), a variable is the leaf that it is
-there, wherever it stands in the call.
+The arguments are two pytrees of one structure, or TF's pairs; gradients that are None
+are skipped. If the optimizer has a tree (``params=``), a variable is the leaf of that
+tree, whatever its position in the arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """Gradients of leaves of a tree: ``gradients`` by the number of the leaf."""
+    """A tree of variables, and gradients by the number of the leaf."""
 
     structure: TreeStructure
     targets: tuple[AbstractVariable, ...]
@@ -42,13 +42,13 @@ class GivenGradients:
 
     @property
     def moved(self) -> list[AbstractVariable]:
-        """The variables that there are gradients of."""
+        """The variables that have a gradient."""
         return [self.targets[leaf] for leaf in sorted(self.gradients)]
 
     def call(
         self, optimizer: CalledOptimizer, extra: dict[str, Any], *, is_reduced: bool
     ) -> GradientCall:
-        """The arrays as they will be used: traced, or of numpy outside of steps.
+        """Converts the gradients: to traced arrays in steps, else to arrays of numpy.
 
         Raises:
             ValueError: A shape or dtype does not fit.
@@ -83,10 +83,11 @@ class GivenGradients:
 
 
 def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
-    """The gradients of an iterable of ``(gradient, variable)``.
+    """Checks an iterable of ``(gradient, variable)``.
 
     Raises:
-        ValueError: It is none, has no gradient, or a variable twice or unknown.
+        ValueError: It is not such an iterable, has no gradient, or a variable occurs
+            twice or is not in the tree.
     """
     found = _present(_listed(pairs))
     if tree is not None:
@@ -100,11 +101,11 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
 
 
 def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
-    """The gradients of two pytrees of one structure.
+    """Checks two pytrees of one structure.
 
     Raises:
-        ValueError: Their structures differ, there is no gradient, or a variable is
-            there twice or unknown.
+        ValueError: Their structures differ, there is no gradient, or a variable occurs
+            twice or is not in the tree.
     """
     listed, treedef = _matched(grads, variables)
     found = _present(listed)
@@ -112,7 +113,7 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
         return _in_tree(found, tree)
     from zstrat.optimizers import TreeStructure
 
-    # None is no leaf: what rests is not in the tree.
+    # None is not a leaf: variables without a gradient are not in the tree.
     left = treedef.unflatten([v if g is not None else None for g, v in listed])
     targets, rest = jax.tree.flatten(left)
     gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
@@ -121,16 +122,16 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
 
 def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> GivenGradients:
     structure, targets = tree
-    # By key: another handle of the same variable is that leaf, too.
+    # By key: there may be several handles of one variable.
     places = {_key(variable): n for n, variable in enumerate(targets)}
     gradients: dict[int, Any] = {}
     for gradient, variable in found:
         leaf = places.get(_key(variable))
         if leaf is None:
             raise ValueError(
-                f"variable {variable.name!r} is not in the tree that the optimizer was "
-                "given (params=): give zs.Optimizer the whole tree that it moves, or "
-                "make another optimizer for this variable"
+                f"variable {variable.name!r} is not in the tree of the optimizer "
+                "(params=): give zs.Optimizer the whole tree that it updates, or make "
+                "another optimizer for this variable"
             )
         gradients[leaf] = gradient
     return GivenGradients(structure, targets, gradients)
@@ -143,12 +144,12 @@ def _key(variable: AbstractVariable) -> tuple[int, ...]:
 def _present(
     pairs: list[tuple[Any, Any]],
 ) -> list[tuple[Any, AbstractVariable]]:
-    # None beside None is an absent part of a model, a bias it does not have.
+    # None in both is a part that a model does not have (no bias).
     pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
     for _, variable in pairs:
         if not isinstance(variable, AbstractVariable):
             raise ValueError(
-                f"apply_gradients moves zs.Variable objects, got "
+                f"apply_gradients updates zs.Variable objects, got "
                 f"{type(variable).__name__}{_order([g for g, _ in pairs])}"
             )
         variable.require_optimizable()
@@ -161,7 +162,7 @@ def _present(
 
 
 def _order(gradients: Any) -> str:
-    """A hint, where variables stand in place of gradients."""
+    """Returns a hint if gradients contain variables."""
     if not any(map(_is_variable, jax.tree.leaves(gradients, is_leaf=_is_variable))):
         return ""
     return (
@@ -176,9 +177,9 @@ def _require_distinct(variables: list[AbstractVariable]) -> None:
         key = part.spec.key
         if key in seen:
             raise ValueError(
-                f"{part.spec} is there twice in one apply_gradients, which would "
-                "be two steps of the optimizer: give each variable once. Gradients "
-                "with respect to several arguments that hold it are added first; "
+                f"{part.spec} occurs twice in one apply_gradients, which would be two "
+                "steps of the optimizer: give each variable once. Add up the gradients "
+                "with respect to several arguments that contain it; "
                 "zs.value_and_grad(variables=...) gives the whole gradient each time"
             )
         seen.add(key)
@@ -223,16 +224,16 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:
-    """Whether there is one gradient for each of several examples."""
+    """Whether the array has one gradient for each of several examples."""
     shape = tuple(np.shape(_value(gradient)))
     return len(shape) > len(variable.shape) and shape[1:] == tuple(variable.shape)
 
 
 def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
-    """An array ``[examples, ...]``.
+    """Converts gradients ``[examples, ...]``.
 
     Raises:
-        ValueError: The variable lives on a parameter server, or in parts.
+        ValueError: The variable is on a parameter server, or sharded.
     """
     spec = variable.components[0].spec
     words, shape = WORDS[UpdateOp.OPTIMIZE], np.shape(_value(gradient))
@@ -241,9 +242,9 @@ def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
         raise ValueError(
             f"cannot {words} {spec}: shape mismatch. The variable has shape "
             f"{variable.shape}, and the value has shape {shape}; expected "
-            f"{variable.shape}. Gradients of single examples (optax.contrib.dpsgd) are "
-            "taken where the program that computes them has the variable, in one piece "
-            "(no scope, MirroredStrategy, MultiWorkerMirroredStrategy): give a "
+            f"{variable.shape}. Gradients of single examples (optax.contrib.dpsgd) "
+            "need a variable that is stored in the program that computes them, and not "
+            "sharded (no scope, MirroredStrategy, MultiWorkerMirroredStrategy): give a "
             "parameter server their sum or their mean"
         )
     if recorder.get() is not None:
@@ -253,7 +254,7 @@ def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
 
 
 def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
-    """The gradient in the form of the variable."""
+    """Converts a gradient to the shape and dtype of the variable."""
     spec = variable._spec
     is_traced = recorder.get() is not None
     if isinstance(gradient, IndexedSlices):
@@ -274,7 +275,7 @@ def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
 
 
 def _extras(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
-    """Further arguments: arrays, and what is none."""
+    """Splits further arguments into arrays and other objects."""
     from zstrat.optimizers import Extras
 
     static = {name: value for name, value in extra.items() if not _is_data(value)}
@@ -288,7 +289,7 @@ def _extras(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether all of it is arrays and numbers."""
+    """Whether all leaves are arrays, numbers or variables."""
     leaves = jax.tree.leaves(value, is_leaf=_is_variable)
     kinds = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
     return all(isinstance(leaf, kinds) or _is_variable(leaf) for leaf in leaves)

@@ -1,9 +1,9 @@
-"""Optimizers see the tree of the variables that they move; this is their handle.
+"""`Optimizer`: an optax transformation that updates variables.
 
-The transformation is plain optax. What it does to each variable is read from its
-program, traced on the tree: ``zs.Optimizer(transformation, params=tree)``, or else the
-tree of each ``apply_gradients(grads, tree)``. Variables of this process are moved by
-steps that hold them all; a parameter server moves those that it has, one by one.
+The transformation is plain optax. It is traced on a tree of variables, and its program
+shows what it does to each variable: ``zs.Optimizer(transformation, params=tree)``, or
+else the tree of each ``apply_gradients(grads, tree)``. Steps update all variables of
+this process together; parameter servers update their variables one by one.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
     from ._gradient_call import GradientTarget
     from ._slots import SlotRule
 
-# Negative: 0 stands for none, and those of parameter servers are above it.
+# Negative: 0 is "no optimizer", and ids on parameter servers are positive.
 _local_ids = itertools.count(-1, -1)
 
 
 class Optimizer:
-    """An optax transformation that moves variables.
+    """An optax transformation that updates variables.
 
     Args:
         transformation: Any optax ``GradientTransformation``, or an object that makes
-            one (``optax.MultiSteps``). Variables of this process are moved by all of
-            them; parameter servers move each variable by itself, with what can be
-            computed of all gradients (a global norm), and refuse what mixes values.
-        params: The tree of variables that it moves: paths, labels and masks are those
-            of this tree, and what cannot be done with it is refused here. Without it,
-            the tree is that of each ``apply_gradients``.
+            one (``optax.MultiSteps``). Variables of this process accept all of them.
+            Parameter servers update each variable by itself; they accept values that
+            depend on all gradients (a global norm), and refuse a transformation that
+            mixes variables.
+        params: The tree of variables that it updates: paths, labels and masks refer to
+            this tree, and the constructor refuses what it cannot do with it. Without
+            it, the tree is that of each ``apply_gradients``.
         count_iterations: Also keep TF's ``iterations``: an int32 variable that grows by
             one with each ``apply_gradients``. It is one more (small) update per step.
 
     Raises:
         TypeError: ``transformation`` has no ``init`` and ``update``, ``params`` has
-            leaves that are no variables, or the name is no text.
-        ValueError: It cannot be applied to ``params``, or not where they live.
+            leaves that are not variables, or the name is not a string.
+        ValueError: It cannot be applied to ``params``, or not where they are stored.
     """
 
     def __init__(
@@ -71,15 +72,15 @@ class Optimizer:
         from zstrat.optimizers import RandomNumbers, checked
 
         self.name = "Optimizer" if name is None else name
-        """Names the optimizer in errors."""
+        """The name of the optimizer in errors."""
         if not isinstance(self.name, str):
-            raise TypeError(f"name={name!r:.80}: expected that of an optimizer, text")
+            raise TypeError(f"name={name!r:.80}: expected a string")
         self.iterations: Variable | None = None
         """Number of calls of `apply_gradients` so far; None without
         ``count_iterations``."""
         self._transformation: Any = checked(transformation)
         self._random = RandomNumbers.of_this_thread()
-        """Of the program, for parameter servers, whose processes were not told."""
+        """The program's settings of random numbers, for parameter servers."""
         self._params = params
         tree = self._tree
         self._forget_traces()
@@ -102,16 +103,16 @@ class Optimizer:
 
     @functools.cached_property
     def _tree(self) -> tuple[TreeStructure, tuple[AbstractVariable, ...]] | None:
-        """The tree that it was given. Flattened when it is first wanted: a handle that
-        arrives may do so before the class of its tree, whose methods use it."""
+        """The tree of ``params``, flattened at its first use: an unpickled handle may
+        arrive before the class of its tree."""
         return None if self._params is None else _tree_of(self._params)
 
     def _forget_traces(self) -> None:
         self._rules: list[tuple[Any, TreeRule]] = []
         self.made: dict[Any, Any] = {}
-        """What others have made of its traces, by what they made it for."""
+        """A cache for what other modules make from its traces."""
         self.moved: dict[tuple[int, ...], GradientCall] = {}
-        """The last call on each tree, without its arrays, by its variables."""
+        """A call without arrays on each tree that it has updated, by variables."""
 
     def _counter(self) -> Variable:
         return Variable(
@@ -129,17 +130,18 @@ class Optimizer:
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer as it is now, in optax's own structure; arrays of
-        jax. It can be assigned, between steps, by the program:
-        ``optimizer.state = optax.tree_utils.tree_set(optimizer.state, ...)``. Of
-        several programs that hold a variable together each one assigns it.
+        """The present state, in optax's own structure; arrays of jax.
 
-        Cost: all of it is read from where it lives, or written there. While steps are
-        under way, parts of several of them may be in it.
+        The program can assign it between steps:
+        ``optimizer.state = optax.tree_utils.tree_set(optimizer.state, ...)``. If
+        several programs share the variables, each of them must assign it.
+
+        Cost: reads or writes all slots where they are stored. While steps run, the
+        result may mix parts of several steps.
 
         Raises:
-            RuntimeError: Its tree is not known: it has moved nothing, and ``params=``
-                was not given. Or it has moved several trees. Or this is in a step.
+            RuntimeError: Its tree is not known: it has updated no variables, and has no
+                ``params=``. Or it has updated several trees. Or this is in a step.
             ValueError: The assigned state has another structure, or other shapes.
             TypeError: A leaf of it has a dtype of another kind.
         """
@@ -151,10 +153,12 @@ class Optimizer:
 
     @property
     def hyperparams(self) -> Hyperparameters:
-        """Those of ``optax.inject_hyperparams``, by name: to read, and to assign while
-        training goes on, as ``optimizer.hyperparams["learning_rate"] = 1e-4``; between
-        steps, by the program, not in a step. Of several programs that hold a variable
-        together (`MultiWorkerMirroredStrategy`) each one assigns it."""
+        """The hyperparameters of ``optax.inject_hyperparams``, by name.
+
+        The program reads and assigns them between steps:
+        ``optimizer.hyperparams["learning_rate"] = 1e-4``. If several programs share the
+        variables (`MultiWorkerMirroredStrategy`), each of them must assign it.
+        """
         return Hyperparameters(self)
 
     def apply_gradients(
@@ -165,35 +169,32 @@ class Optimizer:
         aggregate_gradients: bool = True,
         **extra: Any,
     ) -> None:
-        """Moves each variable by its gradient.
+        """Updates each variable by its gradient.
 
         Args:
             grads: A pytree of gradients, each an array of its variable's shape and
-                dtype, or `IndexedSlices` of some of its rows: only these rows, and
-                what the optimizer keeps beside them, are moved (Adam's moments of
-                other rows do not decay; steps are counted all the same). Or, without
-                ``variables``, TF's iterable of ``(gradient, variable)`` pairs. A
-                gradient that is None is left out: its variable rests, with all that is
-                kept beside it.
-                Optimizers that want a gradient of each example (`optax.contrib.dpsgd`)
-                get arrays ``[examples, ...]``, where variables are in this process;
-                those of several replicas are put one behind the other.
+                dtype, or `IndexedSlices` of some of its rows: only these rows and
+                their slots are updated (Adam's moments of other rows do not decay, but
+                the count of steps grows). Or, without ``variables``, TF's iterable of
+                ``(gradient, variable)`` pairs. Where a gradient is None, the variable
+                and its slots do not change. Optimizers that need a gradient per example
+                (`optax.contrib.dpsgd`) take arrays ``[examples, ...]``, for variables
+                of this process; those of several replicas are concatenated.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
             aggregate_gradients: In a replica function, gradients are summed over the
                 replicas. False: they are the same in all replicas already, because
-                ``all_reduce`` has made them so; those of the first replica are taken.
+                ``all_reduce`` has summed them; those of the first replica are taken.
             extra: Further arguments of the transformation's ``update``
-                (``value=loss``). In a replica function the mean over the replicas is
-                taken of floating-point arrays, and the first replica's of others. What
-                is no array (``value_fn=``) works where the variables are in this
-                process.
+                (``value=loss``). A replica function averages floating-point arrays over
+                the replicas, and takes other arrays from the first replica. Other
+                objects (``value_fn=``) need variables of this process.
 
         Raises:
-            ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable is there twice, or lives on a
-                parameter server that does not know this optimizer; or the optimizer
-                cannot do this to these variables, in words that say what to do.
+            ValueError: The structures differ, a shape or dtype does not fit, all
+                gradients are None, a variable occurs twice, or is on a parameter
+                server that does not know this optimizer; or the optimizer cannot update
+                these variables.
         """
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
@@ -219,10 +220,10 @@ class Optimizer:
     def rule(
         self, call: GradientCall, *, is_here: bool, is_traced: bool = True
     ) -> TreeRule:
-        """The transformation on the tree of a call; traced once.
+        """Returns the transformation on the tree of a call; traces it once.
 
         Args:
-            is_traced: Its update is traced, too; else its state alone.
+            is_traced: Trace the update, too; else only the state.
 
         Raises:
             ValueError: It cannot be traced on that tree.
@@ -233,7 +234,7 @@ class Optimizer:
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        # Here they are drawn as the thread is told when it moves the variables.
+        # In this process the thread's settings count at each update.
         random = RandomNumbers() if is_here else self._random
         key = (call.structure, shapes, dtypes, call.extras, wide, call.examples, random)
         for number, (known, made) in enumerate(self._rules):
@@ -259,21 +260,21 @@ class Optimizer:
         return new
 
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
-        """What moves one leaf of a tree."""
+        """Returns the rule that updates one leaf of a tree."""
         from zstrat.optimizers import leaf_rule
 
         return leaf_rule(tree, leaf)
 
     def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What the optimizer keeps beside a variable of this process.
+        """Returns the slots that the optimizer keeps for a variable of this process.
 
         Raises:
-            RuntimeError: It has not moved the variable, and ``params=`` was not given.
+            RuntimeError: It has not updated the variable, and has no ``params=``.
         """
         found = self._place_of(variable)
         if found is None:
             raise RuntimeError(
-                f"optimizer {self.name!r} has not moved variable {variable.name!r} "
+                f"optimizer {self.name!r} has not updated variable {variable.name!r} "
                 "yet: apply gradients first, or name the tree when it is made, "
                 "zs.Optimizer(transformation, params=params)"
             )
@@ -283,8 +284,8 @@ class Optimizer:
     def slots_beside(
         self, variable: AbstractVariable | VariableHandle
     ) -> list[SlotInfo] | None:
-        """What the optimizer keeps beside a variable; None if it has not moved it yet,
-        and ``params=`` was not given."""
+        """Lists the slots of a variable; None if the optimizer has not updated it yet,
+        and has no ``params=``."""
         found = self._place_of(variable.components[0])
         if found is None:
             return None
@@ -297,8 +298,8 @@ class Optimizer:
 
     @functools.cached_property
     def state_classes(self) -> dict[str, str]:
-        """The class of the state of optax that has what is kept beside a variable, by
-        name; without that of which only a tree would say it."""
+        """The class of optax's state that has a slot, by name of the slot, as far as it
+        is known without a tree."""
         from zstrat.optimizers import state_classes
 
         return state_classes(self._transformation)
@@ -306,7 +307,7 @@ class Optimizer:
     def _place_of(
         self, variable: VariableHandle
     ) -> tuple[GradientCall, int, int] | None:
-        """The leaf that a variable is, and which of its components."""
+        """Finds a variable: the call, the number of the leaf, that of the component."""
         own = self._own_call()
         for call in [*self.moved.values()] if own is None else [own]:
             for leaf, target in enumerate(call.targets):
@@ -316,10 +317,10 @@ class Optimizer:
         return None
 
     async def bind_async(self, variable: AbstractVariable) -> None:
-        """Sends the servers of a variable the tree that it belongs to, if that is
-        known: then they know what is kept beside it.
+        """Sends the tree of a variable to its servers, if it is known, so that they
+        know the slots.
 
-        Cancellation: they may have got it.
+        Cancellation: the servers may have received it.
         """
         found = self._place_of(variable.components[0])
         if found is None:
@@ -329,10 +330,10 @@ class Optimizer:
                 await each.storage.bind_async(found[0])
 
     def known_call(self) -> GradientCall | None:
-        """A call on its tree without arrays, None if it has none yet.
+        """Returns a call on its tree without arrays; None if the tree is not known.
 
         Raises:
-            RuntimeError: It has moved several trees.
+            RuntimeError: It has updated several trees.
         """
         if self._tree is not None:
             return self.moved.get(_keys_of(self._tree[1])) or self._empty_call(
@@ -340,16 +341,18 @@ class Optimizer:
             )
         if len(self.moved) > 1:
             raise RuntimeError(
-                f"optimizer {self.name!r} has moved {len(self.moved)} trees of "
-                "variables: make one optimizer for each, and name the tree, "
+                f"optimizer {self.name!r} has updated {len(self.moved)} trees of "
+                "variables, and each has a state: make one optimizer for each, "
                 "zs.Optimizer(transformation, params=params)"
             )
         return next(iter(self.moved.values()), None)
 
     def _own_call(self) -> GradientCall | None:
-        """A call on the tree that it was given, whose update can be traced; None if it
-        has no tree, or wants what no call has brought yet (further arguments, gradients
-        of examples)."""
+        """Returns a call on the tree of ``params`` whose update can be traced.
+
+        None if it has no tree, or needs something that no call has had yet (further
+        arguments, gradients of examples).
+        """
         if self._tree is None:
             return None
         call = self.known_call()
@@ -373,7 +376,7 @@ class Optimizer:
         return given.call(self, extra, is_reduced=is_reduced)
 
     def _has_moved(self, call: GradientCall) -> None:
-        """A call was carried out, or noted: its tree is known from now on."""
+        """Remembers the tree of a call."""
         keys = _keys_of(call.targets)
         if keys not in self.moved:
             self.moved[keys] = self._empty_call(call.structure, call.targets, call)
@@ -401,7 +404,7 @@ class Optimizer:
     def _require_possible(
         self, structure: TreeStructure, targets: tuple[GradientTarget, ...]
     ) -> None:
-        """Refuses at once what a parameter server would not do."""
+        """Refuses, in the constructor, what parameter servers would refuse."""
         from zstrat.optimizers import takes_extras
 
         for variable in targets:
@@ -415,7 +418,7 @@ class Optimizer:
         except ValueError as error:
             lacks = isinstance(error.__cause__, TypeError | KeyError)
             if lacks and takes_extras(self._transformation):
-                return  # arguments of its update, which no call has told yet
+                return  # arguments of its update, which no call has had yet
             raise
         require_servers(call, rule)
 
@@ -423,7 +426,7 @@ class Optimizer:
         for part in variable.components if self.is_local else ():
             if part.spec.ps != LOCAL:
                 raise ValueError(
-                    f"{part.spec} lives on {part.device}, but optimizer "
+                    f"{part.spec} is stored on {part.device}, but optimizer "
                     f"{self.name!r} was created outside strategy.scope() and is not "
                     "known there: create it inside the scope"
                 )
@@ -441,7 +444,7 @@ class Optimizer:
 
 
 def next_id() -> int:
-    """The number of an optimizer of this process."""
+    """Returns the id of a new optimizer of this process."""
     return next(_local_ids)
 
 

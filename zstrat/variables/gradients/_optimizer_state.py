@@ -1,7 +1,7 @@
-"""The state of an optimizer, put together of what is kept beside its variables.
+"""The state of an optimizer: reads it from the slots of its variables, and assigns it.
 
-Law of the file: what is shared is kept beside each variable, so it is read from the
-first that has it, and assigned beside all of them.
+Law of the file: every variable has its own copy of shared state (a count), so reads
+take the first copy, and assignments write all copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def state_of(optimizer: CalledOptimizer) -> Any:
-    """See `Optimizer.state`."""
+    """Reads the state; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     found = _slots_of(call)
@@ -44,7 +44,7 @@ def state_of(optimizer: CalledOptimizer) -> Any:
 
 
 def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
-    """See `Optimizer.state`."""
+    """Assigns the state; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call))
     what = f"the state of optimizer {optimizer.name!r}"
@@ -71,8 +71,8 @@ def _leaf_of(
     found: Mapping[int, Mapping[str, np.ndarray]],
     state: int,
 ) -> np.ndarray | None:
-    """A leaf of the state, of what is kept beside the variables; None if it is not
-    there yet."""
+    """Joins a leaf of the state from the slots of the variables; None if they have no
+    slots yet."""
     leaf, name = tree.place(state)
     mine = call.targets if leaf is None else [call.targets[leaf]]
     # What several leaves are moved with is beside the first, under its whole path.
@@ -93,10 +93,10 @@ class Hyperparameters:
         self._optimizer: Final = optimizer
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The value of now.
+        """Reads the present value.
 
         Raises:
-            KeyError: There is none of that name; says which there are.
+            KeyError: There is no hyperparameter of that name; lists the names.
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call), is_traced=False)
@@ -104,12 +104,12 @@ class Hyperparameters:
         return np.asarray(_initial(call)[states[0]] if found is None else found)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Assigns it, everywhere it is kept. Steps that are under way may not see it.
+        """Assigns a value. Steps that are running may not see it.
 
         Raises:
-            KeyError: There is none of that name; says which there are.
+            KeyError: There is no hyperparameter of that name; lists the names.
             ValueError: The value has another shape.
-            TypeError: It is no number, or none of that kind: None would be nan.
+            TypeError: It is not a number of that kind (None would become nan).
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call))
@@ -130,8 +130,8 @@ class Hyperparameters:
         what = f"hyperparameter {name!r} of optimizer {self._optimizer.name!r}"
         if not same_kind(np.asarray(value).dtype, kind.dtype):
             raise TypeError(
-                f"{what} has dtype {kind.dtype}, that of the value that the optimizer "
-                f"was made with, and got {value!r:.80}"
+                f"{what} has dtype {kind.dtype}, as the value that the optimizer was "
+                f"made with; got {value!r:.80}"
             )
         array: np.ndarray = np.asarray(value, kind.dtype)
         if array.shape != kind.shape:
@@ -143,14 +143,14 @@ class Hyperparameters:
         names = self._names(call)
         if name not in names:
             raise KeyError(
-                f"optimizer {self._optimizer.name!r} has no hyperparameter {name!r}, "
-                f"but {sorted(names) or 'none'}: only those of "
+                f"optimizer {self._optimizer.name!r} has no hyperparameter {name!r}; "
+                f"it has {sorted(names) or 'none'}. Only those of "
                 "optax.inject_hyperparams(...) can be read and assigned"
             )
         return call, names[name]
 
     def _names(self, call: GradientCall) -> dict[str, list[int]]:
-        """Leaves of the state, by name."""
+        """Returns the leaves of the state, by name of the hyperparameter."""
         tree = call.rule(is_here=lives_here(call), is_traced=False)
         names: dict[str, list[int]] = {}
         for number, leaf in enumerate(tree.state()):
@@ -165,15 +165,15 @@ def _known(optimizer: CalledOptimizer) -> GradientCall:
         raise RuntimeError(
             f"the state and the hyperparameters of optimizer {optimizer.name!r} cannot "
             "be read or assigned in a step: that would happen once, while the step is "
-            "traced. Do it between steps, where they are scheduled; what changes with "
-            "each step is a schedule (optax.inject_hyperparams(optax.adam)("
+            "traced. Do it between steps; for a value that changes at each step give "
+            "the optimizer a schedule (optax.inject_hyperparams(optax.adam)("
             "learning_rate=optax.cosine_decay_schedule(...)))"
         )
     call = optimizer.known_call()
     if call is None:
         raise RuntimeError(
-            f"the tree of optimizer {optimizer.name!r} is not known here: it has moved "
-            "nothing in this process. Name it when the optimizer is made, "
+            f"the tree of optimizer {optimizer.name!r} is not known: the optimizer has "
+            "not updated any variables in this process. Name the tree when it is made, "
             "zs.Optimizer(transformation, params=params)"
         )
     return call
@@ -183,14 +183,14 @@ def _storage(variable: VariableHandle) -> KeepsSlots:
     storage = variable.storage
     if not isinstance(storage, KeepsSlots):
         raise RuntimeError(
-            f"{variable.spec}: the state of its optimizer cannot be read from here: "
-            "this handle came from another task; do it on the coordinator"
+            f"{variable.spec}: the state of its optimizer cannot be read here, because "
+            "this handle came from another task; read it on the coordinator"
         )
     return storage
 
 
 def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
-    """The slots of each variable, by its key; each storage is asked once."""
+    """Reads the slots of each variable, by its key, with one request per storage."""
     storages: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
         storages.setdefault(id(variable.storage), []).append(variable)
@@ -203,8 +203,7 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
 
 
 def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
-    """Writes leaves of the state, by number, beside all variables that they are kept
-    beside."""
+    """Writes leaves of the state, by number, to the slots of all variables."""
     tree = call.rule(is_here=lives_here(call))
     for leaf, target in enumerate(call.targets):
         for slot in call.optimizer.leaf_rule(tree, leaf).slots:
@@ -221,7 +220,7 @@ def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
 
 
 def _initial(call: GradientCall) -> Sequence[Any]:
-    """The state before the first gradient."""
+    """Computes the state before the first gradient."""
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     values = [read_all(target.components) for target in call.targets]
     whole = [np.concatenate(v) if len(v) > 1 else v[0] for v in values]

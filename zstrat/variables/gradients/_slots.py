@@ -1,7 +1,7 @@
-"""What an optimizer keeps beside a variable: arrays by name, the path in its state.
+"""Slots: the arrays that an optimizer keeps for a variable, named by path in its state.
 
-Which ones there are is known when the optimizer sees its tree (`SlotRule`). What was
-restored before that is kept as it was stored, and compared when the tree is known.
+`SlotRule` says which slots there are; the optimizer makes it when it knows its tree.
+Slots that were restored before that are kept as stored, and checked then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandle(Protocol):
-    """What storages, recorders and slots need of an optimizer: what it is called, in
-    errors and where variables live, and the transformation."""
+    """An optimizer, as storages, recorders and slots know it."""
 
     @property
     def id(self) -> int: ...
@@ -34,10 +33,18 @@ class OptimizerHandle(Protocol):
     @property
     def transformation(self) -> Any: ...
 
+    def slot_rule(self, variable: Any) -> SlotRule:
+        """Returns what the optimizer keeps for a variable of this process.
+
+        Raises:
+            RuntimeError: It has not seen the variable yet.
+        """
+        ...
+
 
 class SlotInfo(NamedTuple):
-    """One array of an optimizer's state beside a variable, by name. ``rows``: its first
-    axis is the variable's own."""
+    """The name of a slot, its dtype and shape, and whether its first axis is that of
+    the variable (``rows``)."""
 
     leaf: str
     dtype: str
@@ -47,11 +54,11 @@ class SlotInfo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SlotRule:
-    """What an optimizer keeps beside one variable, or beside a component of one.
+    """The slots that an optimizer keeps for one variable, or for a component of one.
 
     Args:
-        size: The rows of the component, None for all that the leaf has.
-        values: Gives the values of all leaves of the tree, in order.
+        size: Number of rows of the component; None for all rows of the leaf.
+        values: Reads the values of all leaves of the tree, in order.
     """
 
     optimizer: OptimizerHandle
@@ -61,12 +68,12 @@ class SlotRule:
 
     @property
     def id(self) -> int:
-        """The number of the optimizer."""
+        """The id of the optimizer."""
         return self.optimizer.id
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths in the state of the tree, without the leaf's own."""
+        """The paths of the slots in the state, without the path of the leaf."""
         return self.leaf.names
 
     @cached_property
@@ -75,7 +82,7 @@ class SlotRule:
         return self.leaf.steady_kinds(self.size)
 
     def initial(self, value: Any) -> list[Any]:
-        """The slots before the first gradient."""
+        """Computes the slots before the first gradient."""
         with self.leaf.tree.precision():
             if self.leaf.begins_together:
                 made = self._together()
@@ -85,14 +92,14 @@ class SlotRule:
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
     def beside(self, leaves: list[Any]) -> SlotValues:
-        """Slots in the order of the names."""
+        """Names arrays that are in the order of the rule."""
         return SlotValues(self.names, leaves, self.leaf.has_rows)
 
     def fitted(self, variable: str, beside: SlotValues) -> SlotValues:
-        """What is there, in the order of the names.
+        """Sorts stored slots in the order of the rule.
 
         Raises:
-            ValueError: It is not what the optimizer keeps here.
+            ValueError: They are not the slots of this optimizer.
         """
         found = dict(zip(beside.names, beside.leaves, strict=True))
         if beside.names == self.names or set(found) == set(self.names):
@@ -117,27 +124,28 @@ class SlotRule:
 
 @dataclass(frozen=True, slots=True)
 class SlotValues:
-    """What one optimizer keeps beside a variable: names, and arrays in their order, as
-    steps take them and put them back. ``rows``: the first axis of an array is that of
-    the variable."""
+    """The slots of one optimizer for a variable: names, and arrays in the same order.
+
+    ``rows`` says for each array whether its first axis is that of the variable.
+    """
 
     names: tuple[str, ...]
     leaves: list[Any]
     rows: tuple[bool, ...]
 
     def on_host(self) -> SlotValues:
-        """The same slots as arrays of numpy."""
+        """Converts the slots to arrays of numpy."""
         return SlotValues(self.names, [np.asarray(x) for x in self.leaves], self.rows)
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
-        """Name, array, and whether it has the rows of the variable."""
+        """Iterates over name, array, and whether it has the rows of the variable."""
         return zip(self.names, self.leaves, self.rows, strict=True)
 
     def replaced(self, name: str, array: Any) -> SlotValues:
-        """These slots, with another array under one name.
+        """Replaces the array of one name.
 
         Raises:
-            KeyError: There is none of that name.
+            KeyError: There is no slot of that name.
         """
         if name not in self.names:
             raise KeyError(name)
@@ -153,9 +161,9 @@ class SlotValues:
 
     @property
     def is_void(self) -> bool:
-        """Whether it is lost, or the step that makes it has failed. Waits for it."""
+        """Whether slots are lost, or the step that computes them failed. Waits."""
         try:
             jax.block_until_ready(self.leaves)  # type: ignore[no-untyped-call]
-        except Exception:  # of that step: it says here that there is nothing
+        except Exception:  # of that step, which has raised it already
             return True
         return self.is_lost

@@ -1,7 +1,7 @@
-"""A user's transformation while it is traced: what it must not do, and what it says.
+"""Traces a user's transformation, and turns its errors into ours.
 
-Its program is traced once and runs for each update, so a variable that it reads
-meanwhile (a learning rate, a schedule of one) would be a constant of that program.
+The program is traced once and runs for each update, so a variable that the
+transformation reads (a learning rate) would be a constant of that program.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
-    """The rule of a call, traced.
+    """Traces the rule of a call.
 
     Args:
-        is_traced: Its update, too; else its state alone.
+        is_traced: Trace the update, too; else only the state.
 
     Raises:
-        ValueError: It cannot be traced; says what the transformation said.
+        ValueError: It cannot be traced; quotes the transformation's error.
     """
     from zstrat.optimizers import cut_for_rows
 
@@ -42,22 +42,21 @@ def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
 
 @contextmanager
 def _tracing(call: GradientCall) -> Iterator[None]:
-    """Refuses what is read of variables, and says which optimizer and which tree it is
-    that cannot be traced."""
-    # The step that is being traced sees none of it: its values belong to that trace,
-    # and the program that is made here is kept.
+    """Turns errors inside into ValueErrors that name the optimizer and its tree."""
+    # Hidden from the step that is being traced: its values belong to that trace, and
+    # the program that is made here is kept.
     token = recorder.set(None)
     try:
         yield
     except (StagedAccess, ArrayWanted) as error:
         raise ValueError(
             f"{line_of(call)}optimizer {call.optimizer.name!r} reads {error.variable} "
-            "while it is traced, and would keep the value of now for all updates: "
-            f"{HYPERPARAMETERS}. What else changes from update to update, give to "
-            "apply_gradients as a further argument of the transformation's update"
+            "while it is traced, and would keep that value for all updates: "
+            f"{HYPERPARAMETERS}. Pass anything else that changes between updates to "
+            "apply_gradients, as a further argument of the transformation's update"
         ) from error
     except Exception as error:  # of the transformation, to who applies gradients
-        # Our own words already (`TreeStructure`): they say what to do.
+        # An error of ours (`TreeStructure`), which says what to do.
         if isinstance(error, ValueError) and "asks for the path" in str(error):
             raise
         said = str(error).rstrip(".")

@@ -1,15 +1,15 @@
-"""Gradients applied outside of steps: by this process, or by parameter servers.
+"""Applies gradients outside of steps: in this process, or on parameter servers.
 
-Variables of this process are moved by one compiled program, while nobody else moves
-them. What lives on parameter servers is sent there, each gradient to its variable, with
-what the optimizer computes of several of them.
+One compiled program updates all variables of this process, under their locks. Parameter
+servers get each gradient for its variable, and operands that the optimizer computes of
+several gradients.
 
-A step on variables of this process is a function of arrays (`TreeStep`): leaf by leaf,
-if that is what the program of the optimizer is (`zstrat.optimizers.TreeCut`), that is,
-each component of each variable by itself, with values that are computed of several
-gradients. Otherwise the whole tree at once. What moves, and what is refused, is decided
-when the step is made, before anything is computed. Law of that: nothing is written to,
-and nothing is read but arguments.
+A step on variables of this process is a function of arrays (`TreeStep`). If the program
+of the optimizer allows it (`zstrat.optimizers.TreeCut`), it updates leaf by leaf: each
+component of each variable by itself, with operands that are computed of several
+gradients. Otherwise it updates the whole tree at once. The constructor decides what is
+updated, and refuses calls, before anything is computed. Law of the step: it writes to
+nothing, and reads only its arguments.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables._copy_storage import copy_storage
-from zstrat.variables._local import StorageWithSlots
+from zstrat.variables._local import StorageWithSlots, copy_storage
 from zstrat.variables._rows import rows_of_component, summed
 from zstrat.variables._storage import read_all, update_all, update_all_async
 from zstrat.wire import UpdateOp
@@ -50,11 +49,11 @@ if TYPE_CHECKING:
 def apply_now(
     call: GradientCall, storage: Storage | None = None, *, counts: bool = False
 ) -> None:
-    """Carries a call out.
+    """Applies a call to its variables.
 
     Args:
         storage: Of all variables; None for each variable's own.
-        counts: TF's ``iterations`` grows, too.
+        counts: Also increments TF's ``iterations``.
     """
     counted = _counted(call) if counts else []
     if storage is None and lives_here(call):
@@ -72,7 +71,7 @@ def apply_now(
 
 
 async def apply_now_async(call: GradientCall) -> None:
-    """`apply_now`, without blocking the running loop; ``iterations`` grows.
+    """`apply_now`, without blocking the running loop; increments ``iterations``.
 
     Cancellation: some of the gradients may have been applied.
     """
@@ -88,7 +87,7 @@ async def apply_now_async(call: GradientCall) -> None:
 
 
 def lives_here(call: GradientCall) -> bool:
-    """Whether this process moves all its variables.
+    """Whether this process updates all variables of the call.
 
     Raises:
         ValueError: Some are here, and some on parameter servers.
@@ -102,15 +101,15 @@ def lives_here(call: GradientCall) -> bool:
     if any(here) and not all(here):
         first, second = (call.variables[here.index(x)] for x in (True, False))
         raise ValueError(
-            f"{first.spec} lives in this process and {second.spec} elsewhere: one "
-            "apply_gradients moves variables of one place. Call it for each, with an "
-            "optimizer of its own"
+            f"{first.spec} is stored in this process and {second.spec} elsewhere: one "
+            "apply_gradients cannot update both. Call it for each, with an optimizer "
+            "of its own"
         )
     return all(here)
 
 
 def server_updates(call: GradientCall) -> list[StorageUpdate]:
-    """What the variables of a call on parameter servers are sent.
+    """Makes the updates of a call for parameter servers.
 
     Raises:
         ValueError: The optimizer cannot do this there.
@@ -129,8 +128,7 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
     if not rule.cut().operands:
         return updates
     shared = tuple([np.asarray(x) for x in _operands(call, rule)])
-    # Once to each server, with its first variable: reversed, so that the first one
-    # stays.
+    # Once to each server, with its first variable; reversed, so that the first wins.
     firsts = {update[0].spec.ps: update[0] for update in reversed(updates)}
     return [
         *[(v, UpdateOp.OPERANDS, shared, optimizer) for v in firsts.values()],
@@ -139,7 +137,7 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
 
 
 def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
-    """What the optimizer computes of several gradients, by a program made once."""
+    """Computes what the optimizer needs of several gradients, by a compiled program."""
     made = call.optimizer.made.setdefault("operands", {})
     key = (id(rule), call.given, call.sparse)
     if key not in made:
@@ -158,8 +156,8 @@ def _move_here(call: GradientCall) -> None:
     ]
     turns = {id(storage.turn): storage.turn for storage in mine}
     with ExitStack() as stack:
-        # Always in one order, so that two threads that move the same variables cannot
-        # wait for each other.
+        # Always in one order, so that two threads that update the same variables cannot
+        # deadlock.
         for _, turn in sorted(turns.items()):
             stack.enter_context(turn)
         pairs = list(zip(mine, step.components, strict=True))
@@ -174,7 +172,7 @@ def _move_here(call: GradientCall) -> None:
 
 
 def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
-    """The step and its compiled program, which is made once."""
+    """Returns the step and its compiled program; makes them once."""
     optimizer, tree = call.optimizer, call.rule(is_here=True)
     keys = tuple([c.spec.key for v in call.targets for c in v.components])
     made = optimizer.made.setdefault("steps", {})
@@ -193,8 +191,8 @@ def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
 
 
 def _padded(call: GradientCall) -> list[Any]:
-    """The arrays of a call; rows in powers of two, so that few programs are compiled.
-    What is added is no row."""
+    """Returns the arrays of a call, with rows padded to powers of two, so that few
+    programs are compiled. The index of padding is -1."""
     found: list[Any] = []
     for sparse, arrays in zip(call.sparse, call.operands, strict=True):
         if not sparse:
@@ -204,7 +202,7 @@ def _padded(call: GradientCall) -> list[Any]:
         count = len(indices)
         more = (1 << max(0, count - 1).bit_length()) - count
         if indices.dtype.kind == "u":
-            indices = indices.astype(np.int64)  # which has -1, and all rows there are
+            indices = indices.astype(np.int64)  # which has -1
         found.append(np.concatenate([indices, np.full(more, -1, indices.dtype)]))
         nothing = np.zeros((more, *rows.shape[1:]), rows.dtype)
         found.append(np.concatenate([rows, nothing]))
@@ -219,15 +217,15 @@ def _storages(call: GradientCall, storage: Storage | None) -> list[Storage]:
 
 
 def _counted(call: GradientCall) -> list[StorageUpdate]:
-    """The update of TF's ``iterations``."""
+    """Makes the update of TF's ``iterations``, if the optimizer has them."""
     iterations = call.optimizer.iterations
     return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """A component of a variable that is moved. ``place`` is that of its gradient in the
-    call, ``number`` its own among the components."""
+    """A component that is updated: ``place`` is the index of its gradient in the call,
+    ``number`` its index among the components of its variable."""
 
     variable: VariableHandle
     place: int
@@ -238,12 +236,13 @@ class Component:
 class TreeStep:
     """``(values, slots, call) -> (values, slots)``, in the order of ``components``.
 
-    Values may be copies of several replicas, ``[count, ...]``, which all move alike;
-    there are slots for one. Slots are lists, in the order of `SlotRule.names`.
+    Values may be copies of several replicas, ``[count, ...]``, which get the same
+    update and share one set of slots. Slots are lists, in the order of
+    `SlotRule.names`.
 
     Raises:
-        ValueError: The call leaves out variables on which others depend, or has rows of
-            a variable whose rows the optimizer does not treat one by one.
+        ValueError: The call has no gradient of variables on which others depend, or has
+            rows of a variable whose rows the optimizer does not treat one by one.
     """
 
     def __init__(self, call: GradientCall) -> None:
@@ -315,7 +314,7 @@ class TreeStep:
         return parts, kept
 
     def _joined(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the leaves, of those of the components."""
+        """Joins the values of components to values of leaves."""
         found: dict[int, list[Any]] = {}
         for each, value in zip(self.components, values, strict=True):
             found.setdefault(each.place, []).append(value)
@@ -326,7 +325,7 @@ class TreeStep:
 
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
-    """What the optimizer computes of several gradients and of further arguments."""
+    """Computes what the optimizer needs of several gradients and further arguments."""
     whole: TreeCut = tree.cut()
     if not whole.operands:
         return []
@@ -344,23 +343,23 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
 
 
 def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:
-    """What the optimizer keeps beside a component of a variable of this process."""
+    """Returns the slots of a component of a variable of this process."""
     target = call.targets[leaf]
     parts = target.components
     size = parts[number].shape[0] if len(parts) > 1 else None
     found: LeafRule = call.optimizer.leaf_rule(call.rule(is_here=True), leaf)
-    return SlotRule(call.optimizer, found, size, partial(_values, call))
 
+    def values() -> list[Any]:
+        read = [read_all(target.components) for target in call.targets]
+        return [v[0] if len(v) == 1 else jnp.concatenate(v) for v in read]
 
-def _values(call: GradientCall) -> list[Any]:
-    values = [read_all(target.components) for target in call.targets]
-    return [v[0] if len(v) == 1 else jnp.concatenate(v) for v in values]
+    return SlotRule(call.optimizer, found, size, values)
 
 
 def _of_copies(
     one: Callable[..., Any], variable: VariableHandle, value: Any, slots: list[Any]
 ) -> tuple[Any, list[Any]]:
-    """The optimizer keeps one state for all copies, as they get one gradient."""
+    """Updates all copies of a variable; they share one state, as one gradient."""
     if value.ndim == len(variable.shape):
         new, after = one(value, slots)
         return new, after
@@ -384,13 +383,13 @@ def _moved(
     table = call.targets[call.given[each.place]].table
     mine = rows_of_component(table, each.number, arrays[0])
     at, gradient = summed(mine, arrays[1], value.shape[0])
-    if not value.shape[0]:  # nothing can be gathered of no rows
+    if not value.shape[0]:  # gathering from no rows fails
         at, gradient = at[:0], gradient[:0]
     rows = [slot.rows for slot in rule.slots]
     here = [_at(at, x) if has else x for x, has in zip(slots, rows, strict=True)]
     new, kept = rule.step(_at(at, value), here, gradient, operands)
     after = [
-        # Places that only fill up (`_padded`) are of no row: they are dropped.
+        # Indices of padding (`_padded`) are outside, and dropped.
         old.at[at].set(leaf, mode="drop") if has else leaf
         for old, leaf, has in zip(slots, kept, rows, strict=True)
     ]
@@ -398,7 +397,7 @@ def _moved(
 
 
 def _part_of(array: Any, each: Component, call: GradientCall) -> Any:
-    """The rows of a whole variable's array that are those of a component."""
+    """Cuts the rows of one component out of the array of a whole variable."""
     table_of = call.targets[call.given[each.place]]
     if len(table_of.components) == 1:
         return array

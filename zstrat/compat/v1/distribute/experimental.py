@@ -31,8 +31,8 @@ CollectiveHints = CommunicationOptions
 
 
 class StrategyOfOld:
-    """What stands for a class of TF: calling it makes a strategy of another class, and
-    `isinstance` knows what it makes."""
+    """Stands for a class of TF: calling it makes a strategy of another class, and
+    `isinstance` accepts what it makes."""
 
     def __init__(self, make: Callable[..., Strategy], kinds: Sequence[str]) -> None:
         self._make = make
@@ -47,7 +47,7 @@ class StrategyOfOld:
 
 
 def _making(*kinds: str) -> Callable[[Callable[..., Strategy]], Any]:
-    """The decorated function makes strategies of these classes."""
+    """Decorates a function that makes strategies of these classes."""
     return lambda make: StrategyOfOld(make, kinds)
 
 
@@ -56,7 +56,8 @@ def MultiWorkerMirroredStrategy(  # a class of TF
     communication: CommunicationImplementation = CommunicationImplementation.AUTO,
     cluster_resolver: ClusterResolver | None = None,
 ) -> _MultiWorkerMirroredStrategy:
-    """`zstrat.MultiWorkerMirroredStrategy`, told how to communicate by one word."""
+    """Makes a `zstrat.MultiWorkerMirroredStrategy` that communicates as one word
+    says."""
     options = CommunicationOptions(implementation=communication)
     return _MultiWorkerMirroredStrategy(cluster_resolver, options)
 
@@ -65,8 +66,8 @@ def MultiWorkerMirroredStrategy(  # a class of TF
 def ParameterServerStrategy(  # a class of TF
     cluster_resolver: ClusterResolver | None = None,
 ) -> Strategy:
-    """`zstrat.BetweenGraphStrategy`, or `zstrat.CentralStorageStrategy` where there is
-    no cluster."""
+    """Makes a `zstrat.BetweenGraphStrategy`, or a `zstrat.CentralStorageStrategy`
+    without a cluster."""
     resolver = cluster_resolver or detect()
     if cluster_spec_of(resolver):
         return BetweenGraphStrategy(resolver)
@@ -79,7 +80,8 @@ def TPUStrategy(  # a class of TF
     steps_per_run: int | None = None,
     device_assignment: Any = None,
 ) -> Strategy:
-    """`zstrat.TPUStrategy`. ``steps_per_run`` changes nothing, as in TF where a program
-    runs its steps by itself: a loop of steps on the device is `jax.lax.scan`."""
+    """Makes a `zstrat.TPUStrategy`. ``steps_per_run`` changes nothing, as in TF where a
+    program runs its steps by itself: a loop of steps on the device is
+    `jax.lax.scan`."""
     del steps_per_run
     return zstrat.TPUStrategy(tpu_cluster_resolver, device_assignment)

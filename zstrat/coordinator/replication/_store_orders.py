@@ -1,0 +1,383 @@
+"""Carries out what `StorePlacement` decides, and reports to it what became of it.
+
+Orders to processes and copies are requests, one for a store at a time: the next order
+for a store replaces the one before, whose answer nobody awaits then (it may be carried
+out all the same). The other orders move the program's own lines, or report that nobody
+serves a store. On the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.coordinator.connecting import ProbedTask
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    PeerLostError,
+)
+from zstrat.transport import reached_as
+from zstrat.wire import (
+    AttachBackup,
+    DetachBackup,
+    DropStore,
+    HostStore,
+    Message,
+    PromoteBackup,
+    StoreHosted,
+)
+
+from ._orders import (
+    Attach,
+    Detach,
+    Drop,
+    Establish,
+    Host,
+    Lose,
+    Promote,
+    Serve,
+    Swap,
+)
+from ._store_status import CopiesStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import ClusterTasks
+    from zstrat.transport import MakeTaskLink
+
+    from ._orders import Asked, PlacementOrder
+    from ._placement import StorePlacement
+    from ._replicated_store import ReplicatedStore
+    from ._store_processes import StoreProcesses
+
+log = logging.getLogger("zstrat.coordinator")
+
+ATTACH_SECONDS: Final = 86400.0
+"""Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
+FORGIVING: Final = 5.0
+"""Seconds until a process is asked again to keep a backup that it could not."""
+
+
+@final
+class StoreOrders:
+    """The orders of one session.
+
+    Args:
+        session: The number of the session; another one when stores begin anew.
+        placement: Decides what follows from answers.
+        known: The processes that have copies.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterTasks,
+        session: int,
+        placement: StorePlacement,
+        known: StoreProcesses,
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+    ) -> None:
+        self.session = session
+        self.placement: Final = placement
+        self.known: Final = known
+        self.servers: Final = cluster.ps
+        """The sessions with those that serve the stores, by number."""
+        self.status: Final = CopiesStatus(placement, self.servers, known.sessions)
+        self._cluster, self._timeouts, self._make_link = cluster, timeouts, make_link
+        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._ended: list[asyncio.Task[None]] = []
+        self._losses_due: dict[int, asyncio.TimerHandle] = {}
+        """By store: reports that nobody serves it, unless that changes before."""
+        self._forgiving: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+
+    def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
+        """Does what was decided, or asks a process for it."""
+        for order in orders:
+            match order:
+                case Drop():
+                    self._drop(order)
+                case Serve():
+                    self._serve(order)
+                case Lose():
+                    self._lose(order)
+                case _:
+                    self._ask(order)
+        self.status.log_changes()
+        self._news.set()
+        if self.placement.is_waiting and self._forgiving is None:
+            loop = asyncio.get_running_loop()
+            self._forgiving = loop.call_later(FORGIVING, self._forgive)
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for what orders and their answers bring about.
+
+        Cancellation: nothing is lost.
+        """
+        while not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    def send_home(self, store: ReplicatedStore) -> None:
+        """Moves the session of a store of which nothing is left to where the store
+        begins anew; `TaskSession.renew` enters it there."""
+        task, home = self.servers[store.number], self.known.addresses[store.home]
+        if not self.placement.is_own(store.number):
+            task.park()
+        elif task.address != home or task.is_parked:
+            task.move(home, is_empty=True)
+
+    def report_unserved(self, number: int, reason: str) -> None:
+        """Reports a server that is lost when no process is known to be: unless a report
+        of its store is due already."""
+        store = self.placement.stores[number]
+        if store.is_reported_lost and number not in self._losses_due:
+            words = self.status.reason_with_process(number, reason)
+            self._report_loss(number, words)
+
+    def stop(self) -> None:
+        """Awaits and reports nothing further; what was asked may be carried out."""
+        for asking in self._asking.values():
+            asking.cancel()
+        self._ended += self._asking.values()
+        self._asking.clear()
+        for store in list(self._losses_due):
+            self._cancel_report(store)
+        if self._forgiving is not None:
+            self._forgiving.cancel()
+            self._forgiving = None
+
+    async def wait_ended(self) -> None:
+        """Waits after `stop` until nothing is under way.
+
+        Cancellation: as without.
+        """
+        await asyncio.gather(*self._ended, return_exceptions=True)
+
+    def _forgive(self) -> None:
+        self._forgiving = None
+        self.carry_out(self.placement.forgive())
+
+    def _drop(self, order: Drop) -> None:
+        process = self.known.sessions[order.process]
+        if process.is_ready:  # else it gets the order when it is back
+            drop = DropStore(self.session, order.store, order.view)
+            process.link.submit(drop).add_done_callback(_log_undropped)
+
+    def _serve(self, order: Serve) -> None:
+        self._cancel_report(order.store)
+        address = order.primary.address
+        self._cluster.store_directory.publish(order.store, order.view, address)
+        task = self.servers[order.store]
+        if task.address != address:
+            task.move(address, life=order.primary.incarnation)
+
+    def _lose(self, order: Lose) -> None:
+        """Reports the loss of a store: now if it is gone, else when no process that may
+        have it is to be expected back. As for a server without a copy: a connection may
+        be cut for so long, and a process says for how long it is away."""
+        reason = self.status.reason_with_process(order.store, order.reason)
+        if order.gone:
+            self.send_home(self.placement.stores[order.store])
+            self._report_loss(order.store, reason)
+            return
+        self._cancel_report(order.store)
+        loop = asyncio.get_running_loop()
+        until = [task.back_by for task in (*self.known.sessions, *self.servers)]
+        until.append(loop.time() + self._timeouts.reconnect)
+        self._losses_due[order.store] = loop.call_at(
+            max(until), self._report_loss, order.store, reason
+        )
+
+    def _report_loss(self, store: int, reason: str) -> None:
+        self._cancel_report(store)
+        task = self.servers[store]
+        if not task.is_ready:
+            task.give_up(reason)
+            self._cluster.store_lost(store, reason)
+        self._news.set()
+
+    def _cancel_report(self, store: int) -> None:
+        due = self._losses_due.pop(store, None)
+        if due is not None:
+            due.cancel()
+
+    def _ask(self, order: Asked) -> None:
+        earlier = self._asking.pop(order.store, None)
+        if earlier is not None:
+            earlier.cancel()
+            self._ended = [task for task in self._ended if not task.done()] + [earlier]
+        self._asking[order.store] = asyncio.get_running_loop().create_task(
+            self._asked(order), name=f"{type(order).__name__} of store {order.store}"
+        )
+
+    async def _asked(self, order: Asked) -> None:
+        placement = self.placement
+        hear: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
+        told = ""
+        try:
+            answer = await self._answer(order)
+        except (PeerLostError, DeadlineExceededError, ClosedError) as error:
+            told = str(error)
+        except Exception as error:  # to the log, and to whoever decides: also OSError
+            log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
+            third = isinstance(error, InvalidArgumentError)
+            hear = partial(placement.refused, never_counted=third)
+            told = str(error)
+        else:
+            del self._asking[order.store]
+            self.carry_out(self._done(order, answer))
+            return
+        del self._asking[order.store]
+        self.carry_out(hear(order, told))
+
+    async def _answer(self, order: Asked) -> Message:
+        loop, session, view = asyncio.get_running_loop(), self.session, order.view
+        deadline = loop.time() + ATTACH_SECONDS
+        match order:
+            case Host(store, _, number, beside):
+                primary = self.servers[store]
+                process = self.known.sessions[number]
+                await primary.wait_ready(deadline)
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                assert primary.hello is not None, "it has entered the session"
+                named = primary.hello.incarnation
+                host = HostStore(session, store, view, primary=named, beside=beside)
+                return await process.link.submit(host, deadline=deadline)
+            case Establish(store, _, number):
+                process = self.known.sessions[number]
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                host = HostStore(session, store, view, True)
+                return await process.link.submit(host, deadline=deadline)
+            case Swap(store, _, number, backup):
+                process = self.known.sessions[number]
+                await process.wait_ready(deadline)
+                named = backup.incarnation
+                host = HostStore(session, store, view, primary=named, swaps=True)
+                return await process.link.submit(host, deadline=deadline)
+            case Attach(store, _, backup, beside):
+                primary = self.servers[store]
+                await primary.wait_ready(deadline)
+                at, number = backup.address, backup.incarnation
+                attach = AttachBackup(session, view, at, number, beside)
+                return await primary.link.submit(attach, deadline=deadline)
+            case Detach(store):
+                primary = self.servers[store]
+                await primary.wait_ready(deadline)
+                detach = DetachBackup(session, view)
+                return await primary.link.submit(detach, deadline=deadline)
+            case Promote():
+                return await self._promote(order)
+
+    async def _promote(self, order: Promote) -> Message:
+        """Over a link of its own: the program's line goes there when it is done."""
+        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
+        name, copy = self.servers[order.store].name, order.backup
+        backup = ProbedTask(
+            "ps", order.store, copy.address, self._make_link, name, copy.incarnation
+        )
+        backup.start()
+        try:
+            await backup.wait_ready(deadline)
+            promote = PromoteBackup(self.session, order.view)
+            if (partner := order.partner) is not None:
+                at, number = partner.address, partner.incarnation
+                promote = PromoteBackup(self.session, order.view, at, number)
+            return await backup.link.submit(promote, deadline=deadline)
+        finally:
+            await backup.link.close()
+
+    def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
+        placement = self.placement
+        match order:
+            case Host():
+                assert isinstance(answer, StoreHosted), answer
+                return self._hosted(order, answer)
+            case Establish():
+                assert isinstance(answer, StoreHosted), answer
+                address = self._reached(order, answer)
+                return placement.created(order, address, answer.incarnation)
+            case Swap():
+                assert isinstance(answer, StoreHosted), answer
+                address = self._reached(order, answer)
+                return placement.swapped(order, address, answer.incarnation)
+            case Attach():
+                return placement.attached(order)
+            case Detach():
+                return placement.detached(order)
+            case Promote():
+                if placement.stores[order.store].target == order.backup.process:
+                    return self._moved(order)
+                self._log_failover(order)
+                return placement.promoted(order)
+
+    def _log_failover(self, order: Promote) -> None:
+        """Names the process that is lost, and the store, which goes on elsewhere."""
+        store = self.placement.stores[order.store]
+        name = self.servers[order.store].name
+        here = self.known.sessions[order.backup.process].name
+        if not store.is_primary_known:
+            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            log.warning(words, name, here, store.reason)
+            return
+        log.warning(
+            "the process of %s is lost (%s): the store of %s, which it served, goes on "
+            "in the process of %s with all that was acknowledged",
+            self.known.sessions[store.primary.process].name,
+            store.reason,
+            name,
+            here,
+        )
+
+    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
+        address = self._reached(order, answer)
+        orders = self.placement.hosted(order, address, answer.incarnation)
+        if self.placement.stores[order.store].target == order.process:
+            log.info(
+                "the store of %s is copied to the process of %s, where it moves",
+                self.servers[order.store].name,
+                self.known.sessions[order.process].name,
+            )
+        return orders
+
+    def _reached(self, order: Host | Establish | Swap, answer: StoreHosted) -> str:
+        return reached_as(answer.address, self.known.addresses[order.process])
+
+    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
+        log.info(
+            "the store of %s is in the process of %s now",
+            self.servers[order.store].name,
+            self.known.sessions[order.backup.process].name,
+        )
+        return self.placement.promoted(order)
+
+    def _what(self, order: Asked) -> str:
+        name = f"the store of {self.servers[order.store].name}"
+        processes = self.known.sessions
+        match order:
+            case Host(_, _, number):
+                return f"{processes[number].name} keeps no backup of {name}"
+            case Swap(_, _, number):
+                return f"{processes[number].name} does not hand over {name}"
+            case Establish(_, _, number):
+                return f"{processes[number].name} does not host {name}"
+            case Attach():
+                return f"{name}: its server does not fill its backup"
+            case Detach():
+                return f"{name}: its server does not go on without its backup"
+            case Promote():
+                return f"{name}: its backup does not take its server's place"
+
+
+def _log_undropped(answer: asyncio.Future[Message]) -> None:
+    """A process that did not get the order gets it when it is back."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("dropping a copy: %s", error)

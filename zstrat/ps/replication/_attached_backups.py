@@ -1,0 +1,303 @@
+"""The copies that a primary keeps up to date: its backup, and a third one.
+
+The third copy is made beside the backup, when a store moves, and takes its place when
+it is whole. Law of the file: until the third copy has been asked to be the backup, the
+old backup has everything, and the third copy may be given up at any time. From then on
+only a coordinator may end it, because the third copy may count already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, final
+
+from zstrat.errors import BusyError, UnavailableError
+
+from ._log_shipping import LogShipping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from zstrat.errors import ZstratError
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import AttachBackup, PlainTree
+
+    from ._log_link import Connect
+    from ._log_shipping import Turn
+
+
+@final
+class AttachedBackups:
+    """The copies of the store ``task`` in other processes. Lives on the loop.
+
+    Args:
+        connect: Makes a link to a backup; None: the store cannot have one.
+        fill_timeout: Seconds that a backup has to appear which is to be filled.
+        silence: Seconds that a backup has to appear which is whole already.
+        on_lost: Receives the session and the reason when a whole backup is lost.
+        on_replaced: Called when a backup has become the primary.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        turn: Turn,
+        *,
+        connect: Connect | None,
+        fill_timeout: float,
+        silence: float,
+        on_lost: Callable[[int, str], None],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self._task, self._store, self._turn = task, store, turn
+        self._connect = connect
+        self._fill_timeout, self._silence = fill_timeout, silence
+        self._on_lost, self._on_replaced = on_lost, on_replaced
+        self._backup: LogShipping | None = None
+        self._third: LogShipping | None = None
+        self._third_may_count = False
+        """The third copy was asked to be the backup, and may have heard it."""
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is a backup, whole or not."""
+        return self._backup is not None
+
+    @property
+    def has_backup(self) -> bool:
+        """Whether a backup has everything that was acknowledged."""
+        return self._backup is not None and self._backup.is_whole
+
+    @property
+    def partner(self) -> int:
+        """The incarnation of a whole backup; 0 if there is none."""
+        backup = self._backup
+        whole = backup is not None and backup.is_whole
+        return backup.attached.incarnation if backup is not None and whole else 0
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Where the backup is, and how far it is behind; an empty address if there is
+        no backup."""
+        values: dict[str, PlainTree] = {"backup": ""}
+        if self._backup is not None:
+            values.update(self._backup.statistics())
+        return values
+
+    def validate(self) -> None:
+        """Checks what holds between two events.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        third = self._third
+        assert third is None or self._backup is not None, "a third copy of two"
+        assert third is None or third is not self._backup, "one copy counts twice"
+        assert not self._third_may_count or (third is not None and third.is_whole)
+        for shipping in (self._backup, third):
+            if shipping is not None:
+                assert not shipping.is_over, "a copy that has ended is attached"
+                shipping.validate()
+
+    def attach(self, message: AttachBackup) -> Coroutine[None, None, None]:
+        """Starts to fill a backup or a third copy, unless it is attached already.
+
+        Returns:
+            A coroutine that waits until the copy is whole. Cancellation: filling goes
+            on.
+
+        Raises:
+            BusyError: The store cannot have a backup.
+            UnavailableError: A third copy without a backup, or one that is not whole
+                and is to be the backup.
+        """
+        if self._connect is None:
+            raise BusyError(f"{self._task} cannot have a backup")
+        if message.beside:
+            return self._attach_third(message)
+        third, backup = self._third, self._backup
+        if third is not None and third.attached.incarnation == message.incarnation:
+            return self._replace_backup(third, message)
+        if backup is not None and self.partner == message.incarnation:
+            self._end_third()
+            return backup.keep(message)
+        if backup is None or backup.attached != message:
+            self.detach()
+            self._backup = backup = self._ship_to(message)
+            self._fill(backup)
+        return self._wait_filled(backup)
+
+    def attach_whole(self, message: AttachBackup) -> None:
+        """Attaches a backup that has everything already."""
+        self._backup = self._ship_to(message, is_whole=True)
+        deadline = asyncio.get_running_loop().time() + self._silence
+        self._backup.work_on(self._backup.follow(deadline), f"backup of {self._task}")
+
+    async def hand_over(self, stand_aside: Callable[[], None]) -> None:
+        """Waits until the backup has everything, and ends the log shipping.
+
+        Args:
+            stand_aside: Called when nothing is computed any longer; it refuses whatever
+                comes from then on.
+
+        Raises:
+            UnavailableError: There is no whole backup, or it is lost.
+
+        Cancellation: as an error.
+        """
+        backup = self._backup
+        if backup is None or not backup.is_whole:
+            raise UnavailableError(f"{self._task} has no backup that has everything")
+        self._end_third()
+        await backup.hand_over(stand_aside)
+        self._take_backup()
+        self._keep_ending(backup)
+
+    def detach(self) -> None:
+        """Ends the copies, as the primary goes on alone: what waits may leave."""
+        if (backup := self._take_backup()) is not None:
+            backup.release()
+            self._keep_ending(backup)
+
+    def refuse(self, error: ZstratError) -> None:
+        """Ends the copies, and fails the answers that wait for them."""
+        if (backup := self._take_backup()) is not None:
+            backup.refuse(error)
+            self._keep_ending(backup)
+
+    def abandon(self) -> None:
+        """Ends the copies without a message, as another process goes on with the
+        store."""
+        if (backup := self._take_backup()) is not None:
+            backup.abandon()
+            self._keep_ending(backup)
+
+    def report_losses(self) -> None:
+        """Reports again that a whole copy is lost: the coordinator was away, and may
+        have missed it."""
+        for shipping in (self._backup, self._third):
+            if shipping is not None and shipping.is_whole and shipping.failure:
+                self._report_lost(shipping.failure)
+
+    async def settle(self, deadline: float) -> None:
+        """Waits until no answer waits for the backup, at most until the deadline (loop
+        time). Cancellation: loses nothing."""
+        if self._backup is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._backup.settled()
+
+    async def wait_closed(self) -> None:
+        """Waits until the links of copies that have ended are closed."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _wait_filled(self, backup: LogShipping) -> None:
+        assert backup.work is not None, "it is filled, or was promoted with"
+        try:
+            await asyncio.shield(backup.work)
+        except asyncio.CancelledError:
+            if self._backup is backup:
+                raise  # this coroutine was
+            raise self._unwanted from None
+        except BaseException:  # to the coordinator, who has to say what is next
+            if self._backup is backup and not backup.is_whole:
+                self.detach()
+            raise
+
+    def _attach_third(self, message: AttachBackup) -> Coroutine[None, None, None]:
+        if not self.has_backup:
+            raise UnavailableError(
+                f"{self._task} cannot have a third copy: it has no backup that has "
+                "everything"
+            )
+        third = self._third
+        if third is None or third.attached != message:
+            self._end_third()
+            self._third = third = self._ship_to(message)
+            self._fill(third)
+        return self._wait_third_filled(third)
+
+    async def _wait_third_filled(self, third: LogShipping) -> None:
+        """If the third copy is lost the backup is still there, so the third copy is
+        given up without an order of the coordinator."""
+        assert third.work is not None, "a third copy is always filled"
+        try:
+            await asyncio.shield(third.work)
+        except BaseException as error:  # to the coordinator
+            if self._third is third and not isinstance(error, asyncio.CancelledError):
+                self._end_third()
+            if self._third is third:
+                raise  # this coroutine was cancelled
+            failure = third.failure
+            why = f"is lost: {failure}" if failure else "is no longer wanted"
+            raise UnavailableError(f"{self._task}: the third copy {why}") from error
+
+    def _replace_backup(
+        self, third: LogShipping, message: AttachBackup
+    ) -> Coroutine[None, None, None]:
+        if not third.is_whole:
+            self._end_third()
+            raise self._unwanted
+        self._third_may_count = True
+        return self._wait_replaced(third, message)
+
+    async def _wait_replaced(self, third: LogShipping, message: AttachBackup) -> None:
+        await third.keep(message)
+        if self._third is not third:
+            raise self._unwanted
+        self._third, self._third_may_count = None, False
+        self.detach()
+        self._backup = third
+
+    @property
+    def _unwanted(self) -> UnavailableError:
+        return UnavailableError(f"{self._task}: the backup is no longer wanted")
+
+    def _ship_to(self, message: AttachBackup, *, is_whole: bool = False) -> LogShipping:
+        assert self._connect is not None, "see attach"
+        shipping = LogShipping(
+            self._store,
+            self._turn,
+            message,
+            self._connect,
+            on_lost=lambda why: self._lost(shipping, why),
+            on_replaced=self._on_replaced,
+            is_whole=is_whole,
+        )
+        return shipping
+
+    def _fill(self, shipping: LogShipping) -> None:
+        deadline = asyncio.get_running_loop().time() + self._fill_timeout
+        shipping.work_on(shipping.fill(deadline), f"filling {self._task}")
+
+    def _lost(self, shipping: LogShipping, why: str) -> None:
+        if self._third is shipping and not self._third_may_count:
+            self._end_third()
+        else:
+            self._report_lost(why)
+
+    def _report_lost(self, why: str) -> None:
+        backup = self._backup
+        if backup is not None and backup.is_whole:
+            self._on_lost(backup.attached.session, why)
+
+    def _end_third(self) -> None:
+        third, self._third, self._third_may_count = self._third, None, False
+        if third is not None:
+            third.release()
+            self._keep_ending(third)
+
+    def _take_backup(self) -> LogShipping | None:
+        """Removes the backup, and ends the third copy, which is nothing without it."""
+        self._end_third()
+        backup, self._backup = self._backup, None
+        return backup
+
+    def _keep_ending(self, shipping: LogShipping) -> None:
+        """Keeps the task that closes the link."""
+        if shipping.ending is not None:
+            self._ending.add(shipping.ending)
+            shipping.ending.add_done_callback(self._ending.discard)

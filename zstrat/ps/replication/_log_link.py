@@ -1,0 +1,245 @@
+"""The connection over which the log of a store reaches one backup.
+
+The link may break and come back: the backup then says which changes it has, and the
+rest is sent again. A copy that differs from the store is of no use, however well its
+link works: `LogLinkState.DIVERGED` is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import ClosedError, PeerLostError, StaleSessionError, ZstratError
+from zstrat.wire import (
+    BackupLost,
+    Hello,
+    LogMade,
+    LogTaken,
+    Message,
+    OpenLog,
+    PromoteBackup,
+)
+
+from ._log import ReplicationLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.transport import TaskLink
+    from zstrat.wire import AttachBackup
+
+    Connect = Callable[..., TaskLink]
+    """Makes a link to the backup at an address; takes ``on_notice``, ``on_open`` and
+    ``on_lost``."""
+
+_LOG: Final = logging.getLogger("zstrat.ps")
+
+
+class LogLinkState(enum.Enum):
+    """Whether changes reach the backup.
+
+    OPENING ──the backup says what it has──▶ FLOWING
+    FLOWING ──the log is opened again, or a message cannot be sent──▶ OPENING
+    OPENING, FLOWING ──the link is lost, or the backup refuses the log──▶ LOST
+    LOST ──the backup says what it has──▶ FLOWING
+    OPENING, FLOWING, LOST ──the copy differs, or its process has lost it──▶ DIVERGED
+    any ──`close`──▶ CLOSED
+    """
+
+    OPENING = "opening"
+    FLOWING = "flowing"
+    LOST = "lost"
+    DIVERGED = "diverged"
+    CLOSED = "closed"
+
+
+_FINAL: Final = (LogLinkState.DIVERGED, LogLinkState.CLOSED)
+
+
+@final
+class LogLink:
+    """Sends numbered changes to one backup, and knows which of them it has.
+
+    Args:
+        attached: The order that asked for the backup.
+        on_progress: Called when the backup has more changes, has made more, or is lost.
+        on_lost: Receives the reason, each time that the backup becomes unreachable.
+        on_replaced: Called when the backup has become the primary.
+    """
+
+    def __init__(
+        self,
+        attached: AttachBackup,
+        connect: Connect,
+        *,
+        on_progress: Callable[[], None],
+        on_lost: Callable[[str], None],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self.attached = attached
+        self.state = LogLinkState.OPENING
+        self.failure = ""
+        """Why the state is LOST or DIVERGED, or was so when the link was closed."""
+        self.log = ReplicationLog()
+        self.made = 0
+        """The number of changes that the backup has made, as far as it has said."""
+        self._on_progress = on_progress
+        self._on_lost, self._on_replaced = on_lost, on_replaced
+        self._opening: asyncio.Future[Message] | None = None
+        """The newest `OpenLog`: an answer to an older one says nothing."""
+        self._link = connect(
+            attached.address,
+            on_notice=self._noticed,
+            on_open=self._opened,
+            on_lost=lambda error: self._fail(LogLinkState.LOST, error.reason),
+        )
+
+    @property
+    def is_flowing(self) -> bool:
+        return self.state is LogLinkState.FLOWING
+
+    @property
+    def has_taken_all(self) -> bool:
+        """Whether the backup is known to have every change."""
+        return self.is_flowing and self.log.is_taken
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the backup has sent something recently."""
+        return self._link.is_heard
+
+    def validate(self) -> None:
+        """Checks what holds between two events.
+
+        Raises:
+            AssertionError: It does not hold.
+        """
+        if self.state is not LogLinkState.CLOSED:
+            failed = self.state in (LogLinkState.LOST, LogLinkState.DIVERGED)
+            assert failed == bool(self.failure), (self.state, self.failure)
+        assert self.log.taken <= self.log.head, "it has changes that nobody has made"
+
+    async def open(self, deadline: float) -> None:
+        """Connects to the backup.
+
+        Args:
+            deadline: Loop time at which the backup has to have appeared.
+
+        Raises:
+            ZstratError: As of `Link.wait_open`.
+
+        Cancellation: the link goes on connecting.
+        """
+        self._link.start()
+        await self._link.wait_open(deadline)
+
+    def open_log(self, attached: AttachBackup) -> None:
+        """Asks the backup in the view of this order which changes it has."""
+        self.attached = attached
+        self._interrupt()
+        self._opening = self._link.submit(OpenLog(attached.session, attached.view))
+        self._opening.add_done_callback(self._resumed)
+
+    def append(self, change: Message) -> None:
+        """Numbers a change, and sends it when its turn comes."""
+        self.log.append(change)
+        self._send()
+
+    def lose(self, why: str) -> None:
+        """Counts the backup as lost until its link opens again."""
+        self._fail(LogLinkState.LOST, why)
+
+    def mark_diverged(self, why: str) -> None:
+        """Counts the backup as lost for good."""
+        self._fail(LogLinkState.DIVERGED, f"it can no longer follow: {why}")
+
+    def close(self) -> asyncio.Task[None]:
+        """Closes the link; returns the task that does so, for the caller to keep."""
+        self.state = LogLinkState.CLOSED
+        return asyncio.get_running_loop().create_task(
+            self._link.close("it has no backup any more"), name="closing a backup"
+        )
+
+    def _opened(self, hello: Hello) -> None:
+        if self.state in _FINAL:
+            return
+        if hello.incarnation != self.attached.incarnation:
+            why = "its process was restarted, and has lost the copy"
+            self._fail(LogLinkState.DIVERGED, why)
+            return
+        self.open_log(self.attached)
+
+    def _resumed(self, opened: asyncio.Future[Message]) -> None:
+        if opened.cancelled() or opened is not self._opening:
+            return
+        error = opened.exception()
+        if self.state in _FINAL:  # since the question was sent
+            return
+        if error is None:
+            taken = opened.result()
+            assert isinstance(taken, LogTaken)
+            if self._acknowledged(taken.number, resumed=True):
+                self.state, self.failure = LogLinkState.FLOWING, ""
+                self._send()
+        elif isinstance(error, StaleSessionError):
+            self._on_replaced()
+        elif not isinstance(error, PeerLostError | ClosedError):
+            self.lose(f"it refuses the log: {error}")
+
+    def _noticed(self, message: Message) -> None:
+        if self.state is LogLinkState.CLOSED:
+            return
+        match message:
+            case LogTaken(number=number):
+                if self.is_flowing:
+                    self._acknowledged(number)
+                    self._send()
+            case LogMade(number=number):
+                self.made = max(self.made, number)
+                self._on_progress()
+            case BackupLost(reason=reason):
+                self.mark_diverged(reason)
+            case PromoteBackup():
+                self._on_replaced()
+
+    def _acknowledged(self, number: int, *, resumed: bool = False) -> bool:
+        """Returns False if the backup says what cannot be."""
+        try:
+            if resumed:
+                self.log.resume(number)
+            else:
+                self.log.acknowledge(number)
+        except ZstratError as error:  # to the coordinator, as the loss of the backup
+            self.mark_diverged(str(error))
+            return False
+        self._on_progress()
+        return True
+
+    def _interrupt(self) -> None:
+        """Stops sending, until the log is opened again."""
+        if self.is_flowing:
+            self.state = LogLinkState.OPENING
+
+    def _fail(self, state: LogLinkState, why: str) -> None:
+        if self.state in _FINAL:
+            return
+        was_lost = self.state is LogLinkState.LOST
+        self.state = state
+        if was_lost:
+            return  # the coordinator has been notified
+        self.failure = why
+        _LOG.warning("the backup at %s is lost: %s", self.attached.address, why)
+        self._on_progress()
+        self._on_lost(why)
+
+    def _send(self) -> None:
+        while self.is_flowing and (change := self.log.take()) is not None:
+            try:
+                self._link.notify(change)
+            except (PeerLostError, ClosedError):  # sent again when the link is back
+                self._interrupt()
+            except (TypeError, ValueError) as error:
+                self.mark_diverged(str(error))

@@ -1,0 +1,316 @@
+"""Options, as TF has them: of collectives between processes, of ``run``, of datasets.
+
+Options of collectives belong to a strategy, or to one call: of
+`ReplicaContext.all_reduce`, `all_gather`, `reduce_to`. They say how processes exchange
+the values that are reduced, and the group of the strategy follows them. Within a
+process XLA reduces and waits for no other process: they change nothing there.
+
+Options of datasets say how elements come to the replicas.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.variables import is_staging, recorder
+
+if TYPE_CHECKING:
+    from zstrat.collectives import Group
+    from zstrat.strategy.replica._collective import Team
+
+
+class CommunicationImplementation(enum.Enum):
+    """The implementation of a collective: those of TF, and others.
+
+    AUTO, RING and TREE differ in how an all-reduce goes between hosts, where the first
+    process of each host speaks for it. Inside a host memory is shared with any of them;
+    other collectives than all-reduces are as with AUTO.
+    """
+
+    AUTO = "AUTO"
+    """Chosen by the size of the array and the number of hosts."""
+    RING = "RING"
+    """Around a ring of the hosts ("ring" of `zstrat.collectives.ALGORITHMS`): for large
+    arrays and not too many hosts."""
+    TREE = "TREE"
+    """Up and down two binary trees of the hosts ("double_tree" there): few steps among
+    many hosts."""
+    XLA = "XLA"
+    """XLA itself, in one program over the devices of all processes (gloo on CPU, NCCL
+    on GPU, the interconnect of a TPU)."""
+    NCCL = "NCCL"
+    """The same as XLA."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationOptions:
+    """Options of collectives between processes.
+
+    Args:
+        bytes_per_pack: Small arrays are sent in packs; one that is larger than this
+            takes no more. 0: the group decides.
+        timeout_seconds: How long one collective may wait for the other processes; None
+            for the default of the group.
+        implementation: A `CommunicationImplementation`, or its name in any case.
+
+    Raises:
+        ValueError: Negative bytes or seconds, or an unknown implementation.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(
+                f"`bytes_per_pack` must be greater than or equal to 0, got "
+                f"{self.bytes_per_pack}"
+            )
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(
+                f"`timeout_seconds` must be None or positive, got "
+                f"{self.timeout_seconds}"
+            )
+        if isinstance(self.implementation, str):
+            object.__setattr__(self, "implementation", _named(self.implementation))
+        if not isinstance(self.implementation, CommunicationImplementation):
+            raise ValueError(
+                "`implementation` must be a CommunicationImplementation, got "
+                f"{self.implementation!r}"
+            )
+
+    @property
+    def is_xla(self) -> bool:
+        """Whether XLA carries collectives out."""
+        return self.implementation in (
+            CommunicationImplementation.XLA,
+            CommunicationImplementation.NCCL,
+        )
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Takes of ``options`` what is not the default, and the rest of this one."""
+        if options is None:
+            return self
+        default = CommunicationOptions()
+        return CommunicationOptions(
+            options.bytes_per_pack or self.bytes_per_pack,
+            self.timeout_seconds
+            if options.timeout_seconds is None
+            else options.timeout_seconds,
+            self.implementation
+            if options.implementation is default.implementation
+            else options.implementation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of ``strategy.run``, which TF's XLA reads: jax compiles for each shape as
+    it comes, so that none of them changes a result.
+
+    Args:
+        experimental_enable_dynamic_batch_size: Whether the last batch may be smaller.
+        experimental_bucketizing_dynamic_shape: Whether shapes are rounded up for the
+            compiler.
+        experimental_xla_options: Others of XLA.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+
+def _named(name: str) -> CommunicationImplementation:
+    try:
+        return CommunicationImplementation(name.upper())
+    except ValueError:
+        known = ", ".join(repr(member.value) for member in CommunicationImplementation)
+        raise ValueError(f"implementation {name!r}: expected one of {known}") from None
+
+
+def called_with(team: Team, options: object, call: str) -> Team:
+    """Returns the team with the options of one call.
+
+    Raises:
+        TypeError: They are not `CommunicationOptions`.
+        ValueError: They ask for a choice that is made with the strategy, or that XLA
+            does not offer.
+    """
+    if options is None:
+        return team
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            f"{call}: options must be a zs.CommunicationOptions or None, got "
+            f"{type(options).__name__} {options!r:.80}"
+        )
+    if team.channel is None or options == CommunicationOptions():
+        return team
+    if team.channel.mesh is None:
+        _require_own_way(options, call)
+    elif recorder.get() is not None or is_staging():
+        _require_none_of_xla(options, call)
+    return replace(team, channel=team.channel.under(options))
+
+
+def _require_own_way(options: CommunicationOptions, call: str) -> None:
+    if options.is_xla:
+        raise ValueError(
+            f"{call}: options.implementation={options.implementation.value}, and the "
+            "processes of this strategy are not one job of XLA: give "
+            "communication_options with this implementation to the strategy, or leave "
+            "it out of the options of the call"
+        )
+
+
+def _require_none_of_xla(options: CommunicationOptions, call: str) -> None:
+    if options.timeout_seconds is not None:
+        raise ValueError(
+            f"{call}: options.timeout_seconds={options.timeout_seconds}, and with "
+            "implementation=XLA the call is a part of a compiled step, which waits for "
+            "the other processes as long as it takes: leave it out, or make the "
+            "strategy with implementation=AUTO, RING or TREE"
+        )
+    own = CommunicationImplementation.RING, CommunicationImplementation.TREE
+    if options.implementation in own:
+        raise ValueError(
+            f"{call}: options.implementation={options.implementation.value}, and the "
+            "strategy was made with implementation=XLA, which chooses by itself: leave "
+            "it out of the options of the call"
+        )
+
+
+_ALGORITHMS: Final = {
+    CommunicationImplementation.RING: "ring",
+    CommunicationImplementation.TREE: "double_tree",
+}
+"""The algorithm of an all-reduce between hosts; without an entry it is chosen by
+size."""
+
+
+@final
+class ChosenGroup:
+    """The collective of a strategy (`zstrat.program.stages._cross.Collective`)."""
+
+    def __init__(self, group: Group, options: CommunicationOptions) -> None:
+        self._group = group
+        self._options = options
+        self._algorithm = _ALGORITHMS.get(options.implementation)
+        self._timeout = options.timeout_seconds
+        self._packs = options.bytes_per_pack or None
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    @property
+    def generation(self) -> int:
+        return self._group.generation
+
+    def all_reduce(self, tree: Any, op: str = "sum") -> Any:
+        return self._group.all_reduce(
+            tree,
+            op,
+            algorithm=self._algorithm,
+            timeout=self._timeout,
+            bytes_per_pack=self._packs,
+        )
+
+    def all_gather(self, tree: Any, axis: int = 0) -> Any:
+        return self._group.all_gather(tree, axis, timeout=self._timeout)
+
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        return self._group.broadcast(tree, root, timeout=self._timeout)
+
+    def under(self, options: CommunicationOptions) -> ChosenGroup:
+        return ChosenGroup(self._group, self._options.merge(options))
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        self._group.reform(timeout=timeout)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class InputReplicationMode(enum.Enum):
+    """The number of input functions.
+
+    PER_WORKER: one in each worker, and its elements go to the replicas there in turn.
+    PER_REPLICA: one for each replica.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """Options of ``experimental_distribute_dataset`` and
+    ``distribute_datasets_from_function``.
+
+    Args:
+        experimental_fetch_to_device: Whether elements are put on the devices of the
+            replicas before they are asked for; None, as True: yes. If not, they stay
+            arrays of numpy until a step takes them.
+        experimental_replication_mode: PER_REPLICA is for
+            ``MirroredStrategy.distribute_datasets_from_function`` alone.
+        experimental_place_dataset_on_device: In TF the dataset itself may live on the
+            device; here elements are made by the host in any case. Needs PER_REPLICA,
+            and ``experimental_fetch_to_device=False``.
+        experimental_per_replica_buffer_size: How many elements are made in advance for
+            each replica, at least 1.
+
+    Raises:
+        ValueError: Options that exclude each other, or an empty buffer.
+        TypeError: The replication mode is not an `InputReplicationMode`.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                "experimental_replication_mode must be a zs.InputReplicationMode, got "
+                f"{mode!r}"
+            )
+        if self.experimental_per_replica_buffer_size < 1:
+            raise ValueError(
+                "experimental_per_replica_buffer_size must be at least 1, got "
+                f"{self.experimental_per_replica_buffer_size}"
+            )
+        if not self.experimental_place_dataset_on_device:
+            return
+        if mode is not InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "When `experimental_place_dataset_on_device` is set for dataset "
+                "placement, you must also specify `PER_REPLICA` for the replication "
+                "mode"
+            )
+        if self.fetches:
+            raise ValueError(
+                "`experimental_place_dataset_on_device` can not be set to True with "
+                "experimental_fetch_to_device being True (its default): set "
+                "experimental_fetch_to_device=False"
+            )
+
+    @property
+    def fetches(self) -> bool:
+        """Whether elements go to the devices in advance."""
+        return self.experimental_fetch_to_device in (None, True)
+
+    @property
+    def is_per_replica(self) -> bool:
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA

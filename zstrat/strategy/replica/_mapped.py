@@ -1,0 +1,251 @@
+"""Functions that are mapped over the replicas of one process.
+
+`mapped_over` maps a function over arrays of which each replica has its part. A part
+stays where its replica is: nothing here combines parts.
+
+Where there are other processes, a replica function is cut at the collectives with them
+(`in_stages`). The devices of this process are mapped over inside of XLA, and the other
+processes are reached outside of it. So the function is mapped in stages: each stage
+returns the operands of the next collectives, which are equal on all devices, and what
+later stages need of it, one part for each device.
+
+Law of the file: each stage is cut from a trace of its own, in the map that it runs in.
+All these traces are equal, so a number means the same value in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zstrat.program.stages import crossing, stages, within_mesh
+
+from ._collective import AXIS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jax.sharding import Sharding
+
+    from zstrat.program.stages import Stage
+
+# jax's stubs leave these untyped.
+_spec: Final[Any] = PartitionSpec
+_sharding: Final[Any] = NamedSharding
+
+
+def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
+    """Makes a mesh of these devices, one for each replica."""
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
+    """Returns the sharding of arrays of which each device has the rows of its replica.
+
+    Args:
+        memory: In which kind of memory (``"pinned_host"``, say); left out: the usual.
+    """
+    found: Sharding = _sharding(mesh, _spec(AXIS), memory_kind=memory)
+    return found
+
+
+def one_array(parts: Sequence[jax.Array], rows: Sharding) -> jax.Array:
+    """Makes the array whose rows are those of the parts, which are placed as ``rows``
+    has them: nothing is copied."""
+    count, *rest = parts[0].shape
+    shape = (count * len(parts), *rest)
+    return jax.make_array_from_single_device_arrays(shape, rows, list(parts))
+
+
+def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
+    """Makes a mesh of the first devices, one for each replica; None if there are
+    fewer."""
+    if len(devices) < count:
+        return None
+    return mesh_over(devices[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """An array of which each replica has its part. A leaf.
+
+    ``array`` is ``[count * n, ...]``, replica i's part being the rows from ``i * n``
+    on; or, if it is ``stacked``, ``[count, ...]``, and replica i's part ``array[i]``.
+    """
+
+    array: Any
+    stacked: bool = False
+
+
+def mapped_over(
+    one: Callable[..., Any],
+    count: int,
+    mesh: Mesh | None,
+    own_arrays: Sequence[Spread],
+) -> Callable[..., Any]:
+    """Maps ``one`` over all replicas, with these arrays of their own. Outputs are
+    spread; operands of updates come as they are, as they are equal on every replica."""
+    is_nested = within_mesh.get()
+    scalars: list[bool] = []
+
+    def noted(outputs: Any) -> Any:
+        arrays, operands = outputs
+        scalars[:] = [x.ndim == 0 for x in arrays]
+        return arrays, operands
+
+    def spread(arrays: Sequence[Any]) -> list[Spread]:
+        return [Spread(x, flag) for x, flag in zip(arrays, scalars, strict=True)]
+
+    if mesh is None and not is_nested:
+
+        def on_one_device(values: Any, shared: Any) -> Any:
+            arrays, operands = jax.vmap(
+                lambda values, shared, own: noted(one(values, shared, own)),
+                in_axes=(None, None, 0),
+                out_axes=(0, None),
+                axis_name=AXIS,
+                axis_size=count,
+            )(values, shared, [by_replica(x, count) for x in own_arrays])
+            joined = [
+                x if flag else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+                for x, flag in zip(arrays, scalars, strict=True)
+            ]
+            return spread(joined), operands
+
+        return on_one_device
+
+    def body(values: Any, shared: Any, own: Any) -> Any:
+        parts = [x[0] if y.stacked else x for x, y in zip(own, own_arrays, strict=True)]
+        arrays, operands = noted(one(values, shared, parts))
+        return [x[None] if x.ndim == 0 else x for x in arrays], operands
+
+    each, whole = _spec(AXIS), _spec()
+    over = jax.shard_map(
+        body,
+        # The mesh of all processes is there already, and this is an axis of it.
+        mesh=None if is_nested else mesh,
+        axis_names={AXIS},
+        in_specs=(whole, whole, each),
+        out_specs=(each, whole),
+        # Off: replicas compute their own gradients of the shared values, and it is ours
+        # to say when they are summed.
+        check_vma=False,
+    )
+
+    def on_devices(values: Any, shared: Any) -> Any:
+        arrays, operands = over(values, shared, [x.array for x in own_arrays])
+        return spread(arrays), operands
+
+    return on_devices
+
+
+def by_replica(value: Spread, count: int) -> Any:
+    """Reshapes to ``[count, ...]``, a row for each replica."""
+    array = value.array
+    if value.stacked:
+        return array
+    return array.reshape(count, array.shape[0] // count, *array.shape[1:])
+
+
+def in_stages(
+    one: Callable[..., Any],
+    mapped: Callable[..., Any],
+    rows: Sequence[Any],
+    shared: int,
+    *,
+    in_order: bool = False,
+) -> Any:
+    """Computes ``mapped(one, rows)``, with the collectives between processes outside of
+    it; of ``in_order`` see `stages`.
+
+    ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)``: ``own`` are more arrays
+    of which each device is given its part, ``whole`` more shared ones; ``shared`` is
+    the number of those without them. What ``fn`` returns first has a part of each
+    device, and may be given as ``own`` again; what it returns second is the same on
+    all.
+    """
+    # Values by number: those of which each device has its own, and the others.
+    own: dict[int, Any] = {}
+    whole: dict[int, Any] = {}
+    stage: _StagePart
+    number = 0
+
+    def part(values: Any, everywhere: Any, own_arrays: Any) -> Any:
+        nonlocal stage
+        fixed = len(own_arrays) - len(own)
+        args = values, everywhere[:shared], own_arrays[:fixed]
+        stage = _StagePart.of(one, args, number, in_order)
+        known = dict(zip(own, own_arrays[fixed:], strict=True))
+        known.update(zip(whole, everywhere[shared:], strict=True))
+        return stage.run(known)
+
+    while True:
+        given = [*rows, *own.values()], list(whole.values())
+        parts, alike = mapped(part, *given)
+        if stage.is_last:
+            return parts, stage.operands(alike)
+        own.update(zip(stage.left, parts, strict=True))
+        left = iter(alike)
+        for each in stage.stage.crossings:
+            results = crossing.bind(
+                *itertools.islice(left, len(each.operands)),
+                channel=each.channel,
+                kind=each.kind,
+                where=each.where,
+            )
+            whole.update(zip(each.results, results, strict=True))
+        number += 1
+
+
+class _StagePart:
+    """One stage, in the map that it runs in."""
+
+    def __init__(
+        self, stages: Sequence[Stage], number: int, store: dict[int, Any], shape: Any
+    ) -> None:
+        self.stage = stages[number]
+        self.is_last = number == len(stages) - 1
+        later = [n for other in stages[number + 1 :] for n in other.takes]
+        later += [
+            n
+            for other in stages[number + 1 :]
+            for crossed in other.crossings
+            for n in crossed.operands
+        ]
+        self.left = [] if self.is_last else sorted({*self.stage.gives} & {*later})
+        self._store = store
+        self._shape = shape
+
+    @staticmethod
+    def of(
+        one: Callable[..., Any], args: Any, number: int, in_order: bool
+    ) -> _StagePart:
+        """Traces the function and cuts this stage out."""
+        closed, shape = jax.make_jaxpr(one, return_shape=True)(*args)
+        cut, constants = stages(closed, in_order=in_order)
+        store = dict(enumerate(jax.tree.leaves(args)))
+        store.update(constants)
+        return _StagePart(cut, number, store, shape)
+
+    def run(self, known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        """Returns what each device has of its own, and what is the same on all: at the
+        end results and operands of updates, before it what later stages need and the
+        operands of collectives."""
+        store = self._store | known
+        made = self.stage.run(*[store[n] for n in self.stage.takes])
+        if self.is_last:
+            results = len(self._shape[0])
+            return list(made[:results]), list(made[results:])
+        store.update(zip(self.stage.gives, made, strict=True))
+        operands = [n for x in self.stage.crossings for n in x.operands]
+        return [store[n] for n in self.left], [store[n] for n in operands]
+
+    def operands(self, arrays: Sequence[Any]) -> Any:
+        """Returns the operands of each update, made of the arrays of the last stage."""
+        treedef: Any = jax.tree.structure(self._shape[1])
+        return treedef.unflatten(list(arrays))

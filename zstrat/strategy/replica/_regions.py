@@ -1,0 +1,400 @@
+"""A replica function as one program for all replicas of this process.
+
+The function is traced once under a named axis ``replica``, with a traced number of the
+replica: collectives inside it are jax's own over that axis. An abstract trace finds
+first what it reads, because a program over a mesh takes its inputs as arguments; then
+the same function is mapped over the devices, or, where this process has fewer devices
+than replicas (a coordinator that only plans, a debugging run), over an axis of one
+device, which gives the same values. The results of a replica stay on its device.
+
+Law of the file: an update inside a replica is combined with those of the other replicas
+here, when it is made, and the step records it once. Gradients are summed over the
+replicas; all else follows the aggregation of the variable. The rules of captures hold
+inside too: a region is a separate capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program.stages import within_mesh
+from zstrat.program.trace import (
+    Capture,
+    Discovery,
+    Flow,
+    Immediate,
+    Replay,
+    apart_from_now,
+    asked,
+    body_program,
+    claimed,
+    has_copies,
+    printed_before,
+    uncut,
+)
+from zstrat.variables import (
+    TraceRecorder,
+    VariableHandle,
+    VariableUpdate,
+    read_all,
+    recorder,
+    refuse_read,
+    refuse_update,
+)
+
+from ._mapped import Spread, in_stages, mapped_over
+from ._replica_recorder import ReplicaRecorder, recording_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.program.trace import BodyProgram, Placeholder, RecordedLookup, TraceFeed
+
+    from ._collective import Team
+
+    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
+    own."""
+
+
+@final
+class MappedReplica(ReplicaRecorder):
+    """The recorder inside one of several replicas that are one program; a capture of
+    this region notes what it records."""
+
+    def __init__(self, feed: TraceFeed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        super().__init__(self.capture, team)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording(), recording_by(self):
+            yield
+
+    def _update_own(self, update: VariableUpdate) -> None:
+        self.capture.update_own(update)
+
+
+def replicate(
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Spread],
+    *,
+    team: Team,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
+
+    Leaves that are not arrays of jax are the same object in every replica and stay as
+    they are. Reads and updates of variables go through the step that is being traced,
+    or to the variables' storages when none is. A variable of which each replica has a
+    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
+
+    Args:
+        shared: Arrays that every replica gets whole.
+        split: Arrays of which each replica gets its part.
+        team: The replicas, of which this process has at least 2.
+        mesh: Whose axis `AXIS` has a device for each replica; without it one device
+            computes all replicas.
+
+    Raises:
+        ValueError: An update of a variable whose aggregation is NONE, or integers of
+            numpy that do not fit the 32 bits that jax computes with.
+        NotImplementedError: A scatter update that cannot be aggregated.
+        RuntimeError: An update under a jax transformation, a read after an optimizer's
+            update, or a draw, inside a replica; or any read or update while jax traces
+            outside of a step.
+    """
+    shared = [uncut(x) for x in shared]
+    split = [Spread(uncut(x.array), x.stacked) for x in split]
+    count = team.local
+    # A program over a mesh takes what it reads as arguments, so that has to be known
+    # first.
+    region = discovered(fn, shared, split, team, mesh)
+    found = region.capture
+    recording = recorder.get()
+    if recording is None:
+        _refuse_unnoticed(found)
+    outside = Immediate() if recording is None else recording
+    for variable, _ in found.own.values():
+        apart_from_now(variable)
+    own = [v for v in found.variables if has_copies(v, count)]
+    variables = [v for v in found.variables if not has_copies(v, count)]
+    if recording is None:
+        values = [jnp.asarray(value) for value in read_all(variables)]
+    else:
+        values = [recording.read(variable) for variable in variables]
+    copies = [Spread(outside.copies(variable), stacked=True) for variable in own]
+    given = _Given(len(split), variables, own)
+
+    def mapped(
+        one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
+    ) -> Any:
+        own_arrays = [*split, *copies, *rows]
+        return mapped_over(one, count, mesh, own_arrays)(values, [*shared, *whole])
+
+    def made(values: Any, shared: Any, own_arrays: Any, rows: Any) -> RegionMade:
+        if region.program is not None:
+            inputs = [*shared, *given.arguments(own_arrays)]
+            known = given.named(values, own_arrays, rows)
+            return RegionMade(*region.program(inputs, known))
+        replica = MappedReplica(given.feed(values, own_arrays, rows), team)
+        with replica.recording(), printed_before():
+            result = fn(shared, given.arguments(own_arrays))
+        # The last trace counts: jax may trace a function more than once.
+        region.read(result, replica.capture)
+        return region.made
+
+    rows = _looked_up(made, found, given, mapped, outside)
+
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
+        arrays, copies, operands, _ = made(
+            values, shared, own_arrays, own_arrays[given.before_rows :]
+        )
+        return [*arrays, *[copy[None] for copy in copies]], operands
+
+    # No other processes, or XLA reaches them itself: one program without stages.
+    if team.channel is None or within_mesh.get():
+        arrays, operands = mapped(one, rows)
+    else:
+        # Other processes may run their replicas sequentially, by the same order.
+        now = recording is None or recording.live
+        arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
+    traced = region.traced
+    results = len(traced.arrays)
+    outputs = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
+    return traced.recorded_result(outside, outputs, operands)
+
+
+class RegionMade(NamedTuple):
+    """The outputs of one replica: arrays of its result, its changed copies of
+    variables, operands of each update, and ids of its lookups."""
+
+    arrays: list[Any]
+    copies: list[Any]
+    operands: list[Any]
+    ids: list[Any]
+
+
+@final
+class DiscoveredRegion:
+    """A replica function that was traced with made-up values. ``program`` is the trace
+    as a program; None if the function has to be traced again."""
+
+    def __init__(self, capture: Capture, result: Any) -> None:
+        self.program: BodyProgram | None = None
+        self.read(result, capture)
+
+    def read(self, result: Any, capture: Capture) -> None:
+        """Another trace takes the place of the one before."""
+        leaves, treedef = jax.tree.flatten(result)
+        changed = [variable for variable, _ in capture.own.values()]
+        self.capture = capture
+        self.traced = TracedRegion(leaves, treedef, capture, changed)
+
+    @property
+    def made(self) -> RegionMade:
+        """In the trace itself: what it has made."""
+        capture = self.capture
+        return RegionMade(
+            self.traced.arrays,
+            [value for _, value in capture.own.values()],
+            [list(update.operands) for update in capture.updates],
+            [lookup.ids for lookup in capture.lookups],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """The outcome of tracing a region: leaves of its result, its effects, and the
+    variables whose copies it has changed."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    capture: Capture
+    changed: Sequence[VariableHandle]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The arrays of the result."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
+
+    def recorded_result(
+        self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
+    ) -> Any:
+        """Records the effects of the replicas in the step; returns their result.
+
+        Args:
+            arrays: What the program made: of the result, then copies of ``changed``.
+            operands: Those of each update.
+        """
+        if self.capture.asked_context and (tell := asked.get()) is not None:
+            tell()
+        made = iter(arrays)
+        result = self.treedef.unflatten(
+            [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
+        )
+        for variable, copies in zip(self.changed, made, strict=True):
+            outside.put_copies(variable, copies)
+        self._pass_on(operands, outside)
+        return result
+
+    def _pass_on(self, operands: Sequence[Any], outside: TraceRecorder) -> None:
+        for update, combined in zip(self.capture.updates, operands, strict=True):
+            if update.call is not None:
+                outside.optimize(update.call.with_arrays(combined))
+                continue
+            target = update.variable if update.table is None else update.table
+            op, optimizer = update.op, update.optimizer
+            outside.update(VariableUpdate(target, op, tuple(combined), optimizer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The arrays of one replica, in this order: ``count`` arguments, its copies of the
+    variables ``own``, and rows that it looks up. All replicas share ``variables``."""
+
+    count: int
+    variables: Sequence[VariableHandle]
+    own: Sequence[VariableHandle]
+
+    def arguments(self, own_arrays: Sequence[Any]) -> Sequence[Any]:
+        return own_arrays[: self.count]
+
+    @property
+    def before_rows(self) -> int:
+        return self.count + len(self.own)
+
+    def feed(
+        self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
+    ) -> Replay:
+        """Returns the values that the function reads."""
+        return Replay("strategy.run", self._known(values, own_arrays), (), rows)
+
+    def named(
+        self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """Returns the same for a `BodyProgram`."""
+        known = self._known(values, own_arrays)
+        named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
+        return named | {("rows", number): x for number, x in enumerate(rows)}
+
+    def _known(
+        self, values: Sequence[Any], own_arrays: Sequence[Any]
+    ) -> dict[int, Any]:
+        met = (*self.variables, *self.own)
+        copies = own_arrays[self.count : self.before_rows]
+        return {
+            variable.spec.key: value
+            for variable, value in zip(met, (*values, *copies), strict=True)
+        }
+
+
+def discovered(
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Spread],
+    team: Team,
+    mesh: Mesh | None = None,
+) -> DiscoveredRegion:
+    """Finds what the function reads and looks up, which copies it updates, and its
+    program. The trace is in the map over the replicas in which the function runs.
+
+    The step itself is not read inside this trace: its values would belong to a trace
+    that ends before the step does.
+    """
+    found: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
+
+    def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
+        feed = Discovery(seed)
+        probe = MappedReplica(feed, team)
+        with probe.recording():
+            result = fn(shared, own)
+        region = DiscoveredRegion(probe.capture, result)
+        found[:] = [(region, feed.placeholders)]
+        return region.made, [each.value for each in feed.placeholders]
+
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
+        args = values[0], shared, own_arrays
+        closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
+        region, placeholders = found[0]
+        region.program = body_program(closed, placeholders, jax.tree.structure(made))
+        return [], []
+
+    def abstract(seed: jax.Array, shared: Any, arrays: Sequence[Any]) -> None:
+        own_arrays = [
+            Spread(array, each.stacked)
+            for array, each in zip(arrays, split, strict=True)
+        ]
+        mapped_over(one, team.local, mesh, own_arrays)([seed], shared)
+
+    jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
+    return found[0][0]
+
+
+def _refuse_unnoticed(found: Capture) -> None:
+    """Refuses effects of the replicas on variables where jax traces outside of a
+    step."""
+    for variable, _ in found.own.values():
+        refuse_update(variable.spec, "update")
+    for update in found.updates:
+        refuse_update(update.variables[0].spec, "update")
+    for variable in found.variables:
+        refuse_read(variable.spec)
+
+
+def _looked_up(
+    made: Callable[..., RegionMade],
+    found: Capture,
+    given: _Given,
+    mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
+    outside: TraceRecorder,
+) -> list[Spread]:
+    """Looks up the rows of the lookups of the replicas, in the step.
+
+    The replicas compute the ids that need no rows, and nothing else; with these rows
+    the ids that need no others; and so on.
+    """
+    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    rows: dict[int, Spread] = {}
+    before = given.before_rows
+    ready: list[int] = []
+
+    def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
+        def ids(values: Any, shared: Any, own_arrays: Any, rows: Any) -> list[Any]:
+            return made(values, shared, own_arrays, rows).ids
+
+        known = dict(zip(sorted(rows), own_arrays[before:], strict=True))
+        own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
+        args = (values, shared, own_arrays[:before], own_rows)
+        flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
+        unknown = sum(
+            1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+        )
+        left = [n for n in range(len(kinds)) if n not in rows]
+        ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
+        part, needed = flow.part(ready)
+        return part(*[leaves[n] for n in needed]), []
+
+    while len(rows) < len(kinds):
+        computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
+        for number, ids in zip(tuple(ready), computed, strict=True):
+            lookup = found.lookups[number]
+            with claimed(lookup.where):
+                found_rows = outside.lookup(lookup.table, ids.array)
+            rows[number] = Spread(found_rows, ids.stacked)
+    return [rows[n] for n in range(len(kinds))]
+
+
+def _rows_kind(lookup: RecordedLookup) -> Any:
+    table = lookup.table
+    dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return kind((*lookup.ids.shape, *table.shape[1:]), dtype)
