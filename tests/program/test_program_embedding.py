@@ -441,7 +441,7 @@ def test_refusals_of_ragged_ids():
     refused("weights must be floats", (ids, mask), np.ones((1, 3), "f"))
     refused("weights must be floats", (ids, mask), np.ones((1, 2), int))
     refused("combiner must be one of", (ids, mask), combiner="max")
-    with pytest.raises(ValueError, match="rows of int32 cannot be combined"):
+    with pytest.raises(ValueError, match="int32"):
         zs.embedding_lookup_sparse(np.arange(3, dtype=np.int32), (ids, mask))
 
 
