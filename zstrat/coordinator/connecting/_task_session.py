@@ -388,7 +388,7 @@ class TaskSession:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
                 phase = SessionPhase.RECONNECTED if same else SessionPhase.AWAY
-                self._leave("it connected anew", phase=phase)
+                self._leave("it connected again", phase=phase)
                 if self.phase is SessionPhase.RECONNECTED:
                     self._set_phase(SessionPhase.AWAY)
         elif self._life not in (None, hello.incarnation):
