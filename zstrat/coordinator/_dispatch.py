@@ -345,7 +345,9 @@ class Dispatcher:
             channel = self.channels[grant.member.place]
             self.shipping.ship(channel, grant, closures, low_water, left, now)
         self._send_drops()
-        self._notify_retired()
+        for place, idle in self._retiring.items():
+            if not self.channels[place].member.in_flight:
+                idle.set()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -384,11 +386,6 @@ class Dispatcher:
         except (PeerLostError, BusyError) as error:
             # Its session reports the loss; a busy worker runs its closures.
             log.info("%s: %s", channel.task.name, error)
-
-    def _notify_retired(self) -> None:
-        for place, idle in self._retiring.items():
-            if not self.channels[place].member.in_flight:
-                idle.set()
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
         """Whether a turn has something to do although no closure waits. Anything else

@@ -45,15 +45,13 @@ _READY: Final = RemoteValueStatus.READY
 _ABORTED: Final = RemoteValueStatus.ABORTED
 
 
-class Kept:
+class Kept(NamedTuple):
     """A result that stays on its worker until it is fetched."""
 
-    __slots__ = ("epoch", "layout", "step", "worker")
-
-    def __init__(
-        self, worker: int, epoch: int, step: int, layout: LayoutMessage | None
-    ) -> None:
-        self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
+    worker: int
+    epoch: int
+    step: int
+    layout: LayoutMessage | None
 
 
 class ClosureRun(NamedTuple):
@@ -64,13 +62,11 @@ class ClosureRun(NamedTuple):
     attempt: int
 
 
-class Result:
+class Result(NamedTuple):
     """The name and the structure of a result, known before the result."""
 
-    __slots__ = ("name", "treedef")
-
-    def __init__(self, name: str, treedef: Any) -> None:
-        self.name, self.treedef = name, treedef
+    name: str
+    treedef: Any
 
 
 class ValueSource(Protocol):
@@ -309,13 +305,9 @@ class AsyncRemoteValue(RemoteValue):
         return joined.mapped(_on_device, await self.fetch(timeout))
 
 
-class _Opened:
-    __slots__ = ("layout", "leaves")
-
-    def __init__(
-        self, leaves: Sequence[np.ndarray], layout: LayoutMessage | None
-    ) -> None:
-        self.leaves, self.layout = leaves, layout
+class _Opened(NamedTuple):
+    leaves: Sequence[np.ndarray]
+    layout: LayoutMessage | None
 
 
 def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
