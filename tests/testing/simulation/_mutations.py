@@ -314,8 +314,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.recovery._inventory.Inventory.bound": _nothing
     },
     "trees are not in the log": {
-        "zstrat.ps.store._store.tell": partial(
-            _treeless, _function("zstrat.ps.store._changes.tell")
+        "zstrat.ps.store._store.log_plan": partial(
+            _treeless, _function("zstrat.ps.store._changes.log_plan")
         )
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
