@@ -352,11 +352,11 @@ class CallTable:
     ) -> PickledArguments | None:
         if not args and not kwargs:
             return None
-        made = arguments = PickledArguments(args, kwargs)
+        pickled = arguments = PickledArguments(args, kwargs)
         # An eager step may change its arguments, so each closure has its own.
         if not function.eager and not _has_arrays((args, kwargs)):
-            arguments = known.same(made)
-        if arguments is made:
+            arguments = known.same(pickled)
+        if arguments is pickled:
             arguments.retire_to(self._retired)
         return arguments
 

@@ -340,7 +340,9 @@ class AsyncClusterCoordinator(CoordinatorFace):
         """
         awaiter = sys._getframe(1)
         site: CallSite | None = None
-        if awaiter.f_code.co_flags & inspect.CO_COROUTINE:  # else a task awaits it
+        if (
+            awaiter.f_code.co_flags & inspect.CO_COROUTINE
+        ):  # else a task of its own runs it
             site = awaiter.f_code, awaiter.f_lasti
         del awaiter  # an error's traceback would keep it alive
         core = self._core

@@ -268,14 +268,14 @@ class _LoopCalls:
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
-    def bring(self, kept: Kept) -> list[np.ndarray]:
+    def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         warn_of_blocking("the remote value itself")
         # The request has a deadline, which moves while bytes of the result arrive.
-        fetching = self.dispatcher.bring(kept)
+        fetching = self.dispatcher.fetch_kept(kept)
         return self._portal.run(fetching, math.inf, "fetching a result")
 
-    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        fetching = self.dispatcher.bring(kept)
+    async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
+        fetching = self.dispatcher.fetch_kept(kept)
         return await self._portal.run_async(fetching, "fetching a result")
 
 

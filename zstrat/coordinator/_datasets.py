@@ -157,7 +157,7 @@ class PerWorkerIterator(PerWorker):
         """Has the iterator start there when its lost worker returns."""
 
         async def start_at() -> None:
-            self._record.begin_at(self.states_of(state))
+            self._record.start_at(self.states_of(state))
 
         await self.session.run_async(start_at(), f"noting where {self} starts")
 
@@ -253,8 +253,8 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> Any:
         current = recorder.get()
-        if current is not None and (made := self._wait_stand_in()) is not None:
-            return current.draw(made)
+        if current is not None and (iterator := self._wait_stand_in()) is not None:
+            return current.draw(iterator)
         raise NotImplementedError(
             "next() of a per-worker iterator works only in a scheduled function, as "
             "its elements are on the workers; pass the iterator to one as an argument"

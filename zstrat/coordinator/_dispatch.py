@@ -173,7 +173,7 @@ class Dispatcher:
         engine which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
-    async def bring(self, kept: Kept) -> list[np.ndarray]:
+    async def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result that its worker keeps.
 
         Raises:
@@ -204,7 +204,7 @@ class Dispatcher:
         channel = WorkerChannel(self._session, task, member)
         self.channels[task.place] = channel
         with self.engine.lock:
-            self.builder.join(channel)
+            self.builder.add_worker(channel)
 
     async def retire_worker(
         self, task: TaskSession, reason: str, timeout: float
@@ -248,7 +248,7 @@ class Dispatcher:
             del self.channels[task.place]
             self.members.remove(task.place)
             with self.engine.lock:
-                self.builder.leave(channel)
+                self.builder.remove_worker(channel)
                 self.engine.waiters.notify()
 
     def worker_ready(self, task: TaskSession) -> None:
@@ -262,7 +262,7 @@ class Dispatcher:
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that did not notice its loss may still have old closures.
         self._notify(channel, CancelSteps(self._session))
-        self.builder.rebuild(channel)
+        self.builder.build_all(channel)
 
     def worker_lost(self, task: TaskSession, reason: str) -> None:
         """Has other workers run the closures of a lost worker."""
@@ -280,7 +280,7 @@ class Dispatcher:
                 else:
                     ended = self.queue.lost(closure, channel.member.name, now)
                 self.engine.settle(ended)
-            self.builder.abort(channel, reason)
+            self.builder.abort_worker(channel, reason)
             self.engine.waiters.notify()
         if orphans and not task.is_moved:
             log.warning(
@@ -300,7 +300,7 @@ class Dispatcher:
                 task.layouts.update(layouts)
                 if not self._stopped:
                     channel = self.channels[task.place]
-                    more = self.outcomes.take(channel, message, self._now())
+                    more = self.outcomes.handle(channel, message, self._now())
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:

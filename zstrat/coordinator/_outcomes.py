@@ -105,7 +105,7 @@ class Outcomes:
         self.stale = 0
         """Number of outcomes that came after the closure went to another worker."""
 
-    def take(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
+    def handle(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
         """Ends the closures of a message, or has them retried.
 
         Returns:

@@ -128,26 +128,26 @@ class Record:
         """The places of the workers that have a value."""
         return list(self._values)
 
-    def join(self, worker: int, task: str, reason: str) -> None:
+    def add_worker(self, worker: int, task: str, reason: str) -> None:
         """Adds a worker, which may not be connected yet."""
         self.pipelines.join(worker)
         # Replaced as a whole, as threads of the user read it.
         self._values = {**self._values, worker: self._make_value()}
         self.aborted(worker, task, reason)
 
-    def leave(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Removes a worker. Its value stays aborted."""
         self.pipelines.leave(worker)
         self._values = {n: value for n, value in self._values.items() if n != worker}
 
-    def begin(self, worker: int) -> None:
+    def begin_build(self, worker: int) -> None:
         """Notes that the worker starts to build it."""
         self._values[worker]._begin_again()
 
     def is_building(self, worker: int) -> bool:
         return self._values[worker].state is NOT_READY
 
-    def begin_at(self, states: Sequence[str]) -> None:
+    def start_at(self, states: Sequence[str]) -> None:
         """Has iterators start at these positions when they are built."""
         self.states = {n: state for n, state in enumerate(states) if state}
 
@@ -158,7 +158,8 @@ class Record:
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
         """Notes that building failed, and returns the error for closures that use it
         there. An empty dataset is at its end, like one that was read to its end: the
-        worker's `OutOfRangeError` says so, which the user's function cannot raise."""
+        worker reports it by an `OutOfRangeError` of its own, never by one that the
+        user's function raised."""
         wrapped: Exception
         if isinstance(error, OutOfRangeError):
             wrapped = OutOfRangeError(
@@ -235,7 +236,7 @@ class Builder:
         with self._engine.lock:  # workers may have joined or left since it was made
             for place in set(record.workers) - set(self._channels):
                 record.aborted(place, "a worker", "it was removed")
-                record.leave(place)
+                record.remove_worker(place)
             for channel in self._channels.values():
                 self._joined(record, channel)
         for channel in self._channels.values():
@@ -278,13 +279,13 @@ class Builder:
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
 
-    def rebuild(self, channel: WorkerChannel) -> None:
+    def build_all(self, channel: WorkerChannel) -> None:
         """Builds all resources on a worker that (re)joined; then it gets closures."""
         records = list(self._records.values())
         self._members.build(channel.member.place, len(records))
         with self._engine.lock:
             for record in records:
-                record.begin(channel.member.place)
+                record.begin_build(channel.member.place)
         for record in records:
             self._build(channel, record)
         self._built(channel, channel.member.epoch, 0)
@@ -339,38 +340,38 @@ class Builder:
             )
         )
 
-    def begin_at(self, states: Mapping[int, Sequence[str]]) -> None:
+    def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
         """Has the iterators of these numbers start at the positions when they are
         built."""
         for number in states.keys() & self._records.keys():
-            self._records[number].begin_at(states[number])
+            self._records[number].start_at(states[number])
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
         """Rebuilds the iterators at positions of `states`. Closures that are scheduled
         later wait for them."""
-        record.begin_at(states)
+        record.start_at(states)
         for channel in self._channels.values():
             place = channel.member.place
             if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
                 with self._engine.lock:
-                    record.begin(place)
+                    record.begin_build(place)
                 self._members.build(place)
                 self._build(channel, record)
 
-    def abort(self, channel: WorkerChannel, reason: str) -> None:
+    def abort_worker(self, channel: WorkerChannel, reason: str) -> None:
         """Aborts the values of a lost worker. Lock held."""
         for record in self._records.values():
             record.aborted(channel.member.place, channel.member.name, reason)
 
-    def join(self, channel: WorkerChannel) -> None:
+    def add_worker(self, channel: WorkerChannel) -> None:
         """Adds a worker to all records. Lock held."""
         for record in self._records.values():
             self._joined(record, channel)
 
-    def leave(self, channel: WorkerChannel) -> None:
+    def remove_worker(self, channel: WorkerChannel) -> None:
         """Removes a worker from all records. Lock held."""
         for record in self._records.values():
-            record.leave(channel.member.place)
+            record.remove_worker(channel.member.place)
 
     def _channels_with(self, record: Record) -> dict[int, WorkerChannel]:
         """The connected workers that have the resource, or build it, by place."""
@@ -384,7 +385,7 @@ class Builder:
     def _joined(record: Record, channel: WorkerChannel) -> None:
         member = channel.member
         if member.place not in record.workers:
-            record.join(member.place, member.name, member.reason)
+            record.add_worker(member.place, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
         channel.resources.add(record.number)

@@ -72,8 +72,8 @@ class Result(NamedTuple):
 class ValueSource(Protocol):
     """What a value needs of the `ClosureEngine`."""
 
-    bring: Callable[[Kept], list[np.ndarray]]
-    bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
+    fetch_kept: Callable[[Kept], list[np.ndarray]]
+    fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
     wait_value: Callable[[RemoteValue, float | None], None]
     wait_value_async: Callable[[RemoteValue], Awaitable[None]]
 
@@ -155,7 +155,7 @@ class RemoteValue(Unfetched):
         """
         try:
             self._engine.wait_value(self, timeout)
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except KeyboardInterrupt as interrupt:
             self._engine.interrupted(interrupt)
             raise
@@ -183,9 +183,9 @@ class RemoteValue(Unfetched):
             result = self._result
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(
-                    await self._engine.bring_async(result), result.layout
+                    await self._engine.fetch_kept_async(result), result.layout
                 )
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
@@ -234,7 +234,7 @@ class RemoteValue(Unfetched):
         if self._bells is not None and bell in self._bells:
             self._bells.remove(bell)
 
-    def _settled(self, bring: Any) -> _Opened:
+    def _settled(self, fetch_kept: Any) -> _Opened:
         """Returns the arrays, or raises the error. Two threads may do so at once."""
         if self.state is _ABORTED:
             raise CancelledError(
@@ -249,7 +249,7 @@ class RemoteValue(Unfetched):
         if isinstance(result, _Inline):
             opened = _Opened(cut(result.layout, result.data), result.layout)
         elif isinstance(result, Kept):
-            opened = _Opened(bring(result), result.layout)
+            opened = _Opened(fetch_kept(result), result.layout)
         elif result is None:
             raise NotImplementedError(
                 "the value of a per-worker resource stays on its worker; pass it to a "
