@@ -141,11 +141,11 @@ class ClusterCoordinator(CoordinatorFace):
         }
         core = core_of(strategy, options)
         with core.session.lock:
-            coordinator = core.session.coordinators.get("blocking")
-            if not isinstance(coordinator, ClusterCoordinator):
+            coordinator: ClusterCoordinator | None = core.blocking
+            if coordinator is None:
                 coordinator = super().__new__(cls)
                 coordinator._core = core
-                core.session.coordinators["blocking"] = coordinator
+                core.blocking = coordinator
             return coordinator
 
     def __repr__(self) -> str:

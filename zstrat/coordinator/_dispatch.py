@@ -38,7 +38,7 @@ from ._run_status import short
 from ._shipping import ClosureShipping, WorkerChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
@@ -56,15 +56,15 @@ T = TypeVar("T")
 
 @final
 class Dispatcher:
-    """Moves closures between the queue and the workers. On the loop thread."""
+    """Moves closures between the queue and the workers, which `admit` adds. On the loop
+    thread."""
 
     def __init__(
         self,
         engine: ClosureEngine,
         session: int,
-        workers: Iterable[TaskSession],
         fences: Fences,
-        servers: Sequence[TaskSession] = (),
+        servers: Sequence[TaskSession],
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -94,8 +94,6 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._desertion_timer: asyncio.TimerHandle | None = None
         self._stopped = False
-        for task in workers:
-            self.admit(task)
 
     def start(self) -> None:
         """Starts with the workers that have joined."""

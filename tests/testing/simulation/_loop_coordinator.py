@@ -93,7 +93,6 @@ class LoopCoordinator:
         self._dispatcher = Dispatcher(
             self._engine,
             self.cluster.session,
-            (),  # `Cluster.attach` adds them
             self.cluster.fences,
             self.cluster.ps,
             closures_in_flight=in_flight,

@@ -266,7 +266,7 @@ def _only_core() -> CoordinatorCore:
         RuntimeError: There is none, or there are several.
     """
     sessions = open_sessions.present()
-    cores = [session.coordinators.get("core") for session in sessions]
+    cores = [session.core for session in sessions]
     present: list[CoordinatorCore] = [core for core in cores if core is not None]
     if len(present) == 1:
         return present[0]
