@@ -110,7 +110,7 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
 
     run(end())
     assert daemon.process.wait(100) == 75
-    assert "not everything was done in 0.2s" in daemon.words()
+    assert "not finished within 0.2 s" in daemon.words()
 
 
 def test_a_parent_that_is_gone_already(start):
