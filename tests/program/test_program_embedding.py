@@ -170,9 +170,9 @@ def test_refusals(storage):
         partition_strategy="mod",
     )
     refused(ValueError, "is a scalar", count, IDS)
-    refused(ValueError, "must be integers, not float64", table, IDS * 1.0)
-    refused(ValueError, "must be integers, not float64", TABLE, IDS * 1.0)
-    refused(ValueError, "must be integers, not bool", table, IDS > 3)
+    refused(ValueError, "must be integers, got float64", table, IDS * 1.0)
+    refused(ValueError, "must be integers, got float64", TABLE, IDS * 1.0)
+    refused(ValueError, "must be integers, got bool", table, IDS > 3)
     refused(IndexError, "no row 11", table, [3, 11])
     refused(IndexError, r"\b1\b", TABLE, [-1])
     refused(ValueError, "max_norm", table, IDS, -1.0)

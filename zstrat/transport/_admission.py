@@ -105,7 +105,7 @@ class Identity(NamedTuple):
     """The part of a HELLO that is the same on the next connection of a link."""
 
     job: str
-    index: int
+    task_index: int
     incarnation: int
     link: int
 
@@ -159,12 +159,12 @@ class Roster:
         return tuple(
             each
             for each in self._present
-            if (each.job, each.index) == (hello.job, hello.index)
+            if (each.job, each.task_index) == (hello.job, hello.index)
             and each.incarnation != hello.incarnation
         )
 
     def _fence(self, rival: Identity, winner: Hello) -> None:
-        self._fenced[rival.job, rival.index, rival.incarnation] = described(winner)
+        self._fenced[rival.job, rival.task_index, rival.incarnation] = described(winner)
         if len(self._fenced) > FENCED:
             self._fenced.popitem(last=False)
 

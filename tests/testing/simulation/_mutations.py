@@ -247,7 +247,7 @@ _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
-_TELL: Final = f"{_FENCES}.Marking.tell"
+_TELL: Final = f"{_FENCES}.Marking.send"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "the ledger forgets": {f"{_LEDGER}.record": _nothing},

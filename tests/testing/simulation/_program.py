@@ -187,7 +187,9 @@ class TrainingProgram:
         if not self._is_open:
             return self._left
         coordinator = self._coordinator
-        replication = None if coordinator is None else coordinator.cluster.replication
+        if coordinator is None:
+            return None
+        replication = coordinator.cluster.replication
         if replication is None or not replication.is_started:
             return None
         placement = replication.placement
