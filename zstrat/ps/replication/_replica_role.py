@@ -441,7 +441,7 @@ class ReplicaRole:
         self.completeness.change_owner(self.view, is_sure=self._is_sure(lost_at))
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
-        """`change_owner`, of the process that keeps this copy."""
+        """Does what `change_owner` does, for the process that keeps this copy."""
         self.change_owner(lost_at)
         if self.backup is not None:
             self._host = owner
@@ -454,7 +454,7 @@ class ReplicaRole:
         )
 
     def state_for_successor(self, number: int) -> HandedOverStore:
-        """What a silent process leaves of the store ``number``."""
+        """Returns what a silent process leaves of the store ``number``."""
         backup, role = self.backup, StoreRole.NOTHING
         if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP
@@ -467,7 +467,7 @@ class ReplicaRole:
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
     ) -> OrphanedCopy | None:
-        """What a lost program has left here of the store ``number``, if anything.
+        """Returns what a lost program has left of the store ``number``, if anything.
 
         Args:
             lost_at: When the process had lost that program.
