@@ -101,7 +101,7 @@ def sent(address, data):
 
 def test_a_process_without_anything_is_healthy_and_not_ready(port):
     assert get(port, "/healthz") == (200, "ok\n")
-    assert get(port, "/readyz") == (503, "nothing is served here yet\n")
+    assert get(port, "/readyz") == (503, "no task runs in this process yet\n")
 
 
 def test_what_lives_here_is_ready_or_says_why(port):

@@ -36,8 +36,8 @@ class TensorReader:
     reading has no position.
 
     Raises:
-        NotFoundError: There is no such file.
-        DataLossError: It was cut short, or is no safetensors file.
+        NotFoundError: The file does not exist.
+        DataLossError: It was cut short, or is not a safetensors file.
         OSError: Anything else that the system says.
     """
 

@@ -337,7 +337,7 @@ class Dispatcher:
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.waiters.notify()
         if not queue.suspended:
-            self._marking.tell(low_water, now)
+            self._marking.send(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()

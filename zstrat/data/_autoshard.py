@@ -1,7 +1,7 @@
 """What one worker reads of a dataset that several have.
 
 The law: every decision is made here, before the first element is read, of numbers and
-of the recipe alone (`_lineage`); whoever iterates only obeys.
+of the recipe alone (`_lineage`); the iterators only obey.
 
 Which of these rows its replicas get is decided next (`_replica_rows`).
 """
@@ -114,7 +114,7 @@ class Allotment:
         return 0, steps
 
     def order(self, begun: Recipe) -> str:
-        """What tells the order of a pass from those of others: the workers need the
+        """What distinguishes the order of a pass from others: the workers need the
         same; "" if they do not."""
         return (
             "" if self.sharded_at is None else lineage.order_of(begun, self.sharded_at)
@@ -134,8 +134,8 @@ def as_dataset(source: Any) -> Dataset:
     iterable, is the elements one after the other.
 
     Raises:
-        TypeError: It is none of these, or arrays of objects. While iterating: an
-            element has an object in it that is no data, and that jax cannot open.
+        TypeError: It is of another type, or arrays of objects. While iterating: an
+            element has an object in it that is not data, and that jax cannot open.
         ValueError: Arrays with first axes of different lengths.
     """
     if isinstance(source, Dataset):
@@ -159,7 +159,7 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     """What the worker reads of a dataset of global batches.
 
     Raises:
-        TypeError: It is no dataset.
+        TypeError: It is not a dataset.
         ValueError: It is not batched, though there are several replicas; its policy
             does not fit it.
 

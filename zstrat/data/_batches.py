@@ -63,7 +63,7 @@ class Rebatched(Derived):
 
     def items(self) -> Iterator[Element]:
         waiting: deque[Element] = deque()
-        """Rows that are in no batch yet; of nothing there is none."""
+        """Rows that are in no batch yet."""
         count = 0
         sizes = itertools.cycle(self.sizes)
         wanted = next(sizes)
@@ -274,7 +274,7 @@ def _is_scalar(given: Any) -> bool:
 
 
 def _no_shape(leaf: Any) -> Any:
-    """What tells kinds and structures apart, and no lengths."""
+    """Returns what distinguishes kinds and structures, whatever the lengths."""
     return leaf if isinstance(leaf, bytes) else np.zeros((), np.asarray(leaf).dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe is made of: found by walking from the last operation to the source.
+"""What a recipe consists of: found by walking from the last operation to the source.
 
 Sharing a dataset out among workers rewrites its recipe: another source with fewer
 files, or a shard where the user left a hint. What is known without a pass (the batch
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Hinted(Reordered):
-    """Where the user wants the dataset sharded, by whoever distributes it."""
+    """Marks where the user wants the dataset sharded when it is distributed."""
 
     source: Recipe
 
@@ -65,7 +65,7 @@ class Hinted(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class Opted(Reordered):
-    """Options for everything before it and after it."""
+    """Sets options for all operations before and after it."""
 
     source: Recipe
     policy: AutoShardPolicy | None
@@ -81,7 +81,7 @@ class Opted(Reordered):
 
 
 def options_of(recipe: Recipe) -> Options:
-    """The options of the recipe; of several, the last ones count."""
+    """Returns the options of the recipe; the last ones win."""
     found = Options()
     for each in walk(recipe):
         if isinstance(each, Opted | Foreign):

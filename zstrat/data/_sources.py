@@ -72,7 +72,7 @@ class Sources:
         what goes in. A strategy does not deal it out by file.
 
         Raises:
-            TypeError: There is no dataset, something else than a dataset, or a list.
+            TypeError: No dataset is given, or something that is not one, or a list.
         """
         if args and datasets is not None:
             raise TypeError("Both `*args` and `datasets` cannot be set.")
@@ -168,7 +168,7 @@ class Sources:
         """What ``read(filename)`` yields of each file, one file after the other.
 
         A strategy knows the files, and gives each worker some of them. ``read`` is
-        called anew in each pass; it may yield `bytes`, and then gets bytes back.
+        called again in each pass; it may yield `bytes`, and then gets bytes back.
 
         Raises:
             ValueError: There are no files.
@@ -247,10 +247,10 @@ class Sources:
         Raises:
             ImportError: pyarrow is not installed.
             FileNotFoundError: A file is missing.
-            ValueError: There are no files; one is none of Parquet, lacks a column, or
+            ValueError: There are no files; one is not of Parquet, lacks a column, or
                 has other types than the first; ``batch_size`` is not positive. While
                 iterating: values are null.
-            TypeError: A column is no array.
+            TypeError: A column is not an array.
         """
         recipe: Recipe = files.parquet_rows(files.paths_of(filenames), columns)
         if batch_size is not None:

@@ -38,7 +38,7 @@ class Checkpoint(Tracked):
     in the data is saved: see `zs.data.CheckpointableIterator`.
 
     Raises:
-        TypeError: Something is none of these, or holds an array or a number where a
+        TypeError: Something is of another type, or holds an array or a number where a
             variable should be, or has two keys with one text (1 and "1").
     """
 
@@ -147,7 +147,7 @@ class Checkpoint(Tracked):
                     lambda old: old.with_saved(name, time.time()),
                 )
             finally:
-                del lock  # whoever catches an error keeps this frame
+                del lock  # a caller that catches an error keeps this frame
         return path
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
@@ -209,7 +209,7 @@ class Checkpoint(Tracked):
                 (``params=``).
 
         Raises:
-            NotFoundError: It is no checkpoint, or lacks something that is there now;
+            NotFoundError: It is not a checkpoint, or lacks something that exists now;
                 says what. Nothing was restored.
             ValueError: ``partial`` is something else.
             InvalidArgumentError: Shapes or dtypes differ, the checkpoint has what an

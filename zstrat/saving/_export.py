@@ -55,9 +55,9 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
 
     Raises:
         TypeError: The source has something in it that cannot be saved.
-        NotFoundError, DataLossError: It is no checkpoint, or a damaged one.
+        NotFoundError, DataLossError: It is not a checkpoint, or is damaged.
         AlreadyExistsError: ``path`` is a folder.
-        NotFoundError: There is no folder that the file could be in.
+        NotFoundError: The folder of the file does not exist.
         PSUnavailableError: A parameter server is gone.
         ResourceExhaustedError: The disk is full; what was there is as it was.
         OSError: As the system says.

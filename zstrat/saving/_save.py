@@ -127,7 +127,7 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
     """The place of an iterator in its data.
 
     Raises:
-        InvalidArgumentError: It cannot be told.
+        InvalidArgumentError: It cannot be determined.
     """
     try:
         if isinstance(node.value, PerWorkerIterator):
@@ -195,7 +195,7 @@ def _parts(
     done: set[int] = set()
     for logical in logicals:
         for pinned, name, _, _ in logical.pieces:
-            if id(pinned) in done:  # a component that is also held by itself
+            if id(pinned) in done:  # a component that is also tracked alone
                 continue
             done.add(id(pinned))
             part = open_.get(id(pinned.source))

@@ -247,7 +247,7 @@ _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
-_TELL: Final = f"{_FENCES}.Marking.tell"
+_TELL: Final = f"{_FENCES}.Marking.send"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "the ledger forgets": {f"{_LEDGER}.record": _nothing},
@@ -314,8 +314,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.recovery._inventory.Inventory.bound": _nothing
     },
     "trees are not in the log": {
-        "zstrat.ps.store._store.tell": partial(
-            _treeless, _function("zstrat.ps.store._changes.tell")
+        "zstrat.ps.store._store.log_plan": partial(
+            _treeless, _function("zstrat.ps.store._changes.log_plan")
         )
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},

@@ -42,7 +42,7 @@ class AskedServers:
             ServerLine(link, f"/job:ps/task:{ps}", request_timeout)
             for ps, link in enumerate(links)
         )
-        """To be told how the links stand, by whoever owns them, if what is asked is to
+        """The owner of the links reports their state to these, if requests are to
         outlive a connection."""
 
     @property
@@ -153,7 +153,7 @@ class ServerCall(Generic[T]):
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
-            gave_up = self.outcome.done()  # nobody waits: it is not sent again
+            gave_up = self.outcome.done()  # no caller waits: it is not sent again
             later = None if gave_up else line.resubmit(part.message, deadline, reply)
             if later is None:
                 self.fail(error)
@@ -186,7 +186,7 @@ class CallPart(Generic[M]):
         Raises:
             PSUnavailableError: The server is gone.
             ProtocolError: It answered another question.
-            BaseException: As the server says; CancelledError if nobody will answer.
+            BaseException: As the server says; CancelledError if no answer will come.
         """
         try:
             answer = reply.result()

@@ -1,7 +1,7 @@
 """What is compiled for gradients of rows: a kind for all tables whose rows look alike,
 and in it a program for each bucket of rows.
 
-`RowLayout` is what XLA is told of a kind: the shapes of what an update takes and gives.
+`RowLayout` describes a kind to XLA: the shapes of what an update takes and gives.
 A kind owns the memory that rows are gathered into, aligned so that XLA reads it without
 a copy. What a program leaves in one call is lent to it again as memory for the next
 (donated): fresh memory costs as much as all of the arithmetic.

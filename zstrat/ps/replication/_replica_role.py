@@ -29,6 +29,7 @@ from zstrat.wire import (
 )
 
 from ._attached_backups import AttachedBackups
+from ._backup import Backup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.errors import ZstratError
     from zstrat.ps._roles import Caller
+    from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
     from zstrat.wire import Ownership, PlainTree
 
-    from ._backup import Backup
     from ._log_link import Connect
     from ._log_shipping import Turn
 
@@ -116,8 +117,8 @@ class ReplicaRole:
         connect: Connect | None,
         clock: Callable[[], float],
     ) -> None:
-        self._task, self._store, self._ownership = task, store, ownership
-        self._timeouts, self._incarnation = timeouts, incarnation
+        self.task, self._store, self._ownership = task, store, ownership
+        self._timeouts, self.incarnation = timeouts, incarnation
         self._notify, self._clock = notify, clock
         self._role, self._shutdown = Role.PRIMARY, Shutdown.RUNNING
         self._view = 0
@@ -179,7 +180,7 @@ class ReplicaRole:
     def refusal(self) -> NotPrimaryError:
         """The error for requests that another process serves by now."""
         return NotPrimaryError(
-            f"{self._task}: another process serves its variables, which has taken over "
+            f"{self.task}: another process serves its variables, which has taken over "
             "while this one could not be reached"
         )
 
@@ -192,7 +193,7 @@ class ReplicaRole:
     @property
     def shutdown_error(self) -> UnavailableError:
         """The error for requests to a process that shuts down."""
-        problem = f"{self._task} is shutting down"
+        problem = f"{self.task} is shutting down"
         if self.is_replaced or self.backups.has_backup:
             return NotPrimaryError(f"{problem}: its backup takes over")
         return UnavailableError(problem)
@@ -234,7 +235,7 @@ class ReplicaRole:
         """
         if view < self.view:
             raise StaleSessionError(
-                f"{self._task}: view {view} of its store is over, and the newest one "
+                f"{self.task}: view {view} of its store is over, and the newest one "
                 f"is {self.view}: another coordinator, or a later order of this one, "
                 "came first"
             )
@@ -265,9 +266,34 @@ class ReplicaRole:
             self.backups.detach()
         return Done()
 
-    def be_backup(self, host: Owner, backup: Backup) -> None:
-        """Makes this a copy that the process of ``host`` keeps for another one."""
-        self._role, self._host, self.backup = Role.BACKUP, host, backup
+    def be_backup(
+        self,
+        host: Owner,
+        view: int,
+        primary: int,
+        thread: JobThread,
+        on_made: Callable[[Message, float], None],
+    ) -> None:
+        """Makes this a copy that the process of ``host`` keeps for another one.
+
+        Args:
+            view: The view in the session of ``host``.
+            primary: The incarnation of the primary.
+            thread: Computes changes.
+            on_made: As of `Backup`.
+        """
+        self._role, self._host = Role.BACKUP, host
+        self.backup = Backup(
+            self.task,
+            self._store,
+            thread,
+            host.session,
+            view,
+            primary,
+            self.promoted,
+            self._clock,
+            on_made,
+        )
 
     def be_whole(self) -> None:
         """Counts the backup as whole: it was given everything that its primary has."""
@@ -461,14 +487,6 @@ class ReplicaRole:
             self._view or not waits_for_backup
         )
 
-    @property
-    def _partner(self) -> int:
-        """The incarnation of the other one of two copies, if both are known to go on
-        together; else 0."""
-        if self.backup is not None:
-            return self.backup.partner
-        return 0 if self.is_replaced else self.backups.partner
-
     def state_for_successor(self, number: int) -> HandedOverStore:
         """What a silent process leaves of the store ``number``."""
         backup, role = self.backup, StoreRole.NOTHING
@@ -493,15 +511,19 @@ class ReplicaRole:
         if owner is None or not self._has_any:
             return None
         is_third = backup is not None and backup.is_beside
+        # The other one of two copies, if both are known to go on together.
+        partner = 0 if self.is_replaced else self.backups.partner
+        if backup is not None:
+            partner = backup.partner
         return OrphanedCopy(
             number,
             0 if is_third else self.view,
             "",
-            self._incarnation,
+            self.incarnation,
             owner.origin,
             is_primary=backup is None,
             is_whole=backup is None or (backup.is_whole and not is_third),
             is_sure=self._is_sure(lost_at),
             variables=len(self._store),
-            partner=self._partner,
+            partner=partner,
         )
