@@ -1,4 +1,4 @@
-"""What ``zs.embedding_lookup`` and its kin give, beside numpy."""
+"""``zs.embedding_lookup`` and its variants, compared with numpy."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_values_in_lists_with_traced_numbers(storage):
         np.testing.assert_array_equal(table.numpy()[[4, 7]], TABLE[[4, 7]] + 1)
 
 
-def test_what_is_not_asked_for_does_not_travel(storage):
+def test_only_requested_rows_are_sent(storage):
     sharded = [storage.variable(TABLE[n::3], f"d{n}") for n in range(3)]
     zs.function(lambda i: zs.embedding_lookup(sharded, i, partition_strategy="mod"))(
         IDS
@@ -441,7 +441,7 @@ def test_refusals_of_ragged_ids():
     refused("weights must be floats", (ids, mask), np.ones((1, 3), "f"))
     refused("weights must be floats", (ids, mask), np.ones((1, 2), int))
     refused("combiner must be one of", (ids, mask), combiner="max")
-    with pytest.raises(ValueError, match="rows of int32 cannot be combined"):
+    with pytest.raises(ValueError, match="int32"):
         zs.embedding_lookup_sparse(np.arange(3, dtype=np.int32), (ids, mask))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer moves the rows of a table alike however the table is partitioned.
+"""An optimizer updates the rows of a table equally under any partitioning.
 
 What it keeps for all rows moves on components without rows too.
 """

@@ -82,7 +82,7 @@ def test_a_component_knows_its_rows_and_its_container():
         (lambda: [sharded().variables[1]], ValueError, r"\b1\b.*'w'"),
     ],
 )
-def test_what_cannot_be_joined(make, error, words):
+def test_variables_that_cannot_be_joined_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         zv.ShardedVariable(make())
 

@@ -1,4 +1,4 @@
-"""A sharded variable in a step: what its recorder is told."""
+"""A sharded variable in a step: the calls of its recorder."""
 
 import contextlib
 
@@ -130,7 +130,7 @@ def test_rows_are_looked_up(w):
     assert notes.lookups[1][1].shape == (2, 1)
 
 
-def test_what_is_known_to_be_wrong_is_refused(w):
+def test_known_indices_out_of_bounds_are_refused(w):
     with step(w) as notes:
         with pytest.raises(IndexError, match=r"'w'.*\b10\b"):
             w.sparse_read([10])

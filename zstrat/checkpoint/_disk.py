@@ -120,7 +120,7 @@ def create(path: str) -> int:
 
 
 def write_all(descriptor: int, data: Buffer) -> None:
-    """All bytes of a contiguous buffer of bytes; the system may take less at a time."""
+    """Writes all bytes of a contiguous buffer; the system may take less at a time."""
     view = bytes_of(data)
     while view:
         view = view[os.write(descriptor, view) :]

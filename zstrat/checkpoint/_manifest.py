@@ -70,7 +70,7 @@ class StoredTensor:
         return joined and (not self.shape or starts[-1] == self.shape[0])
 
     def info(self, piece: StoredPiece) -> TensorInfo:
-        """What the file of the piece holds."""
+        """Describes what the file of the piece holds."""
         shape = self.shape
         if self.by_rows and shape:
             shape = (piece.stop - piece.start, *shape[1:])

@@ -215,7 +215,7 @@ class CheckpointFiles:
         return self._open[file]
 
     def read(self, tensor: StoredTensor) -> np.ndarray:
-        """All of a tensor that is whole, in memory. Raises: As `TensorReader`."""
+        """Reads a tensor that is whole into memory. Raises: As `TensorReader`."""
         out = np.empty(tensor.shape, DTYPES[tensor.dtype])
         self.fill(out, tensor, 0)
         return out

@@ -168,7 +168,7 @@ _BYTE: Final = np.dtype(np.uint8)
 
 
 def _whole_blocks(view: memoryview) -> int:
-    """How many bytes of it can be transferred from where they are."""
+    """Returns how many bytes can be written without a copy."""
     if np.frombuffer(view, _BYTE).ctypes.data % BLOCK:
         return 0
     return view.nbytes // BLOCK * BLOCK

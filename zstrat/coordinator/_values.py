@@ -45,15 +45,13 @@ _READY: Final = RemoteValueStatus.READY
 _ABORTED: Final = RemoteValueStatus.ABORTED
 
 
-class Kept:
+class Kept(NamedTuple):
     """A result that stays on its worker until it is fetched."""
 
-    __slots__ = ("epoch", "layout", "step", "worker")
-
-    def __init__(
-        self, worker: int, epoch: int, step: int, layout: LayoutMessage | None
-    ) -> None:
-        self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
+    worker: int
+    epoch: int
+    step: int
+    layout: LayoutMessage | None
 
 
 class ClosureRun(NamedTuple):
@@ -64,20 +62,18 @@ class ClosureRun(NamedTuple):
     attempt: int
 
 
-class Result:
+class Result(NamedTuple):
     """The name and the structure of a result, known before the result."""
 
-    __slots__ = ("name", "treedef")
-
-    def __init__(self, name: str, treedef: Any) -> None:
-        self.name, self.treedef = name, treedef
+    name: str
+    treedef: Any
 
 
 class ValueSource(Protocol):
     """What a value needs of the `ClosureEngine`."""
 
-    bring: Callable[[Kept], list[np.ndarray]]
-    bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
+    fetch_kept: Callable[[Kept], list[np.ndarray]]
+    fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
     wait_value: Callable[[RemoteValue, float | None], None]
     wait_value_async: Callable[[RemoteValue], Awaitable[None]]
 
@@ -159,7 +155,7 @@ class RemoteValue(Unfetched):
         """
         try:
             self._engine.wait_value(self, timeout)
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except KeyboardInterrupt as interrupt:
             self._engine.interrupted(interrupt)
             raise
@@ -187,9 +183,9 @@ class RemoteValue(Unfetched):
             result = self._result
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(
-                    await self._engine.bring_async(result), result.layout
+                    await self._engine.fetch_kept_async(result), result.layout
                 )
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
@@ -238,7 +234,7 @@ class RemoteValue(Unfetched):
         if self._bells is not None and bell in self._bells:
             self._bells.remove(bell)
 
-    def _settled(self, bring: Any) -> _Opened:
+    def _settled(self, fetch_kept: Any) -> _Opened:
         """Returns the arrays, or raises the error. Two threads may do so at once."""
         if self.state is _ABORTED:
             raise CancelledError(
@@ -253,7 +249,7 @@ class RemoteValue(Unfetched):
         if isinstance(result, _Inline):
             opened = _Opened(cut(result.layout, result.data), result.layout)
         elif isinstance(result, Kept):
-            opened = _Opened(bring(result), result.layout)
+            opened = _Opened(fetch_kept(result), result.layout)
         elif result is None:
             raise NotImplementedError(
                 "the value of a per-worker resource stays on its worker; pass it to a "
@@ -309,13 +305,9 @@ class AsyncRemoteValue(RemoteValue):
         return joined.mapped(_on_device, await self.fetch(timeout))
 
 
-class _Opened:
-    __slots__ = ("layout", "leaves")
-
-    def __init__(
-        self, leaves: Sequence[np.ndarray], layout: LayoutMessage | None
-    ) -> None:
-        self.leaves, self.layout = leaves, layout
+class _Opened(NamedTuple):
+    leaves: Sequence[np.ndarray]
+    layout: LayoutMessage | None
 
 
 def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:

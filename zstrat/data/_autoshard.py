@@ -75,7 +75,7 @@ class Allotment:
 
     @property
     def shapes(self) -> lineage.KnownShapes:
-        """What is known of the shapes of its elements, by now."""
+        """Returns the shapes of its elements, as far as known."""
         return lineage.shapes_of(self.recipe)
 
     @property
@@ -156,7 +156,7 @@ def is_steady(source: object) -> bool:
 
 
 def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
-    """What the worker reads of a dataset of global batches.
+    """Returns what the worker reads of a dataset of global batches.
 
     Raises:
         TypeError: It is not a dataset.
@@ -200,7 +200,7 @@ def not_batched() -> ValueError:
 def sharing_policy(
     policy: AutoShardPolicy, workers: int, files: int | None
 ) -> AutoShardPolicy:
-    """What the policy means for this many workers: OFF, FILE, DATA or HINT.
+    """Returns the policy for this many workers: OFF, FILE, DATA or HINT.
 
     One worker reads everything whatever the policy says; it says how the rows are cut
     for its replicas, and there AUTO is found as among several.

@@ -141,7 +141,7 @@ def _cut(element: Element, rows: int | slice) -> Element:
 
 
 def appended(parts: Sequence[Element]) -> Element:
-    """One batch of all rows, in order.
+    """Returns one batch of all rows, in order.
 
     Raises:
         ValueError: The parts differ in structure, or in the shape of a row.
@@ -226,7 +226,7 @@ class PaddedBatches(Batching):
 
     @staticmethod
     def _per_leaf(element: Element, given: Any, name: str) -> list[Any]:
-        """What was given for each leaf, in order."""
+        """Returns the argument for each leaf, in order."""
         found: list[Any] = []
         _flatten(element, given, name, "", found)
         return found
@@ -279,7 +279,7 @@ def _no_shape(leaf: Any) -> Any:
 
 
 def _lengths(shapes: Any) -> list[int | None]:
-    """All that are in a structure of shapes; a tuple is a part of it, or a shape."""
+    """Yields all lengths in a structure of shapes; a tuple is a part, or a shape."""
     if isinstance(shapes, dict | tuple):
         inner = shapes.values() if isinstance(shapes, dict) else shapes
         return [length for shape in inner for length in _lengths(shape)]

@@ -120,7 +120,7 @@ class Cached(PassThrough):
 
 
 def _fixed(leaf: Any) -> Any:
-    """What nobody can write to: it is yielded again in the next pass."""
+    """Makes an array read-only: it is yielded again in the next pass."""
     leaf = own(leaf)
     if isinstance(leaf, np.ndarray):
         leaf.flags.writeable = False

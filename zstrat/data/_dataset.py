@@ -349,7 +349,7 @@ class Dataset(Sources):
         return Dataset(passes.SlicedPass(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first ``count`` elements; -1: none.
+        """Skips the first ``count`` elements; -1: all.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -381,7 +381,7 @@ class Dataset(Sources):
 
     @property
     def element_spec(self) -> Spec:
-        """What an element looks like: a `TensorSpec` at each leaf, with None for
+        """Describes an element: a `TensorSpec` at each leaf, with None for
         lengths that differ.
 
         Known of arrays, files, numbers, a generator with a signature, and all that

@@ -215,7 +215,7 @@ def _advice(leaf: object) -> str:
 
 
 def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
-    """What is neither plain structure nor plainly data, with its place."""
+    """Yields what is neither plain structure nor plainly data, with its place."""
     kind = type(element)
     if kind is dict:
         for key, item in element.items():

@@ -131,7 +131,7 @@ class KnownShapes:
 
 
 def shapes_of(recipe: Recipe) -> KnownShapes:
-    """What is known of them: its own spec says more than the operation."""
+    """Returns the shapes that are known: its own spec says more than the operation."""
     match recipe:
         case Foreign():
             return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
@@ -245,7 +245,7 @@ def is_fresh(recipe: Recipe) -> bool:
 
 
 def file_count(recipe: Recipe) -> int | None:
-    """How many files (or parts of files) it is read from, None if it is not, or not
+    """Returns how many files (or parts) it is read from, None if it is not, or not
     from them alone. Nobody knows which files of zipped datasets belong together."""
     source = _source(recipe)
     if isinstance(source, Files):
@@ -301,7 +301,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
-    """How many operations, counted from the last, come after the one whose elements
+    """Counts the operations, from the last one, that come after the one whose elements
     workers deal out by number, so that they have to see them in one order; None: they
     deal out none."""
     if policy is AutoShardPolicy.HINT:

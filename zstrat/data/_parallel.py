@@ -181,7 +181,7 @@ def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
 
 
 def threads_of(calls: int | None) -> int:
-    """What ``num_parallel_calls`` means: -1 (AUTOTUNE) as many as cores; None: 0.
+    """Returns the threads for ``num_parallel_calls``: -1 is one per core, None is 0.
 
     Raises:
         ValueError: It is 0, or below -1.
@@ -365,7 +365,7 @@ def _note(
 
 
 def _line(function: Any, error: BaseException) -> str:
-    """Where the user's function was: its own line, not one of what it called."""
+    """Returns the line of the user's function that failed, not one that it called."""
     code = getattr(function, "__code__", None)
     trace = error.__traceback__
     while trace is not None:

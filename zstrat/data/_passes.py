@@ -51,12 +51,12 @@ class Recipe(abc.ABC):
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
     def spec(self, look: Look) -> Spec:
-        """What an element looks like, found without a pass; who does not know asks
+        """Describes an element without a pass; who does not know asks
         ``look``, which may draw one."""
         return look(self)
 
     def part(self, parts: int, index: int) -> Recipe:
-        """One of so many parts, which together are all items: every ``parts``-th item,
+        """Returns one of the parts that together are all items: every ``parts``-th,
         unless the source says what else is better read apart."""
         return SlicedPass(self, start=index, step=parts)
 

@@ -263,7 +263,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """All that shuffles in it, the last first."""
+    """Returns its shuffles, the last one first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 

@@ -81,7 +81,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> list[Cut]:
-        """What is left when no more batches come: at most one step."""
+        """Returns what is left after the last batch: at most one step."""
 
     @property
     @abc.abstractmethod

@@ -36,7 +36,7 @@ class Sources:
 
     @property
     def recipe(self) -> Recipe:
-        """How it is made; for those who share it out."""
+        """Its recipe, for code that shards it."""
         return self._recipe
 
     @classmethod
@@ -51,7 +51,7 @@ class Sources:
 
     @classmethod
     def from_tensors(cls, tensors: Element) -> Self:
-        """One element: the whole structure.
+        """Yields one element: the whole structure.
 
         Raises:
             ValueError: There is no array in it.
@@ -104,7 +104,7 @@ class Sources:
 
     @classmethod
     def from_tensor_slices(cls, tensors: Element) -> Self:
-        """One element for each index of the first axis of the arrays.
+        """Yields an element for each index of the first axis of the arrays.
 
         The arrays stay where they are: elements are views or gathers of them.
 
@@ -139,7 +139,7 @@ class Sources:
         *,
         output_signature: Any = None,
     ) -> Self:
-        """What ``generator(*args)`` yields; it is called once for each pass.
+        """Yields what ``generator(*args)`` yields; it is called once for each pass.
 
         Args:
             output_signature: What an element has to look like: a `TensorSpec` at each
@@ -165,7 +165,7 @@ class Sources:
     def from_files(
         cls, filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
     ) -> Self:
-        """What ``read(filename)`` yields of each file, one file after the other.
+        """Yields what ``read(filename)`` yields of each file, one file after the other.
 
         A strategy knows the files, and gives each worker some of them. ``read`` is
         called again in each pass; it may yield `bytes`, and then gets bytes back.

@@ -173,7 +173,7 @@ def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stacked(elements: Sequence[Element], path: str = "") -> Element:
-    """One element whose leaves have a new first axis: the elements, in order.
+    """Returns one element whose leaves have a new first axis: the elements, in order.
 
     Raises:
         ValueError: The elements differ in structure, in the shape of a leaf, or in
@@ -310,7 +310,7 @@ _OBJECTS: Final[dict[frozenset[object], str]] = {
 
 
 def kind_of(leaf: object) -> str:
-    """What sort of values an array has: those of two sorts are no batch together."""
+    """Returns the sort of values of an array; two sorts cannot be one batch."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
         found: set[object] = set(map(type, array.ravel().tolist()))

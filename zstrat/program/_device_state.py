@@ -79,10 +79,11 @@ class PlannedVariables:
     def _joint_places(
         self,
     ) -> list[tuple[DeviceStorage, int, tuple[tuple[SlotRule, int, int], ...]]]:
-        """Each storage that a step moves, and where in what it makes its arrays are;
-        none
-        if what is moved is not kept as one state: it travels, or there are variables
-        with another lock, or elsewhere."""
+        """Returns each updated storage with the indices of its arrays in the outputs.
+
+        Empty if the updated variables are not kept as one joint state: values travel,
+        or there are variables of several pools, or on other tasks.
+        """
         storages = {id(storage): storage for storage in self._moved_storages}
         beside: dict[int, list[tuple[SlotRule, int, int]]] = {
             key: [] for key in storages

@@ -74,7 +74,7 @@ class PerWorkerVariable(AbstractVariable):
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy of the values, as `zstrat.Variable` tells it."""
+        """The strategy of the values; see `zstrat.Variable.distribute_strategy`."""
         return self._variables[0].distribute_strategy
 
     @property

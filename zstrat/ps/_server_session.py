@@ -125,7 +125,7 @@ class ServerSession:
             self._clear()
             if asked.views:  # before requests come for what another process has
                 role.give_up(asked.views[0])
-        role.needs_backup |= asked.replicas > 0
+        role.completeness.needs_backup |= asked.replicas > 0
         role.backups.report_losses()
         self._parts.joining.look()
         return self._opened(resumed=not new)
@@ -171,7 +171,7 @@ class ServerSession:
         owner, role = self._ownership.owner, self._parts.role
         if owner is None or owner.session == asked.session or asked.replicas:
             return
-        if asked.name and owner.name == asked.name and role.needs_backup:
+        if asked.name and owner.name == asked.name and role.completeness.needs_backup:
             raise InvalidArgumentError(
                 f"{self._task}: the session {asked.name!r} has second copies of the "
                 "parameter servers: pass replicas=1 to continue it, or another name as "
@@ -182,7 +182,7 @@ class ServerSession:
         self._parts.snapshots.clear()
         role = self._parts.role
         role.change_owner(self.coordinator_lost_at)
-        role.needs_backup = asked.replicas > 0
+        role.completeness.needs_backup = asked.replicas > 0
         owner = self._ownership.owner
         if self._on_new_owner is not None and owner is not None:
             self._on_new_owner(owner)

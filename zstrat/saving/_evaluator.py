@@ -104,7 +104,7 @@ class SidecarEvaluator:
         self._stop.open()
 
     def summary(self) -> str:
-        """How far it is, in a few words."""
+        """Says how far the evaluator is, in a few words."""
         last = "none yet" if self._seen is None else os.path.basename(self._seen[0])
         return f"{self._done} evaluations, last {last}"
 

@@ -69,7 +69,7 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
 
 
 async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) -> str:
-    """`export_safetensors`, without blocking the running loop.
+    """Does what `export_safetensors` does, without blocking the running loop.
 
     Cancellation: nothing was written.
     """
@@ -191,7 +191,7 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
 async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
-    """All values, as they are between two steps."""
+    """Reads all values between two steps."""
     async with at_rest(clusters_of(components)):
         return [
             (node.path or node.value.name, await asyncio.to_thread(node.value.numpy))

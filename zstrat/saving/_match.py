@@ -402,7 +402,7 @@ def _require_none(wrong: Sequence[str], path: str, *remedy: str) -> None:
 
 
 def words(variable: AbstractVariable) -> str:
-    """What a message calls a variable."""
+    """Returns the name of a variable in messages."""
     shape = list(variable.shape)
     return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
 

@@ -116,7 +116,7 @@ async def _save(
             await disk(folder.commit, manifest)
             for node in graph.iterators:
                 if isinstance(node.value, PerWorkerIterator):
-                    await node.value.begin_at_async(states[node.path])
+                    await node.value.start_at_async(states[node.path])
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
@@ -131,7 +131,7 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
     """
     try:
         if isinstance(node.value, PerWorkerIterator):
-            return await node.value.place_async()
+            return await node.value.position_async()
         state: Mapping[str, Any] = node.value.get_state()
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"the iterator at {node.path}: {error}") from error

@@ -1,4 +1,4 @@
-"""Handles of variables: what they are, where they live, how a step meets them."""
+"""Variables: handles, storages, optimizers, and their behaviour in traced steps."""
 
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable

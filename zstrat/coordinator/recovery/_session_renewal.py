@@ -176,6 +176,6 @@ class SessionRenewal:
         # Before the workers: their reports of the earlier session are ignored.
         if cluster.dispatcher is not None:
             cluster.dispatcher.enter(self.session)
-            cluster.dispatcher.builder.begin_at(places)
+            cluster.dispatcher.builder.start_at(places)
         for task in cluster.workers:
             task.renew(self.session, self.close_messages)

@@ -69,7 +69,7 @@ class StoreOrders:
     """The orders of one session.
 
     Args:
-        session: The number of the session; another one when stores begin anew.
+        session: The number of the session; another one after `Replication.renew`.
         placement: Decides what follows from answers.
         known: The processes that have copies.
     """
@@ -127,7 +127,7 @@ class StoreOrders:
 
     def send_home(self, store: ReplicatedStore) -> None:
         """Moves the session of a store of which nothing is left to where the store
-        begins anew; `TaskSession.renew` enters it there."""
+        begins again; `TaskSession.renew` enters it there."""
         task, home = self.servers[store.number], self.known.sessions[store.home].address
         if not self.placement.is_own(store.number):
             task.park()

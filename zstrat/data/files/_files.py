@@ -286,7 +286,7 @@ def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
 
 
 def _rows(arrays: Element, path: str) -> int:
-    """How many rows the arrays of a file have.
+    """Returns the number of rows of the arrays of a file.
 
     Raises:
         ValueError: They have none, or differ.

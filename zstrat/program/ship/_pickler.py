@@ -227,7 +227,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return reduced_class(cls, filled, virtual, registrations, late=is_late)
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
-        """The functions of a class that are made empty, with what they are made of."""
+        """Finds the functions of a class that start empty, with their reductions."""
         functions = []
         for fn in functions_of(cls):
             if not is_dispatching(fn) and not goes_by_name(fn) and not reduced(fn):

@@ -61,15 +61,15 @@ _CONTAINERS: Final = (
     frozenset,
     deque,
 )
-"""Types of what is looked into whichever package has made it."""
+"""Types of containers that are searched, whichever package has made them."""
 
 _OF_PYTHON: Final = ("builtins", "collections", "functools")
-"""Modules of the types that functions and containers are made of."""
+"""Modules of the types of functions and containers."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 _MAX_ITEMS: Final = 1000
-"""Items of a container of functions: one with more is data."""
+"""Limit of items of a container of functions; one with more is data."""
 
 
 def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:

@@ -47,12 +47,12 @@ class AskedServers:
 
     @property
     def repeats(self) -> int:
-        """How often a request was sent again."""
+        """Number of requests that were sent again."""
         return sum([line.repeats for line in self.lines])
 
     @property
     def count(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self.lines)
 
     async def each(
@@ -219,4 +219,4 @@ def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
 
 
 def nothing(answer: object = None) -> None:
-    """What a call returns whose answers say no more than that it is done."""
+    """Returns None, for calls whose answers only say that they are done."""

@@ -188,7 +188,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         return self._ask(parts, pushing.result)
 
     async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
-        """What runs of the step before this one have pushed: names by part. They have
+        """Returns what earlier runs of the step have pushed: names by part. They have
         no effect any more.
 
         Raises:

@@ -134,7 +134,7 @@ class Reading:
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
     def messages(self) -> Iterator[ServerPull]:
-        """What to ask: one message per server, more of thousands of variables."""
+        """Yields the requests: one per server, more for thousands of variables."""
         refs, rows = self._refs, self._rows
         by_ps: dict[int, tuple[list[int], list[int]]] = {}
         for place, ref in enumerate(refs):

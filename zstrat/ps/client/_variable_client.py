@@ -154,7 +154,7 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each([(ps, message) for ps in range(self.count)], object)
 
     async def statistics(self) -> list[dict[str, PlainTree]]:
-        """What each parameter server says of itself, in task order.
+        """Returns the statistics of each parameter server, in task order.
 
         Cancellation: nothing is lost.
         """

@@ -82,7 +82,7 @@ class Bindings:
         self._alike: dict[bytes, LeafRule] = {}
 
     def get(self, key: int) -> Bound | None:
-        """What moves the variable with this key."""
+        """Returns what moves the variable with this key."""
         return self._bound.get(key)
 
     @property

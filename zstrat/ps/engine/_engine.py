@@ -87,7 +87,7 @@ class OptimizerEngine:
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled."""
+        """Number of programs that have been compiled."""
         return sum(each.programs.count for each in list(self._registered.values()))
 
     def __len__(self) -> int:

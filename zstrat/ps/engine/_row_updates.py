@@ -69,7 +69,7 @@ class RowUpdates:
 
     @property
     def count(self) -> int:
-        """How many programs have been compiled."""
+        """Number of programs that have been compiled."""
         return self._kinds.count
 
     def ready(self, steps: Sequence[RowStep]) -> list[RowCalls] | None:

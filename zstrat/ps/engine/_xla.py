@@ -84,7 +84,7 @@ class UpdatePrograms:
 
     @property
     def count(self) -> int:
-        """How many have been compiled."""
+        """Number of programs that have been compiled."""
         alone = len(self._programs) + len(self._initials)
         return alone + len(self._joint.programs) + self.rows.count
 
@@ -280,7 +280,7 @@ class UpdatePrograms:
         return call
 
     def _program(self, step: SlotStep, number: int) -> UpdateProgram:
-        """What updates a variable whose slots have this layout."""
+        """Returns the program for variables whose slots have this layout."""
         key = (number, step.gradient.dtype)
         program = self._programs.get(key)
         if program is None:
@@ -316,7 +316,7 @@ class UpdatePrograms:
 
 
 def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
-    """What a program of slots of this layout takes, by its looks."""
+    """Describes the arguments of a program for slots of this layout."""
     operands = operands_of(layout.rule)
     return layout.value, layout.leaves, spec(step.gradient), operands
 

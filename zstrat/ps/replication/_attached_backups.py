@@ -79,8 +79,8 @@ class AttachedBackups:
         return backup.attached.incarnation if backup is not None and whole else 0
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Where the backup is, and how far it is behind; an empty address if there is
-        no backup."""
+        """Returns where the backup is, and how far behind; an empty address if there is
+        none."""
         values: dict[str, PlainTree] = {"backup": ""}
         if self._backup is not None:
             values.update(self._backup.statistics())

@@ -151,7 +151,7 @@ class Backup:
         return self._named if self._state is BackupState.WHOLE else 0
 
     def statistics(self) -> dict[str, str | int | bool]:
-        """How far the copy is: ``changes`` were received, ``behind`` of them wait."""
+        """Returns its progress: ``changes`` were received, ``behind`` of them wait."""
         return {
             "whole": self.is_whole,
             "primary": "" if self._primary is None else self._primary.name,

@@ -60,7 +60,7 @@ class DiskThread:
 
     @contextlib.contextmanager
     def blamed(self, path: str, what: str) -> Iterator[None]:
-        """What goes wrong with a file, as errors that name the server and the file.
+        """Raises what fails in the body as an error that names server and file.
 
         Raises:
             AlreadyExistsError, NotFoundError, ResourceExhaustedError: With this server.

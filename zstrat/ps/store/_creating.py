@@ -179,7 +179,7 @@ def initialize_plan(
     load_code: Callable[[bytes], object],
     variables: HeldVariables,
 ) -> InitializePlan:
-    """`create_plan` for values that shipped code will make.
+    """Plans variables whose values shipped code computes, as `create_plan`.
 
     Raises:
         AlreadyExistsError: A key is taken by another name, shape or dtype.

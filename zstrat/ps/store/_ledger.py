@@ -133,11 +133,11 @@ class Writers:
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many updates of all writers are remembered."""
+        """Number of updates of all writers that are remembered."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
-        """Where an own update is looked up, with the mark of its writer as it says.
+        """Returns the ledger of an own update, with the mark of its writer as it says.
 
         Raises:
             InvalidArgumentError: Its writer counts this very push among those that are
@@ -164,5 +164,5 @@ class Writers:
 
     @property
     def ledgers(self) -> Iterable[tuple[int, Ledger]]:
-        """Each writer with its ledger, the one that was used last at the end."""
+        """Yields each writer with its ledger, the one that was used last at the end."""
         return self._ledgers.items()

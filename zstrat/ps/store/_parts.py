@@ -62,7 +62,7 @@ class Parts:
         self._low_water = 0
 
     def __len__(self) -> int:
-        """How many parts are remembered."""
+        """Number of parts that are remembered."""
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
@@ -130,7 +130,7 @@ class Parts:
         return AppliedParts(entries, 0)
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
-        """What is remembered, as (step, attempt, part, names). Each step comes first
+        """Yields what is known: (step, attempt, part, names). Each step comes first
         with the part -1, which has no names, so that one without parts is told, too."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
@@ -186,7 +186,7 @@ def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
 
 
 def plain_push(part: PushPart) -> Push:
-    """What a part does to the variables."""
+    """Returns the push that a part is for the variables."""
     return Push(
         part.session, part.step, part.part, part.low_water, part.updates, part.arrays
     )

@@ -66,7 +66,7 @@ class ServerUpdate:
 
     @property
     def write(self) -> Write:
-        """What it does to the value."""
+        """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS:
@@ -109,7 +109,7 @@ class UpdateRun:
         )
 
     def prepare(self, ahead: Ahead) -> None:
-        """What can fail: compiling, slots, memory."""
+        """Does what can fail: compiling, slots, memory."""
         if self.optimizer is not None:
             unready = self.rows if self.ready is None else []
             unready[:] = [step.distinct() for step in unready]

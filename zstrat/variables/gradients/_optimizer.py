@@ -94,7 +94,7 @@ class Optimizer:
                 self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
-        except BaseException:  # to the caller, who has no optimizer
+        except BaseException:  # to the caller
             if current is not None:
                 current.forget_optimizer(self.id)
             raise

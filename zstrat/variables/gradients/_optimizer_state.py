@@ -75,7 +75,7 @@ def _leaf_of(
     slots yet."""
     leaf, name = tree.place(state)
     targets = call.targets if leaf is None else [call.targets[leaf]]
-    # What several leaves are moved with is beside the first, under its whole path.
+    # State of several leaves is a slot of the first variable, under its whole path.
     whole = keystr(tree.state()[state].path)
     for target, slot in [(x, name) for x in targets] + [
         (x, whole) for x in call.targets

@@ -109,10 +109,10 @@ class SlotRule:
         there = {name: tuple(leaf.shape) for name, leaf in stored.items()}
         expected = {n: k.shape for n, k in zip(self.names, self.kinds, strict=True)}
         raise ValueError(
-            f"optimizer {self.optimizer.name!r} keeps {expected} beside variable "
-            f"{variable!r}, and there is {there}: it was restored, or has moved the "
-            "variable as part of another tree. Use one optimizer for one tree, and "
-            "name it: zs.Optimizer(transformation, params=params)"
+            f"optimizer {self.optimizer.name!r} keeps slots {expected} for variable "
+            f"{variable!r}, got {there}: they were restored, or the optimizer has "
+            "updated the variable as part of another tree. Use one optimizer for one "
+            "tree, and name it: zs.Optimizer(transformation, params=params)"
         )
 
     def _together(self) -> list[Any]:
