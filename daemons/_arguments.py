@@ -197,7 +197,7 @@ def _task(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskA
     resolver: ClusterResolver
     if parsed.job != job:
         raise ValueError(
-            f"--job {parsed.job}: expected {job!r}, the only job of zstrat-{job}"
+            f"--job {parsed.job}: expected {job!r}, the job that zstrat-{job} serves"
         )
     if parsed.jobs is not None and parsed.resolver is None:
         raise ValueError("--jobs requires --resolver, for example --resolver auto")

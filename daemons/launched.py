@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.update(received["env"])
     # As the workers of a `LocalCluster` do; a ps uses one core and no GPU.
     if job == "worker":
-        beside = received["beside"]
-        _take_share(int(beside["place"]), int(beside["count"]))
+        host = received["host"]
+        _take_share(int(host["rank"]), int(host["tasks"]))
     # Python read PYTHONPATH before this process received it.
     paths = received["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path]

@@ -8,7 +8,7 @@ import pytest
 
 import zstrat as zs
 
-IN_THE_WAY = "is a file, and has to be a folder: give another path, or move that file"
+IN_THE_WAY = "is a file, expected a folder: choose another path, or move that file"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_file_of_lines_in_a_place_for_none(file, tmp_path):
     ):
         zs.JsonLines(file / "lines")
     new = tmp_path / "new"
-    with pytest.raises(FileNotFoundError, match=f"{new} is not there: make it, or"):
+    with pytest.raises(FileNotFoundError, match=f"no such folder {new}: create it, or"):
         zs.JsonLines(new / "lines")
     with pytest.raises(OSError, match="JsonLines"):
         zs.JsonLines("/proc/lines")

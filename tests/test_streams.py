@@ -76,5 +76,5 @@ def test_the_programs_of_zstrat(tmp_path):
         while "task=worker:0" not in cluster.stdout.readline():
             pass
         cluster.send_signal(signal.SIGINT)
-        assert cluster.stdout.read() == "ending all tasks\n"
+        assert cluster.stdout.read() == "stopping all tasks\n"
     assert cluster.returncode == 0

@@ -1,12 +1,151 @@
-"""What words say of the source is there."""
+"""Words of the source: the modules that they name exist, and the phrases that are gone
+stay gone. ``python tests/test_words.py`` prints where a package still has them."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
+import tokenize
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from test_architecture import PACKAGES, modules, ours, trees
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+
+CLEAN = ("daemons", "zstrat/cli", "zstrat/launch")
+"""Folders and files without the phrases of `GONE`. Add each that is rewritten."""
+
+GONE = {
+    r"whoever|whomever": "the noun that it is",
+    r"anew": "again",
+    r"for ever": "forever, or without a deadline",
+    r"any more": "no longer",
+    r"in words": "leave it out",
+    r"of its own accord": "by itself",
+    r"brought together": "combined",
+    r"of which a part is gone": "partly lost",
+    r"that is so": "leave it out",
+    r"goes on with|go on with": "continues, takes over",
+    r"is told|are told|was told|were told|be told|to tell": "receives, to report",
+    r"it tells|tells (?:the|of|what|who|how|that|it|them)": "reports, notifies",
+    r"hears (?:of|from|what|that|nothing)|heard (?:of|from|nothing)": "receives",
+    r"(?<!there\s)(?:is|are|was|were) (?-i:none)": "is not a ...",
+    r"(?<!there\s)(?:is|are|was|were) no (?!longer|more|less|such)\w+": "is not a ...",
+    r"farewells?|last words": "close message",
+    r"hailed": "probed",
+    r"leash": "the launcher's heartbeat timeout",
+    r"heirs?|succession": "takeover",
+    r"levelling|levelled": "rebalancing",
+    r"dealt out|deals? out": "assigned, sharded, distributed",
+    r"patience": "timeout",
+    r"narrowing": "downcast",
+    r"in turns": "sequential, round robin",
+    r"beneath": "below, or the dependencies",
+    r"there is no key": "unknown key",
+}
+"""Phrase (a regular expression of whole words, any case) -> plain words for it."""
+
+GONE_NAMES = {
+    r"told": "report",
+    r"anew": "again",
+    r"seldom|complaints?": "rate_limited_log",
+    r"leash": "launcher_timeout",
+    r"patience": "timeout",
+    r"hailed": "probed",
+    r"heirs?": "takeover",
+    r"whoever": "the noun that it is",
+}
+"""Part of an identifier, between underscores or capitals -> a plain name."""
+
+RIGHT: set[tuple[str, str]] = set()
+"""File and word where a word of the tables is right."""
+
+
+@pytest.mark.parametrize("folder", CLEAN)
+def test_phrases_that_are_gone_stay_gone(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {phrase!r}: write {plain}"
+        for file, line, phrase, plain in phrases(folder)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_each_exception_is_used() -> None:
+    used = {
+        (file, phrase)
+        for folder in CLEAN
+        for file, _, phrase, _ in phrases(folder, exceptions=False)
+    }
+    assert used >= RIGHT
+
+
+def test_phrases_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""Who is\n    told it."""\nTaskTold = leash  # anew\n')
+    found = [(line, phrase) for line, phrase, _ in _in_python(file)]
+    assert sorted(found) == [(1, "is told"), (3, "anew"), (3, "leash"), (3, "told")]
+
+
+def phrases(
+    folder: str, *, exceptions: bool = True
+) -> Iterator[tuple[str, int, str, str]]:
+    """Yields file, line, phrase and the plain words for each phrase that is gone."""
+    path = ROOT / folder
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.suffix not in (".md", ".py") or "__pycache__" in file.parts:
+            continue
+        name = file.relative_to(ROOT).as_posix()
+        read = _in_python if file.suffix == ".py" else _in_markdown
+        for line, phrase, plain in read(file):
+            if not (exceptions and (name, phrase) in RIGHT):
+                yield name, line, phrase, plain
+
+
+def _in_python(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Comments, docstrings and other strings, and identifiers."""
+    with file.open("rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type == tokenize.NAME:
+                words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", token.string).lower()
+                for phrase, plain in GONE_NAMES.items():
+                    for part in words.split("_"):
+                        if re.fullmatch(phrase, part):
+                            yield token.start[0], part, plain
+            elif token.type in TEXTS:
+                yield from _in_text(token.string, token.start[0])
+
+
+TEXTS = {tokenize.COMMENT, tokenize.STRING} | (
+    {tokenize.FSTRING_MIDDLE} if sys.version_info >= (3, 12) else set()
+)
+
+
+def _in_markdown(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Prose alone: blocks of code are checked where the code is."""
+    text = re.sub(
+        r"^```.*?^```",
+        lambda block: "\n" * block[0].count("\n"),
+        file.read_text("utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    yield from _in_text(text, 1)
+
+
+def _in_text(text: str, first: int) -> Iterator[tuple[int, str, str]]:
+    for phrase, plain in GONE.items():
+        # A phrase may go on in the next line, of a docstring or of joined strings.
+        spaced = phrase.replace(" ", r"\s+")
+        for match in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE):
+            line = first + text.count("\n", 0, match.start())
+            yield line, " ".join(match[0].lower().split()), plain
 
 
 def test_modules_that_are_named_in_words_exist() -> None:
@@ -69,3 +208,9 @@ def _own_names(module: str) -> set[str]:
             case ast.alias():
                 names.add(node.asname or node.name)
     return names
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:] or ("zstrat", "daemons", "docs"):
+        for file, line, phrase, plain in phrases(folder):
+            print(f"{file}:{line}: {phrase!r}: write {plain}")

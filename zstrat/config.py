@@ -1,8 +1,8 @@
-"""Every number and every setting from outside: the only reader of `os.environ`.
+"""Settings and their defaults; the only module that reads `os.environ`.
 
-What ``ZSTRAT_*`` and a TOML file say becomes `Settings` here, frozen values that are
-handed down from the top. What other systems set for the processes that they start
-(``TF_CONFIG``, ``SLURM_*``) is read by whoever understands it, at `environment`.
+``ZSTRAT_*`` variables become `Settings` here, frozen values that are passed down from
+the entry points. Variables of other systems (``TF_CONFIG``, ``SLURM_*``) are read by
+their resolvers, through `environment`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 MiB: Final = 2**20
 
 GRACE: Final = 1.0
-"""Seconds that the closing of a task may take beyond its drain."""
+"""Seconds that a task may take to close after its drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,115 +25,117 @@ class Timeouts:
     """Durations in seconds."""
 
     beat: float = 0.5
-    """A peer that was sent nothing for so long is sent a Beat."""
+    """Interval of heartbeats to a peer that received no other message."""
     liveness: float = 5.0
-    """A peer that was silent for so long is lost. Ten beats: a loaded machine may delay
-    some of them, and a false loss costs a retry of all that was in flight."""
+    """A peer that sent nothing for this long is lost. Ten heartbeats: a loaded machine
+    may delay some of them, and a false loss repeats all requests in flight."""
     reconnect: float = 1.0
-    """A connection that broke has so long to come back before the peer is lost."""
+    """A broken connection has this long to come back before the peer is lost."""
     handshake: float = 5.0
     connect: float = 60.0
     """How long a program waits for the tasks of its cluster when it starts."""
     turn: float = 0.0
-    """How long a program waits while another one, which is alive, holds its cluster."""
+    """How long a program waits while another live program owns the cluster."""
     resolve: float = 10.0
-    """So long after its last answer a resolver whose answer may change is asked again;
-    sooner when a worker was lost. One small question to a busy service, or one file."""
+    """Interval at which a resolver whose answer may change is queried; sooner after a
+    worker was lost. A query is one small request to a service, or one file."""
     request: float = 120.0
-    """Deadline of a request that was given none: longer than the longest compile. It
-    is put off by as much whenever part of a large body arrives."""
+    """Default deadline of a request: longer than the longest compile. Each part of a
+    large body that arrives extends it by the same time."""
     drain: float = 10.0
-    """What was accepted has so long to finish after SIGTERM."""
+    """After SIGTERM the accepted requests have this long to finish."""
     handover: float = 60.0
-    """A parameter server with a state folder that is told to stop has so long to write
-    what it holds; who uses it then waits as long for the process that goes on."""
+    """A parameter server with a state folder has this long to save its state when it is
+    stopped; its clients then wait as long for the next process."""
     launcher: float = 300.0
-    """A daemon that a program has started on another machine ends if it has heard
-    nothing of that program for so long. Longer than a person stops a program for."""
+    """A daemon that a program started on another machine ends after this long without a
+    heartbeat of that program. Longer than people usually suspend a program."""
 
     @property
     def notice(self) -> float:
-        """How long it takes to miss a program that has ended in whatever way, or was
-        cut off: who holds a cluster and is not heard is given so long."""
+        """The time after which the end of a program, or of its connection, is noticed:
+        a silent owner of a cluster keeps it for this long."""
         return self.liveness + self.reconnect
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds, each with the reason for its number; in bytes unless the name says."""
+    """Bounds, in bytes unless the name says otherwise, with their reasons."""
 
     header: int = 256 * 1024
-    """Real headers are below 2 KiB, but for the creation of thousands of variables."""
+    """Usual headers are below 2 KiB; those that create thousands of variables are
+    larger."""
     frames: int = 4096
-    """Buffer frames of one message; more arrays than this travel as a body in chunks,
-    and how many those may be the header bounds."""
+    """Buffer frames of one message. More arrays are sent as a body in chunks; the limit
+    of the header bounds their number."""
     frame: int = 4 * MiB
     """Largest frame: libzmq drops the connection of a peer that sends a larger one."""
     chunk: int = MiB
-    """A larger body travels in frames of this size: the allocator serves them from
-    pages that it has touched before, three times faster than one large frame."""
+    """A larger body is sent in frames of this size: the allocator reuses memory pages
+    for them, which is three times faster than one large frame."""
     window: int = 12
     """Chunks of one stream in flight: enough to keep both ends busy, few enough that
     they stay in the cache and that a slow reader costs its sender little memory."""
     body: int = 64 * 1024 * MiB
     """Largest announced body of one message."""
     streams: int = 256
-    """Bodies that one peer may have under way to us at a time."""
+    """Incomplete bodies that one peer may be sending at a time."""
     requests: int = 16384
-    """Requests of one peer that may be open at a time."""
+    """Open requests of one peer at a time."""
     unread: int = 16 * MiB
-    """Answers that wait for a peer to read them. Above it what the peer sends waits,
-    too, up to as much again: more than a window of chunks, and little beside what a
-    parameter server holds anyway."""
+    """Answers that a peer has not read. Above it the peer's further messages are not
+    read either, up to the same size: more than a window of chunks, and little compared
+    with the variables of a parameter server."""
     inline: int = 64 * 1024
-    """Results up to this size travel with the completion of their closure."""
+    """Results up to this size are sent with the completion of their closure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a task is told from outside, once."""
+    """The settings of a task, fixed when it starts."""
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
     transport: str = "auto"
     prefetch: int = 0
-    """Optimizer steps whose values and rows a worker fetches while one computes. Each
-    makes gradients older by as many updates as there are workers."""
+    """Optimizer steps for which a worker fetches values and rows in advance. Each makes
+    gradients staler, by as many updates as there are workers."""
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
     traceback: str = "short"
-    """Errors of public calls come without the frames of zstrat; "full": with them."""
+    """Tracebacks of public calls: "short" omits the frames of zstrat, "full" does
+    not."""
     output: str = "program"
-    """What workers print is shown by the program, too; "files": is in their logs alone,
-    of all programs if a worker says so."""
+    """Where the output of workers is shown: "program": in the program and in their
+    logs; "files": only in their logs. Set for a worker, it applies to all programs."""
     http: str = ""
-    """Where this process says over HTTP how it is, HOST:PORT; "": nowhere."""
+    """Address HOST:PORT at which this process serves its health over HTTP; "": none."""
     http_token: str = field(default="", repr=False)
-    """What its page is shown for to other machines; "": it is not."""
+    """Token that other machines need to see the status page; "": they cannot."""
     state: Path | None = None
-    """A folder where a parameter server that is told to stop leaves what it holds for
-    the process that goes on. None: it is lost with the process."""
+    """A folder in which a parameter server saves its state when it is stopped, for the
+    next process of its task. None: the state is lost."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
-    it. None: what experience says."""
+    it. None: built-in defaults."""
 
 
 TRANSPORTS: Final = ("auto", "tcp", "ipc", "shm")
 OUTPUTS: Final = ("program", "files")
 
 MISTAKEN: Final = 2
-"""Exit code of a process that was told what cannot be: a second try would not help."""
+"""Exit code of a process with invalid arguments: a restart does not help."""
 TRY_AGAIN: Final = 75
-"""Exit code (EX_TEMPFAIL) of a process that ended before all was done, and wants to be
-started again: nothing is wrong."""
+"""Exit code (EX_TEMPFAIL) of a process that ended early without an error: it should be
+restarted."""
 
 
 def checked_transport(transport: str) -> str:
-    """The transport that a caller gave.
+    """Returns the transport if it is valid.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no such transport.
     """
     if transport not in TRANSPORTS:
         raise ValueError(
@@ -143,28 +145,28 @@ def checked_transport(transport: str) -> str:
 
 
 def environment() -> Mapping[str, str]:
-    """The process environment, read at each call."""
+    """Returns the environment of this process, as it is now."""
     return os.environ
 
 
 def set_environment(name: str, value: str) -> None:
-    """Set a variable of this process, for libraries that are told by it alone."""
+    """Sets a variable of this process, for libraries that have no other interface."""
     os.environ[name] = value
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known: the closest of the known
-    ones, or "" where none is close."""
-    meant = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {meant[0]!r}?" if meant else ""
+    """Returns a hint with the known name that is closest to an unknown one, for the end
+    of an error; "" if no name is close."""
+    closest = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def settings_from(env: Mapping[str, str]) -> Settings:
-    """Settings of this process from ``ZSTRAT_*``.
+    """Reads the settings of this process from ``ZSTRAT_*``.
 
     Raises:
-        ValueError: A variable has a value that it cannot have; says which ones it can.
-            Or it is none of ours, and its name is all but that of one.
+        ValueError: A variable has an invalid value, or the name of a variable is a
+            misspelling of a known one.
     """
     _check_names(env)
     seconds = {
@@ -181,50 +183,52 @@ def settings_from(env: Mapping[str, str]) -> Settings:
 
 
 def daemon_variables(settings: Settings) -> dict[str, str]:
-    """What a program tells of its settings to the daemons that it starts, as
-    `settings_from` reads it there.
+    """Returns the variables that pass the program's settings to daemons it starts.
 
     Raises:
-        ValueError: They would refuse it.
+        ValueError: A setting is invalid for a daemon.
     """
-    told = {
+    variables = {
         name: str(getattr(settings.timeouts, _DURATIONS[name]))
         for name in _DURATIONS_OF_DAEMONS
     }
     if settings.state is not None:
-        told["ZSTRAT_STATE"] = str(settings.state)
-    settings_from(told)  # what a daemon would refuse is the program's mistake
-    return told
+        variables["ZSTRAT_STATE"] = str(settings.state)
+    settings_from(variables)  # fails here instead of in the daemon
+    return variables
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
-    """A TOML file as plain data.
+    """Reads a TOML file.
 
     Raises:
-        ValueError: The file is missing or is no TOML; names the file and the place.
+        ValueError: The file cannot be read, or is not valid TOML.
     """
-    import tomllib  # few processes read a file, and all of them import this module
+    import tomllib  # only here: all processes import this module, few read TOML
 
     try:
-        # Editors of Windows put a byte order mark before the text.
+        # Editors on Windows write a byte order mark before the text.
         return tomllib.loads(Path(path).read_text("utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no valid TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _check_names(env: Mapping[str, str]) -> None:
-    """Refuses a slip of the pen. Other names are somebody else's: Kubernetes, say, sets
-    ZSTRAT_PS_PORT where a service is called zstrat-ps."""
+    """Refuses misspelled names. Other unknown names are allowed: Kubernetes sets
+    ZSTRAT_PS_PORT, for example, for a service named zstrat-ps."""
     for name in env:
         if name.startswith("ZSTRAT_") and name not in NAMES:
-            for meant in get_close_matches(name, NAMES, n=1, cutoff=0.9):
-                raise ValueError(f"{name} is no setting of zstrat: is {meant} meant?")
+            for closest in get_close_matches(name, NAMES, n=1, cutoff=0.9):
+                raise ValueError(
+                    f"unknown environment variable {name}; did you mean {closest}?"
+                )
 
 
 Read = Callable[[str, str], Any]
-"""Makes a setting of the name of its variable, for errors, and of what that says."""
+"""Converts the value of a variable to a setting; takes the name, for errors, and the
+value."""
 
 
 def _seconds(name: str, text: str) -> float:
@@ -237,8 +241,8 @@ def _seconds(name: str, text: str) -> float:
     least = 2 * _BEAT if name == "ZSTRAT_LIVENESS" else 0.0
     if value < least:
         raise ValueError(
-            f"{name}={text!r}: expected {least:g} seconds or more: peers that are well "
-            f"say so every {_BEAT:g} s at most"
+            f"{name}={text!r}: expected {least:g} seconds or more, as live peers send "
+            f"a heartbeat only every {_BEAT:g} s"
         )
     return value
 
@@ -270,7 +274,7 @@ def _one_of(*choices: str) -> Read:
 
 
 def _is(word: str, *others: str) -> Read:
-    """Whether the word is said, or one of the others."""
+    """Reads True for ``word``, False for one of the others."""
     read = _one_of(*others, word)
     return lambda name, text: read(name, text) == word
 
@@ -287,7 +291,7 @@ _DURATIONS: Final = {
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
 }
-"""The field of `Timeouts` that each variable sets."""
+"""Variable -> field of `Timeouts`."""
 
 _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_CONNECT_TIMEOUT",
@@ -296,7 +300,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_LIVENESS",
     "ZSTRAT_REQUEST",
 )
-"""Those that tasks have to agree on with their program, or obey for it."""
+"""Durations on which the tasks and their program have to agree."""
 
 _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_CHOICES": ("choices", _path),
@@ -311,6 +315,6 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_STATE": ("state", _path),
     "ZSTRAT_TRACEBACK": ("traceback", _one_of("short", "full")),
 }
-"""The field of `Settings` that each other variable sets, and how it is read."""
+"""Variable -> field of `Settings` and the function that converts its value."""
 
 NAMES: Final = (*_DURATIONS, *_OTHERS)

@@ -1,14 +1,14 @@
-"""Packages whose names are fetched when they are first used.
+"""Packages that import the modules of their names on first use.
 
-A process imports a package for a few of its names: a daemon is one task, and needs
-neither fleets nor doctors. What stands behind the others would be a sixth of its start.
+A process uses few names of a package: a daemon needs neither fleets nor the doctor,
+whose imports would be a sixth of its start.
 
-The names stand in the stub beside the package, ``__init__.pyi``, one import a line.
-Type checkers and editors read it, as imports that happen, and so does `fetched_late`.
-What freezes programs is told to take stubs along (``--collect-data zstrat``).
+The stub of a package, ``__init__.pyi``, lists its names, one import per line, for type
+checkers, editors and `fetched_late`. Tools that freeze programs must include stubs
+(``--collect-data zstrat``).
 
-What a name brings with it is imported without collections of garbage: imports leave
-next to none, and there would be hundreds, a tenth of the time that jax takes.
+Garbage collection is off during such an import: imports leave little garbage, and
+hundreds of collections would take a tenth of the time to import jax.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ _LINE: Final = re.compile(
 def fetched_late(
     package: str,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package; ``import *`` takes what is fetched
-    late.
+    """Makes ``__getattr__`` and ``__dir__`` of a package, and sets its ``__all__``.
 
     Args:
-        package: Its ``__name__``.
+        package: The ``__name__`` of the package.
     """
-    mine = vars(sys.modules[package])
+    namespace = vars(sys.modules[package])
     homes = homes_of(package)
-    mine["__all__"] = list(homes)
+    namespace["__all__"] = list(homes)
 
     def fetch(name: str) -> object:
         if name not in homes:
@@ -54,15 +53,15 @@ def fetched_late(
                 value = importlib.import_module(f".{inner}", package)
             else:
                 value = getattr(importlib.import_module(module, package), inner)
-        mine[name] = value  # the next look at it finds it without us
+        namespace[name] = value  # later uses do not call this function
         return value
 
-    return fetch, lambda: sorted({*mine, *homes})
+    return fetch, lambda: sorted({*namespace, *homes})
 
 
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """By name that is fetched late: the module that has it, and its name there. The
-    stub is read by the loader, as the package may be in an archive."""
+    """Reads the stub of a package: name -> its module and its name there. Uses the
+    loader, because the package may be in an archive."""
     spec: Any = sys.modules[package].__spec__
     stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
     homes: dict[str, tuple[str, str]] = {}
@@ -75,13 +74,13 @@ def homes_of(package: str) -> dict[str, tuple[str, str]]:
 
 
 _OF_PYTHON: Final = 1000
-"""Objects that an interpreter of version 3.12 sets aside at its start are fewer."""
+"""Upper bound of the objects that Python 3.12 freezes when it starts."""
 
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Collections of garbage are off inside, for the thread that comes first. When it
-    leaves they are on again, also for one that came meanwhile."""
+    """Turns off garbage collection in the block. With several threads, the first one
+    that entered turns it on again when it leaves."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -89,9 +88,9 @@ def _no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             is_much = gc.get_count()[0] > gc.get_threshold()[0]
-            # All that is there counts as old: else the next collection, of what is new,
-            # goes through all of it. What a program has set aside itself stays so (it
-            # takes milliseconds to count that).
+            # Moves all objects to the oldest generation, or the next collection would
+            # traverse them. Not if the program itself froze objects, which `unfreeze`
+            # would undo (counting those takes milliseconds).
             if is_much and gc.get_freeze_count() < _OF_PYTHON:
                 gc.freeze()
                 gc.unfreeze()

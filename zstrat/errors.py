@@ -1,12 +1,12 @@
-"""Every error that zstrat raises by itself, in one tree.
+"""All errors that zstrat defines, in one tree.
 
-The type says who is to blame and whether trying again can help; the fields say
-which peer, which thing, what was expected and what came. Misuse of the API raises
-Python's own ValueError, TypeError, RuntimeError and IndexError, as TensorFlow does.
+The type of an error says who caused it and whether a retry can help; its fields name
+the peer, the object, the expected and the received value. Misuse of the API raises
+Python's ValueError, TypeError, RuntimeError and IndexError, as in TensorFlow.
 
-An error crosses the wire as a code and plain fields (`to_wire`, `from_wire`) and never
-as a pickle or as a text to be searched. ``cls(*error.args)`` rebuilds any of them, so
-the constructor of a subclass takes exactly its fields, positionally.
+Between tasks an error is sent as a code and plain fields (`to_wire`, `from_wire`),
+never as a pickle. ``cls(*error.args)`` rebuilds it, so the constructor of a subclass
+takes exactly its fields, positionally.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import ClassVar, Final
 
 PlainField = None | bool | int | float | str | bytes
-"""What a field of an error may be, so that it survives the wire."""
+"""The types of fields that can be sent to another task."""
 
 _BY_CODE: Final[dict[int, type[ZstratError]]] = {}
 
 
 class ZstratError(Exception):
-    """Base of every error of zstrat; the fields are ``args``."""
+    """Base class of all errors of zstrat; ``args`` are its fields."""
 
     code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
@@ -34,41 +34,41 @@ class ZstratError(Exception):
         if "code" in cls.__dict__:
             other = _BY_CODE.setdefault(cls.code, cls)
             if other is not cls:
-                raise TypeError(f"wire code {cls.code} is taken by {other.__name__}")
+                raise TypeError(f"wire code {cls.code} is used by {other.__name__}")
 
 
 _BY_CODE[ZstratError.code] = ZstratError
 
 
 class ProtocolError(ZstratError):
-    """The other side sent something that the protocol does not allow."""
+    """The peer sent a message that violates the protocol."""
 
     code = 2
 
 
 class VersionMismatchError(ProtocolError):
-    """The two sides speak different protocols, or versions that do not fit."""
+    """The peer has an incompatible version of the protocol or of a package."""
 
     code = 3
 
 
 class PermissionDeniedError(ZstratError):
-    """The key of the caller does not carry the role that the request needs."""
+    """The key of the caller does not have the role that the request requires."""
 
     code = 4
 
 
 class ClosedError(ZstratError):
-    """*You* closed this object, then used it."""
+    """The caller used an object after closing it."""
 
     code = 5
 
 
 class ForkedError(ClosedError):
-    """The object belongs to the process that this one was forked from.
+    """The object was made by the parent of this forked process.
 
-    Its threads and connections stay there. Start processes by "spawn" or "forkserver",
-    or make the object in the process that uses it.
+    Its threads and connections exist only in the parent. Start processes with "spawn"
+    or "forkserver", or make the object in the process that uses it.
     """
 
     code = 34
@@ -79,17 +79,17 @@ class ForkedError(ClosedError):
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: this process was forked from the one that is connected, and "
-            "has none of its threads: start it with multiprocessing's 'spawn' or "
-            "'forkserver', or make the strategy (the group, the port) in this process"
+            f"{self.what}: this process was forked from the connected process and does "
+            "not have its threads: use multiprocessing's 'spawn' or 'forkserver', or "
+            "create the strategy (the group, the port) in this process"
         )
 
 
 class PeerLostError(ZstratError):
-    """The other side went away; the request may or may not have run.
+    """The peer ended or its connection broke; the request may or may not have run.
 
-    ``left``: it said goodbye, so it ended on purpose. ``returns``: seconds in which,
-    as it said, a process will be there that has all that it held; 0 if none will.
+    ``left``: the peer closed the connection on purpose. ``returns``: seconds within
+    which, as it announced, a new process with its state will serve; 0 if none will.
     """
 
     code = 6
@@ -107,7 +107,7 @@ class PeerLostError(ZstratError):
 
 
 class WorkerLostError(PeerLostError):
-    """A worker went away; its closures go to other workers."""
+    """A worker was lost; its closures are scheduled on other workers."""
 
     code = 7
 
@@ -120,11 +120,11 @@ class UnavailableError(ZstratError):
 
 
 class PSUnavailableError(UnavailableError):
-    """A parameter server cannot be reached, or has lost what it held.
+    """A parameter server cannot be reached, or its variables are lost.
 
-    ``lost``: the variables on it are gone, for certain. Start it again if it does not
-    run, create the variables anew and restore the last checkpoint. Otherwise it may be
-    cut off, and the program goes on when it is back.
+    ``lost``: the variables are certainly lost. Restart the server if it does not run,
+    create the variables again and restore the last checkpoint. Otherwise the server may
+    only be disconnected, and calls succeed again when it is back.
     """
 
     code = 9
@@ -136,25 +136,25 @@ class PSUnavailableError(UnavailableError):
     def __str__(self) -> str:
         if self.lost:
             return (
-                f"{self.task} is unavailable: {self.reason}; the variables on it are "
-                "lost: start it again, build the program anew and restore a checkpoint"
+                f"{self.task} is unavailable: {self.reason}; its variables are lost: "
+                "restart it, create the variables again and restore a checkpoint"
             )
         return (
-            f"{self.task} is unavailable: {self.reason}; if it is only cut off, calls "
-            "succeed again when it is back, and whether it has carried out what was "
-            "under way is not known; if it has ended, start it again, build the "
-            "program anew and restore a checkpoint"
+            f"{self.task} is unavailable: {self.reason}; if it is only disconnected, "
+            "calls succeed again when it is back, and requests in flight may or may "
+            "not have run; if it has ended, restart it, create the variables again and "
+            "restore a checkpoint"
         )
 
 
 class CancelledError(ZstratError):
-    """The closure was cancelled before it ran to its end; schedule it again."""
+    """The closure was cancelled before it finished; schedule it again."""
 
     code = 10
 
 
 class DeadlineExceededError(ZstratError, TimeoutError):
-    """The call did not end within the time that it was given."""
+    """The call did not finish before its deadline."""
 
     code = 11
     retryable = True
@@ -167,55 +167,54 @@ class OutOfRangeError(ZstratError):
 
 
 class NotFoundError(ZstratError):
-    """A variable, function, optimizer or resource of that name does not exist there."""
+    """A variable, function, optimizer or resource of this name does not exist."""
 
     code = 13
 
 
 class AlreadyExistsError(ZstratError):
-    """What is of that name exists already, and differs: a variable, an optimizer, a
-    file of another program."""
+    """A different variable, optimizer or file of this name exists already."""
 
     code = 14
 
 
 class InvalidArgumentError(ZstratError, ValueError):
-    """A value of the wrong shape, dtype or range was sent to another task."""
+    """A value with the wrong shape, dtype or range was sent to another task."""
 
     code = 15
 
 
 class StaleSessionError(ZstratError):
-    """The request belongs to a coordinator that this task does not serve (any more)."""
+    """The request is of a coordinator whose session with this task has ended."""
 
     code = 16
 
 
 class BusyError(ZstratError):
-    """The task serves another coordinator that is alive, or a bounded queue is full."""
+    """The task serves another live coordinator, or a bounded queue is full."""
 
     code = 17
     retryable = True
 
 
 class HeldError(BusyError):
-    """The task serves another coordinator, which was heard just now: it is no leftover
-    of one that is gone and not yet missed."""
+    """The task serves another coordinator that sent a message just now, so that it is
+    certainly alive."""
 
     code = 33
 
 
 class CollectiveTimeoutError(DeadlineExceededError):
-    """A rank did not take part in a collective in time."""
+    """A rank did not join a collective operation in time."""
 
     code = 18
 
 
 class StepError(ZstratError):
-    """A step function raised an exception whose class this process does not know.
+    """A step function raised an exception whose class is not imported here.
 
-    Exceptions that this process knows arrive as themselves, with the worker's
-    traceback as a note.
+    Other exceptions are raised with their own class, and with the worker's traceback as
+    a note.
     """
 
     code = 19
@@ -229,9 +228,9 @@ class StepError(ZstratError):
 
 
 class ClosureInputError(ZstratError):
-    """A resource that the closure takes (say, its dataset iterator) could not be built.
+    """An input of the closure, such as its dataset iterator, could not be created.
 
-    ``original_exception`` is the root error, however often it was handed on.
+    ``original_exception`` is the root cause.
     """
 
     code = 20
@@ -249,15 +248,16 @@ class ClosureInputError(ZstratError):
 
 
 class ClosureAbortedError(ClosureInputError):
-    """A per-worker resource went with its worker; it is rebuilt when that returns."""
+    """A per-worker resource was lost with its worker; it is rebuilt when the worker
+    returns."""
 
     code = 21
 
 
 class DataLossError(ZstratError):
-    """A file is not what was written: cut short, changed, or no file of ours.
+    """A file is truncated, corrupted, or not a file of zstrat.
 
-    ``tensor`` is "" where the whole file is meant.
+    ``tensor`` is "" if the whole file is affected.
     """
 
     code = 22
@@ -279,9 +279,9 @@ class ResourceExhaustedError(ZstratError):
 
 
 class RetryDiffersError(ZstratError):
-    """An eager step ran again after its worker was lost, and did something else.
+    """An eager step, repeated after its worker was lost, made different updates.
 
-    ``before`` was applied by the earlier run and stays; ``now`` was not applied.
+    The update ``before``, of the first run, remains; the update ``now`` was refused.
     """
 
     code = 30
@@ -292,16 +292,16 @@ class RetryDiffersError(ZstratError):
 
     def __str__(self) -> str:
         return (
-            f"step {self.step} ran again and did something else. Applied by its "
-            f"earlier run, and stays: {self.before}. Done by this run, and refused: "
-            f"{self.now}. An eager step may branch only by what is the same in each "
-            "run: make its updates behind all reads, or leave out eager=True"
+            f"step {self.step} was repeated and made a different update. Applied by "
+            f"the first run, and kept: {self.before}. Made by this run, and refused: "
+            f"{self.now}. An eager step must be deterministic: make its updates after "
+            "all reads, or omit eager=True"
         )
 
 
 class ResultLostError(ZstratError):
-    """The result of a step went away with its worker, and the step has had its effect,
-    or part of it, or may have had: scheduling it again applies that twice."""
+    """The result of a step was lost with its worker after the step may have applied
+    updates; scheduling it again may apply them twice."""
 
     code = 31
 
@@ -314,53 +314,54 @@ class ResultLostError(ZstratError):
 
 
 class NotPrimaryError(UnavailableError):
-    """Another process serves these variables by now, or not this one yet: it has a
-    second copy of them (``replicas=1``), and its coordinator says who serves."""
+    """This process has a copy of the variables (``replicas=1``) but does not serve them
+    now; the coordinator decides which process does."""
 
     code = 32
 
 
 WireError = list[object]
-"""``[code, [field, ...], notes, cause]``, or for an exception that is not ours
-``[0, [module, qualname, message, args], notes, None]``."""
+"""``[code, [field, ...], notes, cause]``, or for an exception that zstrat does not
+define ``[0, [module, qualname, message, args], notes, None]``."""
 
 
 _MAX_FIELD_LENGTH: Final = 8000
-"""Characters of a text, bytes of a field: an error that prints an array is no larger
-than another, and many fit into one message."""
+"""Characters of a text or bytes of a field, so that many errors fit into one message,
+also if they print arrays."""
 _MAX_FIELDS: Final = 16
-"""Fields of an exception that are sent: none of ours or of Python has over five."""
+"""Number of fields that are sent; errors of zstrat and Python have at most five."""
 
 
 def to_wire(error: BaseException) -> WireError:
-    """The error as plain values, with the traceback as a note for the other side.
+    """Converts an error to plain values, with its traceback as a note.
 
-    Long texts lose their middle: what this gives fits into a message.
+    Long texts lose their middle, so that the result fits into a message.
     """
-    wire = _plainly(error)
+    wire = _to_plain(error)
     if isinstance(error, ClosureInputError) and error.original_exception is not None:
-        wire[3] = _plainly(error.original_exception)
+        wire[3] = _to_plain(error.original_exception)
     return wire
 
 
 def from_wire(wire: object) -> Exception:
-    """Inverse of `to_wire`; an unknown code or class becomes a readable error.
+    """Converts plain values of `to_wire` to an error.
 
-    Never raises. No module is imported and no code from the other side runs: a foreign
-    exception class is used only if this process has imported it already.
+    Never raises: an unknown code or class becomes a generic error. No module is
+    imported and no code of the peer runs: a foreign exception class is used only if
+    this process has imported it already.
     """
     error = _from_plain(wire)
     if isinstance(error, ClosureInputError):
         match wire:
-            case [_, _, _, list() as root]:  # wrapped only once: no root of a root
+            case [_, _, _, list() as root]:  # causes are not nested
                 error.original_exception = _from_plain(root)
     return error
 
 
-def _plainly(error: BaseException) -> WireError:
+def _to_plain(error: BaseException) -> WireError:
     if error.__traceback__ is None:
         notes = _notes(error)
-    else:  # with the notes, at its end
+    else:  # includes the notes
         notes = "".join(traceback.format_exception(error))
     notes = _shortened(notes)
     fields: list[object] = [_plain(field) for field in error.args[:_MAX_FIELDS]]
@@ -378,7 +379,7 @@ def _from_plain(wire: object) -> Exception:
             error = _own(code, fields)
         case _:
             what = reprlib.repr(wire)
-            return ProtocolError(f"an error arrived that is no error: {what}")
+            return ProtocolError(f"received a malformed error: {what}")
     if notes:
         error.add_note(f"\nTraceback of the other task:\n{notes}")
     return error
@@ -387,13 +388,13 @@ def _from_plain(wire: object) -> Exception:
 def _own(code: int, fields: list[object]) -> Exception:
     cls = _BY_CODE.get(code)
     if cls is None:
-        return ZstratError(f"error {code} of a newer zstrat: {_short(fields)}")
-    words = f"{cls.__name__} arrived with the fields {_short(fields)}"
+        return ZstratError(f"error code {code} of a newer zstrat: {_short(fields)}")
+    words = f"received {cls.__name__} with unexpected fields: {_short(fields)}"
     if issubclass(cls, ClosureInputError) and len(fields) != 1:
-        return ProtocolError(words)  # its second argument is no field
+        return ProtocolError(words)  # its second argument is not a field
     try:
         error = cls(*fields)
-    except TypeError:  # a newer or hostile peer sent other fields than ours
+    except TypeError:  # a newer or hostile peer sent other fields
         return ProtocolError(words)
     return error if _is_readable(error) else ProtocolError(words)
 
@@ -401,15 +402,15 @@ def _own(code: int, fields: list[object]) -> Exception:
 def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exception:
     unknown = StepError(f"{module}.{name}", message)
     scope = sys.modules.get(module)
-    # Not getattr: a module that loads its names when asked would be made to.
+    # Not getattr, which may import modules or run code of the module.
     cls = scope.__dict__.get(name) if isinstance(scope, ModuleType) else None
     if not isinstance(cls, type) or not issubclass(cls, Exception):
         return unknown
     if issubclass(cls, StopIteration | StopAsyncIteration):
-        return unknown  # no future and no coroutine can carry one
+        return unknown  # futures and coroutines cannot raise it
     try:
         error: object = cls(*fields)
-    except Exception:  # its constructor wants something else: StepError says it all
+    except Exception:  # its constructor has other arguments: StepError instead
         return unknown
     if not isinstance(error, Exception) or not _is_readable(error):
         return unknown
@@ -417,10 +418,10 @@ def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exce
 
 
 def _is_readable(error: Exception) -> bool:
-    """Whether it has a text: fields of the wrong types may show only then."""
+    """Whether the error can be printed, which may fail for fields of wrong types."""
     try:
         return isinstance(str(error), str) and isinstance(repr(error), str)
-    except Exception:  # of a class that was given what another one had
+    except Exception:  # any error of a foreign class: the error is not used
         return False
 
 
@@ -431,14 +432,14 @@ def _short(fields: list[object]) -> str:
 def _words(error: BaseException) -> str:
     try:
         return _shortened(str(error))
-    except Exception as why:  # of a step's own class: its name and traceback must do
-        return f"(its text cannot be had: {type(why).__name__})"
+    except Exception as why:  # of a user's class: its name and traceback are sent
+        return f"(str() of this error raised {type(why).__name__})"
 
 
 def _notes(error: BaseException) -> str:
     try:
         return "".join(map(str, getattr(error, "__notes__", ())))
-    except Exception:  # anybody may set them, to anything: the traceback must do
+    except Exception:  # users may set them to anything: only the traceback is sent
         return ""
 
 
@@ -461,5 +462,5 @@ def _plain(field: object) -> PlainField:
             return _shortened(field)
     try:
         return _shortened(str(field))
-    except Exception:  # of a user's own class
+    except Exception:  # of a user's class: only its name is sent
         return f"<{type(field).__name__}>"

@@ -1,5 +1,5 @@
-"""Errors of the system about a path that a program gave, in words: what is there, and
-what to do about it. They stay what they are."""
+"""Explains errors of the operating system about a path, with a remedy. Their type and
+number do not change."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """``what`` says for people what is to be at ``path``, or below it.
+    """Explains errors of the block, which uses ``path`` or files below it as ``what``.
 
     Raises:
-        OSError: That of the block, of the same type and number, in our words.
+        OSError: The error of the block, with the same type and number.
     """
     try:
         yield
     except OSError as error:
-        place = os.path.abspath(os.fspath(path))
-        raise OSError(error.errno, f"{what} {place}: {_why(error, place)}") from error
+        full = os.path.abspath(os.fspath(path))
+        raise OSError(error.errno, f"{what} {full}: {_why(error, full)}") from error
 
 
 def file_above(path: str) -> str:
-    """What is no folder of those that the path leads through."""
+    """Returns the parent of the path that is not a folder."""
     while (above := os.path.dirname(path)) != path and not os.path.lexists(above):
         path = above
     return above
@@ -39,14 +39,14 @@ def _why(error: OSError, path: str) -> str:
         case errno.ENOTDIR | errno.EEXIST:
             is_file = os.path.isfile(path)
             return (
-                f"{path if is_file else file_above(path)} is a file, and has to be a "
-                "folder: give another path, or move that file"
+                f"{path if is_file else file_above(path)} is a file, expected a "
+                "folder: choose another path, or move that file"
             )
         case errno.EISDIR:
-            return "it is a folder: name a file in it"
+            return "is a folder: choose the path of a file"
         case errno.ENOENT if not os.path.isdir(folder):
-            return f"the folder {folder} is not there: make it, or give another path"
+            return f"no such folder {folder}: create it, or choose another path"
         case errno.ENOENT | errno.EACCES | errno.EPERM | errno.EROFS:
             words = os.strerror(error.errno)
-            return f"this user can make no file there ({words}): give another path"
+            return f"cannot create a file ({words}): choose another path"
     return error.strerror or str(error)

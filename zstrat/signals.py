@@ -1,11 +1,11 @@
-"""Handlers of signals that a forked process does not keep.
+"""Signal handlers that forked processes do not inherit.
 
-A process that a program forks, as a `multiprocessing.Pool` does, inherits the handlers
-of the program and the descriptor that wakes its event loop. With these no SIGTERM ends
-the child, and each one reaches the parent, which takes it for its own.
+A forked process, as of a `multiprocessing.Pool`, inherits the handlers of the program
+and the descriptor that wakes its event loop. Then SIGTERM would not end the child, but
+wake the parent, which would take the signal for its own.
 
-Law: what handles signals in zstrat sets its handlers here. A forked process has the
-handlers that stood before ours, and wakes nobody.
+Law: all signal handlers of zstrat are set here. A forked process gets back the handlers
+from before, and its signals do not wake the parent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 Handler = Callable[[int, "FrameType | None"], Any] | int | None
-"""What `signal.signal` takes; None stands for a handler that Python did not set."""
+"""The argument of `signal.signal`; None: a handler that was not set by Python."""
 
 
 @dataclass
 class HandledSignal:
-    """What handled a signal ``before`` zstrat did, and the handlers of ours since."""
+    """The handler of a signal ``before`` zstrat, and the handlers of zstrat."""
 
     before: Handler
     ours: list[Handler] = field(default_factory=list)
@@ -35,16 +35,16 @@ class HandledSignal:
 
 _handled: Final[dict[signal.Signals, HandledSignal]] = {}
 _before_fork: Final = threading.local()
-"""The signals that the thread had blocked before it began to fork, in ``mask``."""
+"""``mask``: the signals that the thread blocked before it forked."""
 
 
 def handle(
     number: signal.Signals, handler: Handler, *, in_children: Handler = signal.SIG_DFL
 ) -> Handler:
-    """Sets a handler, as `signal.signal`; returns the one that stood before.
+    """Sets a handler, like `signal.signal`; returns the previous one.
 
     Args:
-        in_children: The handler of forked processes, if there was none before.
+        in_children: The handler in forked processes, if there was none before.
     """
     before = signal.signal(number, handler)
     _note(number, before or in_children)
@@ -57,7 +57,7 @@ def handle_on(
     callback: Callable[..., object],
     *args: object,
 ) -> None:
-    """Has the loop call the function when the signal arrives, as
+    """Makes the loop call ``callback`` for a signal, like
     ``loop.add_signal_handler``."""
     before = signal.getsignal(number)
     loop.add_signal_handler(number, callback, *args)
@@ -73,28 +73,26 @@ def _note(number: signal.Signals, before: Handler) -> None:
     _handled[number] = known
 
 
-def _hold_back() -> None:
-    """Blocks the signals that are handled here, until the fork is over: one that comes
-    to the child before `_reset` would wake the parent."""
+def _block() -> None:
+    """Blocks the handled signals during a fork: a signal to the child before `_reset`
+    would wake the parent."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled)
 
 
-def _let_through() -> None:
+def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
 
 
 def _reset() -> None:
-    """In the child, before anything else runs in it."""
+    """Restores the handlers in the child, before anything else runs."""
     if _handled:
         signal.set_wakeup_fd(-1)
     for number, known in _handled.items():
-        # Not what somebody else has set since.
+        # Unless other code replaced our handler.
         if signal.getsignal(number) in known.ours:
             signal.signal(number, known.before)
     _handled.clear()
-    _let_through()
+    _unblock()
 
 
-os.register_at_fork(
-    before=_hold_back, after_in_parent=_let_through, after_in_child=_reset
-)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)

@@ -1,9 +1,9 @@
-"""Standard streams that a process was started without, as by ``2>&-`` in a shell.
+"""Replaces standard streams that are closed when a process starts, as by ``2>&-``.
 
-The next file, socket or pipe that is opened gets the descriptor of such a stream. What
-is written to standard error goes into it then, also by every process that is started;
-and libuv aborts the process when it closes a handle with such a descriptor. So it is
-given to ``/dev/null`` first.
+The next file, socket or pipe that is opened would get the descriptor of such a stream.
+Then everything written to standard error, also by child processes, would go into it;
+and libuv aborts the process when it closes a handle with such a descriptor. So the
+descriptor is opened on ``/dev/null`` first.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 
 
 def occupy_descriptors() -> None:
-    """Opens ``/dev/null`` on those of the descriptors 0, 1 and 2 that are closed. To be
-    called before anything is opened that stays open."""
+    """Opens ``/dev/null`` on closed descriptors of 0, 1 and 2. Call it before anything
+    else is opened."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def complete() -> None:
-    """Gives a program of ours the streams that Python did not find: what it prints goes
-    nowhere. Programs of users keep ``sys.stdout`` and the others as they are."""
+    """Replaces missing streams of `sys` in a program of zstrat, whose output is then
+    discarded. Not for programs of users, which may expect None."""
     occupy_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115

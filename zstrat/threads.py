@@ -1,15 +1,14 @@
-"""How threads begin, and how one waits for what another one does.
+"""Threads and waits between threads that stay correct after Ctrl-C.
 
-A bell is made only when somebody really has to wait, ends one wait however often it is
-rung, and may be rung with a lock held. A latch opens once, for all who wait, and a
-promise is a latch with something behind it. A thread waits by an acquire of a lock,
-which Ctrl-C interrupts.
+Python raises KeyboardInterrupt at any point of the main thread. Inside the locks of
+`concurrent.futures.Future`, `threading.Event` and `threading.Condition`, which are
+written in Python, it leaves the lock acquired, and the event loop, or the end of the
+program, would block on it forever. Law: objects that the main thread shares with other
+threads have no such lock. The classes here only use locks written in C, whose acquire
+Ctrl-C interrupts.
 
-Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
-in the middle of a lock that is written in Python, as the one in each
-`concurrent.futures.Future`, `threading.Event` and `threading.Condition`, the lock stays
-locked: the loop, or who ends the program, would wait for it for ever. So nothing that
-the main thread shares with another one has such a lock; these have none.
+A bell ends one wait, however often it is rung, and may be rung while holding a lock. A
+latch opens once, for all waiting threads. A promise is a latch with a result.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 GLANCE: Final = 1.0
-"""Seconds. A signal that arrives just before the acquire begins to block does not
-interrupt it: Python would see Ctrl-C at the next acquire only."""
+"""Seconds of one acquire. A signal that arrives just before an acquire blocks does not
+interrupt it: Python handles Ctrl-C only at the next one."""
 
 
 class ThreadBell:
@@ -41,15 +40,15 @@ class ThreadBell:
         self._lock.acquire()
 
     def ring(self) -> None:
-        # One that was rung already raises.
+        # Raises if the bell was rung already.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, timeout: float | None) -> bool:
-        """Blocks the thread; False when ``timeout`` seconds have passed.
+        """Blocks the thread; returns False after ``timeout`` seconds.
 
         Raises:
-            ValueError: They are NaN, which never pass.
+            ValueError: ``timeout`` is NaN.
         """
         if timeout is not None and math.isnan(timeout):
             raise ValueError("timeout=nan: expected seconds, or None")
@@ -64,7 +63,7 @@ class ThreadBell:
 
 @final
 class Latch:
-    """Is opened once, from any thread or a handler of signals, and stays open."""
+    """Opens once, from any thread or a signal handler, and stays open."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -73,49 +72,51 @@ class Latch:
 
     def open(self) -> None:
         self.is_open = True
-        # One that is open already raises.
+        # Raises if the latch is open already.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks any number of threads; False when ``timeout`` seconds have passed."""
+        """Blocks any number of threads; returns False after ``timeout`` seconds."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # The lock only wakes: if Ctrl-C loses it, the others find out by the next look.
+        # The lock only wakes: if Ctrl-C loses it, other threads check `is_open` again
+        # after `GLANCE`.
         while not self.is_open:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             if self._lock.acquire(timeout=min(left, GLANCE)):
-                self.open()  # for the others
+                self.open()  # wakes the next thread
         return True
 
 
 @final
 class SteadyThread(threading.Thread):
-    """A thread that the main thread may begin and wait for.
+    """A thread that the main thread may start and join safely.
 
-    Ctrl-C in the middle of `threading.Thread.start` can leave a thread that never
-    begins, as that waits for a lock. And before Python 3.13 one in `join` has it
-    believed, from then on, that the thread has ended.
+    Ctrl-C inside `threading.Thread.start` can leave a thread that never runs, because
+    it waits for a lock. Before Python 3.13, Ctrl-C inside `join` makes later calls
+    believe that the thread has ended.
     """
 
     def __init__(
         self, target: Callable[..., object], args: Iterable[Any] = (), *, name: str
     ) -> None:
-        # A daemon: the interpreter must not wait for it before it runs what ends it.
+        # A daemon: the interpreter must not wait for it before it runs exit handlers,
+        # which end the thread.
         super().__init__(target=target, args=args, name=name, daemon=True)
         self._over = Latch()
         self._process: int | None = None
-        """In which it was started: one that is forked later does not have it."""
+        """The process that started it; a forked process does not have the thread."""
 
     def start(self) -> None:
-        """Returns when it has begun.
+        """Starts the thread and waits until it runs.
 
-        Cancellation: Ctrl-C finds it begun, or not, or it begins a moment later.
+        Cancellation: after Ctrl-C the thread runs, or not, or starts a moment later.
 
         Raises:
-            RuntimeError: The system gives no more threads, the interpreter ends, or it
-                was started before: that one goes on.
+            RuntimeError: The system has no more threads, the interpreter is shutting
+                down, or the thread was started before.
         """
         if self.ident is not None:
             raise RuntimeError("threads can only be started once")
@@ -137,12 +138,12 @@ class SteadyThread(threading.Thread):
             self._over.open()
 
     def is_alive(self) -> bool:
-        """Whether it was started, and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._process == os.getpid() and not self._over.is_open
 
     def join(self, timeout: float | None = None) -> None:
-        """Blocks until it has ended, ``timeout`` seconds at most; not at all if it was
-        not started."""
+        """Blocks until the thread has ended, at most ``timeout`` seconds; returns at
+        once if it was not started."""
         if self.is_alive() and self.ident == _thread.get_ident():
             raise RuntimeError("cannot join current thread")
         if self.is_alive() and not self._over.wait(timeout):
@@ -153,8 +154,8 @@ class SteadyThread(threading.Thread):
     def _begin(self, begun: SimpleQueue[BaseException | None]) -> None:
         try:
             super().start()
-        except BaseException as error:  # to who starts it
-            if self.ident is None:  # or else an earlier start, which was struck, came
+        except BaseException as error:  # raised by `start`
+            if self.ident is None:  # otherwise an earlier, interrupted start succeeded
                 self._over.open()
             begun.put(error)
         else:
@@ -166,7 +167,7 @@ T = TypeVar("T")
 
 @final
 class Promise(Generic[T]):
-    """A result or an error that one thread has, once, for any that wait for it."""
+    """A result or an error of one thread, for any number of waiting threads."""
 
     __slots__ = ("_error", "_latch", "_value")
 
@@ -188,12 +189,12 @@ class Promise(Generic[T]):
         self._latch.open()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is there; False when ``timeout`` seconds have passed."""
+        """Blocks until it is settled; returns False after ``timeout`` seconds."""
         return self._latch.wait(timeout)
 
     def get(self) -> T:
-        """Blocks until it is there; raises the error, if it is one."""
+        """Blocks until it is settled; returns the result or raises the error."""
         self._latch.wait()
         if self._error is not None:
             raise self._error
-        return cast("T", self._value)  # not None for want of one: `settle` was called
+        return cast("T", self._value)  # set, as `settle` was called

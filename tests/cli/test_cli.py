@@ -116,7 +116,7 @@ def test_doctor(file):
     assert ran.exit_code == 0, ran.output
     assert "ok    ps:0" in ran.output
     assert "ok    worker:0" in ran.output
-    assert "WRONG" not in ran.output
+    assert "FAIL" not in ran.output
 
 
 def test_doctor_of_a_run_that_does_not_train(file):
@@ -280,7 +280,7 @@ def test_cluster_in_the_foreground(transport, with_keys, warned, short_folder):
         process.kill()
         process.wait()
     assert (process.returncode, errors) == (0, f"{OPEN_PORTS}\n" * warned)
-    assert rest == "ending all tasks\n"
+    assert rest == "stopping all tasks\n"
     assert "ended" in (folder / "ps-0.log").read_text()
 
 

@@ -38,7 +38,7 @@ def test_seconds_that_nothing_waits_for(command, seconds, tmp_path):
 def test_a_cluster_without_tasks(command, jobs, tmp_path, monkeypatch):
     file = tmp_path / "cluster.toml"
     file.write_text(f"[cluster]\n{jobs}")
-    words = ": cluster: expected addresses of tasks, it has none"
+    words = ": cluster: has no tasks"
     assert f"{file}{words}" in refused(*command, "--cluster", file)
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {}}')
     assert f"TF_CONFIG{words}" in refused(*command)
@@ -50,7 +50,7 @@ def test_a_cluster_without_tasks(command, jobs, tmp_path, monkeypatch):
 def test_a_file_in_the_place_of_a_folder(command, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    words = f": {file} is a file, and has to be a folder: give another path, or move"
+    words = f": {file} is a file, expected a folder: choose another path, or move"
     assert f"{file}{words}" in refused(*command, file)
     assert f"{file / 'below'}{words}" in refused(*command, file / "below")
     assert file.read_text() == "mine"
@@ -61,7 +61,7 @@ def test_a_file_in_the_place_of_a_folder(command, tmp_path):
 )
 def test_an_empty_text_is_no_folder(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "expected a folder, got an empty text" in refused(*command, "")
+    assert "expected a folder, got an empty string" in refused(*command, "")
     assert not list(tmp_path.iterdir())
 
 

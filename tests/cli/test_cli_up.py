@@ -80,7 +80,7 @@ def test_what_a_killed_one_left_is_removed(hosts):
     (folder / "keys").mkdir(parents=True)
     for name in ("lock", "ps-0.log", "up.log", "cluster.toml", "keys/ps.secret"):
         (folder / name).write_text("1")
-    assert "nothing runs for" in zstrat("down", hosts).output
+    assert "no tasks are running for" in zstrat("down", hosts).output
     assert not folder.exists()
 
 
@@ -98,7 +98,7 @@ def test_logs_of_an_earlier_run_say_nothing_of_this_one(hosts, tmp_path):
 def test_a_start_that_is_interrupted_is_no_success(hosts, tmp_path):
     ssh(tmp_path, IS_ENDED_AT_THE_START)
     ran = zstrat("up", hosts, "true")
-    assert (ran.exit_code, ran.output) == (143, "interrupted; all tasks ended\n")
+    assert (ran.exit_code, ran.output) == (143, "interrupted; all tasks stopped\n")
     assert not hosts.with_suffix(".up").exists()
 
 
@@ -106,14 +106,14 @@ def test_a_detached_start_that_is_interrupted_ends(hosts, tmp_path, monkeypatch)
     ssh(tmp_path, IS_ENDED_AT_THE_START)
     monkeypatch.setenv("STARTER", str(os.getpid()))
     ran = zstrat("up", "--detach", hosts)
-    assert (ran.exit_code, ran.output) == (143, "interrupted; all tasks ended\n")
+    assert (ran.exit_code, ran.output) == (143, "interrupted; all tasks stopped\n")
     assert not hosts.with_suffix(".up").exists()
 
 
 def test_a_program_that_is_not_there_is_named_before_anything_starts(hosts):
     ran = zstrat("up", hosts, "no-such-program")
     assert ran.exit_code == 2
-    assert "no program 'no-such-program' here" in ran.output
+    assert "program 'no-such-program' not found" in ran.output
     script = hosts.with_name("train.py")
     ran = zstrat("up", hosts, "python", script)
     assert ran.exit_code == 2
@@ -124,14 +124,14 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(hosts):
     assert f"python {script}" in ran.output
     ran = zstrat("up", hosts, "--ps", "1", "python")
     assert ran.exit_code == 2
-    assert "--ps: options are written before HOSTS" in ran.output
+    assert "--ps: options must come before HOSTS" in ran.output
     assert not hosts.with_suffix(".up").exists()
 
 
 def test_what_is_to_be_exported_can_be_pasted(hosts, tmp_path):
     ssh(tmp_path, serves())
     ran = zstrat("up", hosts)
-    assert "all tasks ended by themselves" in ran.output
+    assert "all tasks have failed or ended" in ran.output
     assert ran.exit_code == 1
     (line,) = re.findall(r"export ZSTRAT_KEYS.*", ran.output)
     keys = hosts.with_suffix(".up") / "keys"
@@ -153,7 +153,7 @@ def test_nobody_is_ended_who_does_not_hold_the_lock(hosts, said):
             lock.flush()
             ran = zstrat("down", hosts)
         assert ran.exit_code == 2
-        assert "has just begun: try again" in ran.output
+        assert "just started: try again" in ran.output
         stranger.communicate()
     assert stranger.returncode == (-signal.SIGKILL if said == "gone" else 0)
 
@@ -165,7 +165,7 @@ def test_a_file_of_hosts_whose_folder_cannot_be(hosts, command):
         file.touch()
         ran = zstrat(command, file)
         assert ran.exit_code == 2
-        assert "is a file: rename it" in ran.output
+        assert "is a file: rename" in ran.output
 
 
 def test_a_lock_that_was_removed_meanwhile_is_not_the_lock(
@@ -195,13 +195,13 @@ def test_who_queues_begins_when_the_other_one_has_ended(hosts, tmp_path):
     with subprocess.Popen([*up, hosts, *say], **pipes, stdout=subprocess.PIPE) as first:
         assert first.stderr.readline() == "has begun\n"
         ran = zstrat("up", hosts, "true")
-        who = rf"hosts.up is held by another `zstrat up` \(pid {first.pid}\)"
+        who = rf"hosts.up is locked by another `zstrat up` \(pid {first.pid}\)"
         assert re.search(f"{who}: end it with .* --queue", ran.output), ran.output
         ran = zstrat("up", "--queue", "1", hosts, "true")
         assert re.search(f"{who}, for 1 s by now", ran.output), ran.output
         words = [*up, "--queue", str(hosts), "sh", "-c", "echo two --queue"]
         with subprocess.Popen(words, **pipes, stdout=subprocess.PIPE) as second:
-            assert re.search(f"waits, as .*{who}", second.stderr.readline())
+            assert re.search(f"waiting: .*{who}", second.stderr.readline())
             assert first.communicate("")[0] == "one\n"
             assert second.communicate()[0] == "two --queue\n"
     assert (first.returncode, second.returncode) == (0, 0)

@@ -110,7 +110,7 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
 
     run(end())
     assert daemon.process.wait(100) == 75
-    assert "not everything was done in 0.2s" in daemon.words()
+    assert "not finished within 0.2 s" in daemon.words()
 
 
 def test_a_parent_that_is_gone_already(start):
@@ -173,7 +173,7 @@ def test_a_name_that_is_not_known_yet(start):
     """As in Kubernetes, where a pod starts before its name is in DNS."""
     daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7")
     assert daemon.process.wait(100) == 75
-    assert "nobody knows the name 'ps-0.ps.invalid'" in daemon.words()
+    assert "the name 'ps-0.ps.invalid' cannot be resolved" in daemon.words()
 
 
 def test_other_machines_need_keys(start):

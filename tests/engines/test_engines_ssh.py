@@ -106,7 +106,7 @@ def test_up_and_down(ssh_config, folder):
     again = subprocess.run(
         [*zstrat, "up", file], check=False, capture_output=True, text=True
     )
-    assert (again.returncode, "is held by another" in again.stderr) == (2, True)
+    assert (again.returncode, "is locked by another" in again.stderr) == (2, True)
     assert subprocess.run([*zstrat, "down", file], check=False).returncode == 0
     assert not (folder / "hosts.up").exists()
 

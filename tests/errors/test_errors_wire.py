@@ -106,7 +106,7 @@ def test_errors_are_pythons_own_where_python_has_one():
 def test_a_code_of_a_newer_zstrat_is_said():
     error = from_wire([9999, ["a", 2], "", None])
     assert type(error) is ZstratError
-    assert "error 9999 of a newer zstrat" in str(error)
+    assert "9999 of a newer zstrat" in str(error)
     assert "'a', 2" in str(error)
 
 

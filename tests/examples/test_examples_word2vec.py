@@ -268,7 +268,9 @@ def test_a_run_that_was_stopped_goes_on_and_does_not_mind_a_dead_worker(tmp_path
     assert "Traceback" not in out + err
     # Its loss is worth a line, what becomes of its closures another, and where its log
     # is kept a third.
-    lost = re.compile(r"/job:worker/task:\d|worker:\d was ended by SIGKILL; its log is")
+    lost = re.compile(
+        r"/job:worker/task:\d|worker:\d was killed by SIGKILL; its log is"
+    )
     assert all(lost.search(line) for line in err.splitlines()), err
     assert len(err.splitlines()) <= 3, err
     (near,) = re.findall(r"^ +Lock: (.*)$", out, re.MULTILINE)

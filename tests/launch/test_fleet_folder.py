@@ -13,7 +13,7 @@ from strikes import strikes
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError
 from zstrat.launch import Fleet, ssh
-from zstrat.launch.fleet import End, FleetTask, TaskLaunch
+from zstrat.launch.fleet import FleetTask, TaskEnd, TaskLaunch
 
 
 class Playing:
@@ -31,7 +31,7 @@ class Playing:
         hear.bound("127.0.0.1:7")
 
         def end():
-            hear.ended(End("ended", 0))
+            hear.ended(TaskEnd("ended", 0))
 
         return SimpleNamespace(drain=end, kill=end)
 
@@ -57,9 +57,9 @@ def test_a_log_is_read_after_the_end(tmp_path):
 def test_a_task_that_somebody_had_drain_is_no_failure(tmp_path, caplog):
     engine = Playing()
     with Fleet(engine, [FleetTask("ps", 0, "here")], directory=tmp_path) as fleet:
-        engine.hear["ps:0"].ended(End("ended with exit code 0", 0))
+        engine.hear["ps:0"].ended(TaskEnd("ended with exit code 0", 0))
         assert fleet.wait(60)
-    assert "ps:0 ended with exit code 0: somebody had it drain" in caplog.text
+    assert "ps:0 ended with exit code 0: it drained on request" in caplog.text
     assert fleet.failures == ()
 
 
@@ -70,7 +70,7 @@ def test_why_an_attempt_ended_is_not_read_from_the_one_before(tmp_path):
     launch = TaskLaunch(task, "", {}, {}, 1, 0, log, log.stat().st_size)
     with log.open("a") as file:
         file.write("license server is down\n")
-    assert launch.said() == "license server is down\n"
+    assert launch.log_tail() == "license server is down\n"
 
 
 def test_an_ssh_that_does_not_answer(monkeypatch):
@@ -104,7 +104,7 @@ def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = "fleet/_fleet.py", "zstrat/threads.py", "/threading.py", "futures/_base.py"
-    more = "fleet/_keys.py", "transport/_keys.py", "launch/_runtime_dir.py"
+    more = "transport/_keys.py", "launch/_runtime_dir.py"
     made = []
 
     def start():

@@ -32,7 +32,7 @@ def test_an_engine_that_is_absent_is_named_with_its_extra(engine, package, monke
 
 @pytest.mark.parametrize("workers", [0, (0, 2), (3, 2), "1", ("1", 2), (1,), 1.5, None])
 def test_numbers_of_workers_that_cannot_be(workers):
-    with pytest.raises(ValueError, match=r"expected a number from 1 on, or \(least"):
+    with pytest.raises(ValueError, match="num_workers="):
         zs.launch.ray(num_workers=workers)
 
 

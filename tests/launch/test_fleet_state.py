@@ -13,24 +13,24 @@ from zstrat.errors import (
     VersionMismatchError,
     ZstratError,
 )
-from zstrat.launch.fleet import End, FleetState
+from zstrat.launch.fleet import FleetState, TaskEnd
 from zstrat.launch.fleet.state import (
-    GONE,
+    KILL_TIMEOUT,
     BeginFailed,
     DrainTask,
-    FleetNote,
     FleetOver,
     FleetReady,
     FleetStage,
     FleetTimeouts,
     KillTask,
+    LogTask,
     StartTask,
     TaskPhase,
 )
 
 TASKS = ("ps:0", "worker:0", "worker:1")
 TIMEOUTS = FleetTimeouts(start=60, drain=12, restarts=3, window=100)
-CRASH = End("ended with exit code 1", 1)
+CRASH = TaskEnd("ended with exit code 1", 1)
 
 
 def running(timeouts: FleetTimeouts = TIMEOUTS) -> FleetState:
@@ -57,7 +57,7 @@ def test_one_that_cannot_start_fails_all():
     state = FleetState(TASKS, TIMEOUTS)
     state.begin(0)
     state.bound("ps:0", 1, "a:1")
-    end = End("ended with exit code 255", 255, "the host is off")
+    end = TaskEnd("ended with exit code 255", 255, "the host is off")
     failed, *kills = state.ended("worker:0", 1, end, 1)
     assert isinstance(failed, BeginFailed)
     assert str(failed.error) == (
@@ -73,7 +73,7 @@ def test_a_mistake_is_told_as_it_is():
     state = FleetState(["ps:0"], TIMEOUTS)
     state.begin(0)
     mistake = VersionMismatchError("another zstrat")
-    orders = state.ended("ps:0", 1, End("ended", 2, "", mistake), 1)
+    orders = state.ended("ps:0", 1, TaskEnd("ended", 2, "", mistake), 1)
     assert orders == [BeginFailed(mistake, "ps:0"), FleetOver()]
 
 
@@ -94,8 +94,8 @@ def test_restarts_pause_longer_and_longer_and_then_stop():
     now = 10.0
     for attempt in range(1, 4):
         orders = state.ended("worker:0", attempt, CRASH, now)
-        assert isinstance(orders[0], FleetNote)
-        assert "started again" in orders[0].words
+        assert isinstance(orders[0], LogTask)
+        assert "restarting it" in orders[0].message
         if len(orders) == 1:
             now = state.next_look() or 0
             orders += state.tick(now)
@@ -104,9 +104,9 @@ def test_restarts_pause_longer_and_longer_and_then_stop():
         state.bound("worker:0", attempt + 1, "host:1")
     assert starts == [10, 11, 13]
     (note,) = state.ended("worker:0", 4, CRASH, now)
-    assert isinstance(note, FleetNote)
-    assert note.words == (
-        "worker:0 ended with exit code 1 for the 4th time in 100 s; not started again"
+    assert isinstance(note, LogTask)
+    assert note.message == (
+        "worker:0 ended with exit code 1, failure 4 within 100 s; not restarting it"
     )
     assert state.phase("worker:0") is TaskPhase.DOWN
     assert state.stage is FleetStage.RUNNING
@@ -123,23 +123,23 @@ def test_what_is_long_ago_does_not_count():
 def test_a_task_that_drained_stays_down():
     state = running()
     for task, more in (("worker:0", []), ("worker:1", []), ("ps:0", [FleetOver()])):
-        words = f"{task} ended: somebody had it drain; not started again"
-        note = FleetNote(words, task, is_failure=False)
-        assert state.ended(task, 1, End("ended", 0), 5) == [note, *more]
+        words = f"{task} ended: it drained on request; not restarting it"
+        note = LogTask(words, task, is_failure=False)
+        assert state.ended(task, 1, TaskEnd("ended", 0), 5) == [note, *more]
 
 
 def test_a_restart_that_hangs_is_killed_and_tried_again():
     state = running()
     state.ended("worker:0", 1, CRASH, 10)
     note, kill = state.tick(70)
-    assert isinstance(note, FleetNote)
+    assert isinstance(note, LogTask)
     assert kill == KillTask("worker:0")
-    state.ended("worker:0", 2, End("was ended by SIGKILL", -9), 71)
+    state.ended("worker:0", 2, TaskEnd("was killed by SIGKILL", -9), 71)
     assert state.tick(72) == [StartTask("worker:0", 3, "host:1")]
     state.tick(132)
-    (note,) = state.tick(132 + GONE)  # and nobody says that it ended
-    assert isinstance(note, FleetNote)
-    assert note.words == "worker:0 was not ready in 60 s: given up"
+    (note,) = state.tick(132 + KILL_TIMEOUT)  # and nobody says that it ended
+    assert isinstance(note, LogTask)
+    assert note.message == "worker:0 was not ready within 60 s; giving up"
 
 
 def test_another_address_is_known():
@@ -162,12 +162,12 @@ def test_workers_end_before_what_they_push_to():
     state = running()
     assert state.stop(50) == [DrainTask("worker:0"), DrainTask("worker:1")]
     assert state.stop(50) == []
-    assert state.ended("worker:1", 1, End("ended", 0), 51) == []
-    assert state.ended("worker:0", 1, End("ended", 0), 52) == [DrainTask("ps:0")]
+    assert state.ended("worker:1", 1, TaskEnd("ended", 0), 51) == []
+    assert state.ended("worker:0", 1, TaskEnd("ended", 0), 52) == [DrainTask("ps:0")]
     assert state.next_look() == 52 + 12
     assert state.tick(64) == [KillTask("ps:0")]
-    note, over = state.tick(64 + GONE)
-    assert isinstance(note, FleetNote)
+    note, over = state.tick(64 + KILL_TIMEOUT)
+    assert isinstance(note, LogTask)
     assert over == FleetOver()
     assert state.next_look() is None
 
@@ -237,7 +237,7 @@ class Fleets(RuleBasedStateMachine):
     def ends(self, task: str, code: int) -> None:
         if task in self.alive:
             attempt = self.alive.pop(task)
-            self.obey(self.state.ended(task, attempt, End("ended", code), self.now))
+            self.obey(self.state.ended(task, attempt, TaskEnd("ended", code), self.now))
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 70.0]))
     def waits(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ from zstrat.cli import main
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import ALGORITHMS, Group, fitted, read_choices
 from zstrat.config import Settings
-from zstrat.launch import Calibration, _timing, calibrate_tasks
+from zstrat.launch import Calibration, _calibrate, calibrate_tasks
 
 CHOICES = {call for call, algorithms in ALGORITHMS.items() if len(algorithms) > 1}
 SETTINGS = Settings()
@@ -26,7 +26,7 @@ SETTINGS = Settings()
 def seldom(monkeypatch):
     """Measures everything once: what is found does not matter here."""
     for name in ("_WARM", "_FEW", "_MANY"):
-        monkeypatch.setattr(_timing, name, 1)
+        monkeypatch.setattr(_calibrate, name, 1)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_measurements_say_whether_they_are_of_one_host(
 
 def test_more_ranks_than_tasks(cluster):
     cluster = {"worker": cluster["worker"][:1]}
-    with pytest.raises(ValueError, match="2 ranks: the cluster has 1"):
+    with pytest.raises(ValueError, match="ranks=2"):
         part_of(cluster, Calibration(2, (4,)), 0)
 
 
@@ -113,7 +113,7 @@ def test_the_command_writes_the_table_of_the_first_task(
         ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code == 0, ran.output
     assert others[1].result() == []
-    assert "this counts between hosts" in ran.output
+    assert "apply to traffic between hosts" in ran.output
     rules = read_choices(file).rules
     assert {(rule.call, rule.one_host) for rule in rules} == {
         (call, False) for call in CHOICES
@@ -132,7 +132,7 @@ def test_another_task_says_who_has_the_results(cluster, pretend, tmp_path, monke
         ran = CliRunner().invoke(main, arguments)
     assert first.result()
     assert ran.exit_code == 0, ran.output
-    assert ran.stdout == "measured: /job:worker/task:0 has the results\n"
+    assert ran.stdout == "done; /job:worker/task:0 prints the results\n"
 
 
 def test_a_program_that_is_no_task_measures_its_own_machine(cluster, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_program_that_is_no_task_measures_its_own_machine(cluster, monkeypatch
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("-n", "2"), "2 ranks: the cluster has 1"),
+        (("-n", "2"), "ranks=2"),
         ((), "ranks=1: expected 2 or more"),
         (("-n", "2", "--calibrate", "no such folder/choices.toml"), "no such folder"),
     ],

@@ -63,7 +63,7 @@ def test_a_copy_that_was_killed_is_said_to_be():
     code, lines = started(f"if me == 1:\n    {kill}\n{FOREVER}", 2)
 
     assert code == 128 + 9
-    assert lines == ["worker:1 was ended by SIGKILL: ending the others"]
+    assert lines == ["worker:1 was killed by SIGKILL: ending the others"]
 
 
 def test_the_others_may_say_whom_they_lost_before_they_end(tmp_path):
@@ -111,7 +111,7 @@ def test_a_copy_that_fails_is_started_again_while_restarts_are_left(tmp_path):
     code, lines = started(once, 2, restarts=1)
 
     assert code == 0
-    assert "worker:1 ended with exit code 3: starting it anew" in lines
+    assert "worker:1 ended with exit code 3: restarting it" in lines
     assert sorted(line for line in lines if "done" in line) == [
         "worker:0 | done",
         "worker:1 | done",
@@ -122,7 +122,7 @@ def test_restarts_run_out():
     code, lines = started("if me == 1: raise SystemExit(3)", 2, restarts=2)
 
     assert code == 3
-    assert sum("starting it anew" in line for line in lines) == 2
+    assert sum("restarting it" in line for line in lines) == 2
 
 
 def test_output_without_an_end_and_longer_than_a_buffer_arrives():

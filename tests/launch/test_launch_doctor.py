@@ -8,7 +8,7 @@ from pathlib import Path
 from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings
 from zstrat.launch import TaskStatus, examine
-from zstrat.launch._doctor import judge_versions
+from zstrat.launch._doctor import version_differences
 from zstrat.transport import generate_keys, run
 
 
@@ -64,7 +64,7 @@ def test_a_secret_that_cannot_be_used_is_named_though_others_can(tmp_path):
     (folder / "chief.secret").unlink()
     keys = by_name(run(examine(None, settings, 1.0)))["keys"]
     assert keys.ok
-    assert keys.words.endswith("has the secret of worker, ps, evaluator, observer")
+    assert keys.words.endswith("has the secrets of worker, ps, evaluator, observer")
     (folder / "ps.secret").chmod(0o644)
     (folder / "worker.secret").write_text("no key")
     keys = by_name(run(examine(None, settings, 1.0)))["keys"]
@@ -75,9 +75,11 @@ def test_a_secret_that_cannot_be_used_is_named_though_others_can(tmp_path):
 
 def test_versions():
     mine = {"jax": "0.10.2", "numpy": "2.4.6"}
-    assert judge_versions(mine, {"jax": "0.10.9", "numpy": "2.4.6"}) == []
-    assert judge_versions(mine, {"jax": "0.9.2"}) == ["jax 0.9.2 there, 0.10.2 here"]
-    assert judge_versions(mine, {}) == []
+    assert version_differences(mine, {"jax": "0.10.9", "numpy": "2.4.6"}) == []
+    assert version_differences(mine, {"jax": "0.9.2"}) == [
+        "jax 0.9.2 there, 0.10.2 here"
+    ]
+    assert version_differences(mine, {}) == []
 
 
 def test_sight_reads_what_is_there():

@@ -109,7 +109,7 @@ def test_a_cluster(transport, cores, each, monkeypatch, caplog, tmp_path):
         assert [env["NPROC"] for env in environments] == [each, each]
         gpus = [env["CUDA_VISIBLE_DEVICES"] for env in environments]
         assert gpus == ["0,1", "2,3"]
-        assert "task 1 of 2 here has GPU 2, 3" in caplog.text
+        assert "task 1 of 2 here uses GPU 2, 3" in caplog.text
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
     assert "stopped" in repr(cluster)
@@ -148,7 +148,7 @@ def test_a_daemon_that_cannot_start():
     words = str(caught.value)
     assert "exit code 2 before it was ready" in words
     assert "ZSTRAT_LIVENESS='never'" in words  # the end of its log
-    (path,) = re.findall(r"the end of (/.+-0\.log):", words)
+    (path,) = re.findall(r"last lines of (/.+-0\.log):", words)
     assert "never" in Path(path).read_text(), "the log that it names is there"
 
 
@@ -160,9 +160,8 @@ def test_a_daemon_that_is_no_program(monkeypatch):
 
 
 def test_daemons_that_are_not_ready_in_time():
-    """On a busy machine the first may be ready before this process looks again."""
     hasty = Settings(timeouts=Timeouts(connect=0.001))
-    with pytest.raises(DeadlineExceededError, match=r"(ps|worker):0"):
+    with pytest.raises(DeadlineExceededError, match=r"ps:0.*worker:0"):
         LocalCluster(1, 1, settings=hasty)
 
 
@@ -187,13 +186,13 @@ def test_a_count_that_is_a_text():
 
 @pytest.mark.parametrize(("name", "value"), [("A", 1), ("A", None), (1, "a")])
 def test_the_environment_is_texts(name, value):
-    with pytest.raises(TypeError, match=f"env: {name!r}: {value!r}: expected texts"):
+    with pytest.raises(TypeError, match=f"{name!r}: {value!r}"):
         LocalCluster(env={name: value})
 
 
 def test_an_empty_text_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="directory: expected a folder"):
+    with pytest.raises(ValueError, match="directory"):
         LocalCluster(directory="")
     assert not list(tmp_path.iterdir())
 
@@ -215,7 +214,7 @@ def test_what_cannot_be_leaves_no_folder(transport, tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ValueError, match=r"transport=|too long a path"):
+    with pytest.raises(ValueError, match=r"transport=|path is too long"):
         LocalCluster(transport=transport)
     assert not list(deep.iterdir())
 
@@ -316,7 +315,7 @@ def test_stopping_ends_who_is_frozen_or_dead(caplog):
     assert all(wait_gone(pid, 0) for pid in pids)
     # Whom others have killed is looked into afterwards; nobody else is.
     (line,) = [r.getMessage() for r in caplog.records if r.name == "zstrat.launch"]
-    assert line.startswith("ps:1 was ended by SIGKILL; its log is kept: /")
+    assert line.startswith("ps:1 was killed by SIGKILL; its log is kept: /")
     kept = Path(line.rpartition(" ")[2])
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
     assert [path.name for path in kept.parent.iterdir()] == ["ps-1.log"]

@@ -23,7 +23,7 @@ def metrics(run):
 def test_tasks_tell_what_a_program_would():
     run = ObservedRun(None)
     assert metrics(run)["tasks"] == {}
-    run.take([TaskStatus("ps:0", "node6:5000"), worker(steps=7.5)])
+    run.update([TaskStatus("ps:0", "node6:5000"), worker(steps=7.5)])
     told = metrics(run)
     assert (told["steps_per_s"], run.readiness()) == (7.5, "")
     assert told["tasks"]["worker:0"]["phases"]["draw"]["mean"] == 0.25
@@ -36,9 +36,9 @@ def test_tasks_tell_what_a_program_would():
 
 def test_who_does_not_answer_is_lost_and_says_why():
     run = ObservedRun(None)
-    run.take([worker()])
+    run.update([worker()])
     for _ in range(3):
-        run.take([worker("silent for 5 s")])
+        run.update([worker("silent for 5 s")])
     told = metrics(run)
     task = told["tasks"]["worker:0"]
     assert (task["state"], task["last_error"]) == ("lost", "silent for 5 s")
@@ -46,21 +46,21 @@ def test_who_does_not_answer_is_lost_and_says_why():
     assert run.readiness() == "no answer from worker:0"
     # Once, and not each second.
     assert [line[2] for line in told["logs"]] == ["INFO", "ERROR"]
-    run.take([worker()])
+    run.update([worker()])
     assert metrics(run)["tasks"]["worker:0"]["state"] == "open"
 
 
 def test_a_task_is_lost_when_its_peers_would_take_it_for_lost():
     now = [100.0]
     run = ObservedRun(None, 5.0, clock=lambda: now[0])
-    run.take([worker(steps=7.5)])
+    run.update([worker(steps=7.5)])
     for silent in (1.0, 4.0):  # a long compilation, or a busy machine
         now[0] = 100.0 + silent
-        run.take([worker("no answer")])
+        run.update([worker("no answer")])
         assert metrics(run)["tasks"]["worker:0"]["state"] == "open"
         assert metrics(run)["steps_per_s"] == 7.5
     now[0] = 105.0
-    run.take([worker("no answer")])
+    run.update([worker("no answer")])
     assert metrics(run)["tasks"]["worker:0"]["state"] == "lost"
-    run.take([TaskStatus("ps:0", "node6:5000", "refused")])
+    run.update([TaskStatus("ps:0", "node6:5000", "refused")])
     assert metrics(run)["tasks"]["ps:0"]["state"] == "lost", "it was never there"

@@ -84,7 +84,7 @@ async def test_whose_a_number_is_the_program_decides(server, join):
 async def test_where_one_server_is_away_the_next_is_asked(server, caplog, monkeypatch):
     settings = Settings(timeouts=Timeouts(connect=100.0, liveness=0.1))
     caplog.set_level(logging.INFO, "zstrat.task")
-    waits = Told(f"reported at {server}: waits for its program")
+    waits = Told(f"reported to {server}, waiting for its program")
     monkeypatch.setattr(logging.getLogger("zstrat.task"), "handlers", [waits])
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -94,4 +94,4 @@ async def test_where_one_server_is_away_the_next_is_asked(server, caplog, monkey
         await waits.said.wait()
         asking.cancel()
         await asyncio.wait([asking])
-    assert f"asks at the next server: the parameter server at {away}" in caplog.text
+    assert f"trying the next server: the parameter server at {away}" in caplog.text

@@ -28,7 +28,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(checkpoint, tmp_path, below):
     file = tmp_path / "file"
     file.write_text("mine")
     folder = file / below
-    named = f"{file} is a file, and has to be a folder"
+    named = f"{file} is a file, expected a folder"
     manager = CheckpointManager(checkpoint, folder, max_to_keep=2)
     tries = [
         lambda: checkpoint.save(folder / "ckpt"),

@@ -153,7 +153,7 @@ say("sum", total[0], group.generation)
 def test_zstrat_run_starts_a_dead_copy_anew_and_the_others_take_it_in():
     code, said = zstrat_run(3, RESTARTED, "--restarts", "1")
     assert code == 0, said
-    assert said[None] == ["worker:1 was ended by SIGKILL: starting it anew"]
+    assert said[None] == ["worker:1 was killed by SIGKILL: restarting it"]
     assert said[1] == ["in 0", "in 1", "sum 6.0 1"]
     for rank in (0, 2):
         assert said[rank][0] == "in 0"
@@ -173,7 +173,7 @@ with Group(timeout=20) as group:
 def test_zstrat_run_lets_the_others_say_whom_they_lost():
     code, said = zstrat_run(3, ALONE)
     assert code == 128 + signal.SIGKILL, said
-    assert said[None] == ["worker:1 was ended by SIGKILL: ending the others"]
+    assert said[None] == ["worker:1 was killed by SIGKILL: ending the others"]
     for rank in (0, 2):
         assert said[rank][0].startswith("PeerLostError lost rank 1 (/job:worker/"), said
 

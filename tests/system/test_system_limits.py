@@ -115,7 +115,7 @@ def test_a_program_that_does_not_schedule_fast_enough_is_named(daemons, coordina
         threading.Event().wait(0.3)  # the program does something else
     found = looked_at(daemons)
     assert found.limits[0].what == "queue"
-    assert "has nothing to do" in found.limits[0].words
+    assert "is idle" in found.limits[0].words
     assert "schedule more steps" in found.limits[0].advice
 
 
@@ -166,7 +166,7 @@ def test_values_that_are_old_are_named(daemons, monkeypatch):
         found = looked_at(daemons)
     (stale,) = [limit for limit in found.limits if limit.what == "stale"]
     assert stale.numbers["p50"] > 6
-    assert "2 workers make about 1 by themselves" in stale.words
+    assert "2 workers alone cause about 1" in stale.words
 
 
 class Slow:
@@ -235,7 +235,7 @@ def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
         found = looked_at(daemons)
     assert found.limits[0].what == "pull of ps:1"
     assert found.limits[0].task.startswith("worker:")
-    assert "so the way takes the time" in found.limits[0].words
+    assert "so latency dominates" in found.limits[0].words
 
 
 def test_eager_steps_that_wait_for_their_pushes_are_named(daemons):

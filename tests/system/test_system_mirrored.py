@@ -99,7 +99,7 @@ def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(
     program = HEAD + DYING.replace("STEPS", str(STEPS)).replace("LOST_TASK", str(lost))
     code, said = zstrat_run(SIZE, program, "--restarts", "1", **environment)
     assert code == 0, said
-    assert said[None] == [f"worker:{lost} was ended by SIGKILL: starting it anew"]
+    assert said[None] == [f"worker:{lost} was killed by SIGKILL: restarting it"]
     losses, value = by_hand(STEPS)
     all_drawn = []
     for rank in range(SIZE):
@@ -151,7 +151,7 @@ def test_after_a_loss_all_go_on_from_a_checkpoint(tmp_path):
     program = HEAD + SAVING.replace("STEPS", str(STEPS))
     code, said = zstrat_run(SIZE, program, "--restarts", "1", FOLDER=str(tmp_path))
     assert code == 0, said
-    assert said[None] == ["worker:1 was ended by SIGKILL: starting it anew"]
+    assert said[None] == ["worker:1 was killed by SIGKILL: restarting it"]
     _, value = by_hand(STEPS)
     for rank in range(SIZE):
         came, words = said[rank][-1].split(": ")

@@ -89,7 +89,7 @@ def test_it_can_be_left_to_the_logs(ran):
 
 def test_the_log_of_a_worker_that_crashed_is_kept(ran):
     assert parts(ran)[6][0] == "-- end"
-    words = r"^worker:0 was ended by SIGSEGV; its log is kept: (.+)$"
+    words = r"^worker:0 was killed by SIGSEGV; its log is kept: (.+)$"
     (path,) = re.findall(words, ran.stderr, re.MULTILINE)
     log = Path(path).read_text()
     assert "last words" in log

@@ -90,7 +90,7 @@ def test_plain_data_says_all_of_it(seconds):
     ],
 )
 def test_what_is_no_histogram_is_refused(plain):
-    with pytest.raises(ValueError, match="no histogram"):
+    with pytest.raises(ValueError, match="malformed histogram"):
         Histogram.from_plain(plain)
 
 

@@ -58,7 +58,7 @@ def test_a_step_that_takes_long():
     long = worker(compute=1.0, now=now) | {"steps_per_s": 0.0}
     found = worst(worker_0=long, worker_1=worker(compute=0.9))
     assert (found.task, found.what) == ("worker:0", "compute")
-    assert found.words.endswith("; step 17 has been at it for 14 s")
+    assert found.words.endswith("; step 17 has been in it for 14 s")
     assert found.numbers["so_far"] == 14.2
     metrics = {"tasks": {"worker:0": long, "worker:1": worker(compute=0.9)}}
     assert slowest(metrics) == {"task": "worker:0", "why": found.words}
@@ -109,7 +109,7 @@ def test_a_parameter_server_that_is_busy_applying():
     push, pull = limits(metrics)
     assert (push.task, push.what, push.share) == ("ps:0", "push", 0.9)
     assert pull.what == "pull of ps:0"
-    assert "spends 90 % of its own on updates" in pull.words
+    assert "spends 90 % of its time on updates" in pull.words
     assert "partitioner" in pull.advice
 
 
@@ -123,7 +123,7 @@ def test_eager_steps_that_wait_for_their_pushes():
     assert "eager=True" in found.advice
     assert found.numbers["push_p50"] == 0.02
     busy = worst(worker_0=eager, ps_0=server(), ps_1=server(busy=0.7))
-    assert "ps:1 spends 70 % of its own on updates" in busy.words
+    assert "ps:1 spends 70 % of its time on updates" in busy.words
     metrics = {"tasks": {"worker:0": eager, "worker:1": worker(compute=0.9)}}
     assert slowest(metrics) == {"task": "worker:0", "why": found.words}
 
@@ -146,14 +146,14 @@ def test_the_dataset_of_one_of_four_workers():
 def test_a_program_that_does_not_schedule_enough():
     found = worst(worker_0=worker(idle=0.7, compute=0.2), ps_0=server())
     assert (found.task, found.what, found.share) == ("worker:0", "queue", 0.7)
-    assert "has nothing to do for 70 %" in found.words
+    assert "is idle for 70 %" in found.words
     assert "schedule more steps" in found.advice
 
 
 def test_workers_that_get_too_little_of_what_waits():
     found = worst(worker_0=worker(idle=0.7), ps_0=server(), queued=500)
     assert found.what == "queue"
-    assert "500 closures wait in the program" in found.words
+    assert "500 closures are queued in the program" in found.words
     assert "closures_in_flight" in found.advice
 
 
@@ -166,14 +166,14 @@ def test_a_full_queue_is_a_remark_while_workers_are_busy():
     compute, full = limits(metrics)
     assert compute.what == "compute"
     assert (full.task, full.what, full.share) == ("program", "full queue", 0.0)
-    assert "500 closures are left" in full.words
+    assert "queue of 500 closures is full" in full.words
 
 
 def test_a_queue_that_is_too_short_keeps_workers_waiting():
     metrics = {"tasks": {"worker:0": worker(idle=0.8)}, "queue_full": True}
     queue, _ = limits(metrics)
     assert queue.what == "queue"
-    assert "the program may not schedule more" in queue.words
+    assert "the queue of the program is full" in queue.words
     assert "max_queued" in queue.advice
 
 
@@ -186,7 +186,7 @@ def test_steps_that_compute_from_old_values():
     found = worst(staleness={"p50": 12.0, "p99": 40.0}, ps_0=server(), **four)
     assert (found.what, found.share) == ("stale", 0.75)
     assert "12 versions old" in found.words
-    assert "4 workers make about 3 by themselves" in found.words
+    assert "4 workers alone cause about 3" in found.words
     assert "ZSTRAT_PREFETCH" in found.advice
 
 

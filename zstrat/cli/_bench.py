@@ -1,4 +1,4 @@
-"""``zstrat bench``: this machine, or a cluster, measured."""
+"""``zstrat bench``: measures this machine or a cluster."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from zstrat.collectives import Measurement
 
 _PROCESSES: Final = 4
-"""Of this machine, if nobody says how many."""
+"""Default number of processes on this machine."""
 
 _INTERRUPTED: Final = 130
-"""What shells say of a program that Ctrl-C has ended."""
+"""The exit code of a program that Ctrl-C ended, as in a shell."""
 
-_COUNTS: Final = {
-    True: "on one host without shared memory (ZSTRAT_TRANSPORT, containers); for what "
-    "goes between hosts run this on each of them, with its TF_CONFIG",
-    False: "between hosts",
+_APPLIES: Final = {
+    True: "groups on one host without shared memory (ZSTRAT_TRANSPORT, containers); to "
+    "measure between hosts run this command on each of them, with its TF_CONFIG",
+    False: "traffic between hosts",
 }
-"""For which groups a table is."""
+"""The groups to which a measurement applies."""
 
 
 @click.group()
 def bench() -> None:
-    """Measure this machine, or a cluster."""
+    """Measure this machine or a cluster."""
 
 
 @bench.command()
@@ -56,26 +56,26 @@ def bench() -> None:
     "--sizes",
     default=",".join(map(str, SIZES)),
     show_default=True,
-    help="of arrays, in bytes",
+    help="sizes of the arrays in bytes",
 )
 @click.option(
     "--transport",
     type=click.Choice(["ipc", "tcp"]),
     default="tcp",
     show_default=True,
-    help="how processes of this machine exchange messages",
+    help="transport between processes of this machine",
 )
 @click.option(
     "--cluster",
     metavar="FILE.toml",
-    help="names the tasks to measure, and which one this is; default: TF_CONFIG",
+    help="cluster file with the tasks to measure and this task; default: TF_CONFIG",
 )
 @click.option(
     "--calibrate",
     "file",
     type=Path,
     metavar="FILE.toml",
-    help="write what is found to a file for ZSTRAT_CHOICES",
+    help="write the fastest algorithms to a file for ZSTRAT_CHOICES",
 )
 def collectives(
     ranks: int | None,
@@ -84,11 +84,11 @@ def collectives(
     cluster: str | None,
     file: Path | None,
 ) -> None:
-    """Compare the algorithms of collectives.
+    """Compare the algorithms of collective operations.
 
-    To measure between the tasks of a cluster, run this command as each of them, with
-    its TF_CONFIG; the first task prints the results. Without a task in TF_CONFIG it
-    measures between processes of this machine.
+    To measure between the tasks of a cluster, run this command once for each task, with
+    the TF_CONFIG of the task; the first task prints the results. Without a task in
+    TF_CONFIG it measures between processes of this machine.
     """
     with failures():
         resolver = _resolver(cluster)
@@ -101,27 +101,27 @@ def collectives(
 
 
 def _resolver(file: str | None) -> ClusterResolver | None:
-    """The resolver of a cluster that has this process among its tasks; None: there is
-    none."""
+    """Returns the resolver of a cluster in which this process is a task, or None."""
     if file is not None:
         return TomlClusterResolver(file)
-    found = TFConfigClusterResolver()
-    # A program that has no task may have been told where daemons are.
-    return found if found.cluster_spec() and found.task_type is not None else None
+    resolver = TFConfigClusterResolver()
+    # TF_CONFIG of a program may have a cluster of daemons without a task.
+    is_task = resolver.cluster_spec() and resolver.task_type is not None
+    return resolver if is_task else None
 
 
 def _on_this_machine(plan: Calibration, file: Path | None) -> int:
     if file is not None:
         _check_writable(file)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
 
     async def measure() -> int:
-        found.extend(await calibrate(plan, _begins))
+        measurements.extend(await calibrate(plan, _print_group))
         return 0
 
     code = run_loop(interruptible(measure()))
     if not code:
-        _tell(found, file)
+        _print_results(measurements, file)
     return code
 
 
@@ -132,7 +132,7 @@ def _among_tasks(
     transport: str,
     file: Path | None,
 ) -> int:
-    """This task's part; the first one has the results."""
+    """Measures as one task of a cluster; the first task prints the results."""
     chosen = settings(None)
     click.echo("waiting for all tasks of the cluster", err=True)
     try:
@@ -145,56 +145,61 @@ def _among_tasks(
             plan = Calibration(ranks or whole.size, sizes, transport)
             if whole.rank == 0 and file is not None:
                 _check_writable(file)
-            found = calibrate_tasks(whole, plan, resolver, chosen, _begins)
+            measurements = calibrate_tasks(whole, plan, resolver, chosen, _print_group)
             if whole.rank == 0:
-                _tell(found, file)
+                _print_results(measurements, file)
             else:
-                click.echo(f"measured: {whole.members[0]} has the results")
+                click.echo(f"done; {whole.members[0]} prints the results")
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0
 
 
-def _begins(ranks: int) -> None:
+def _print_group(ranks: int) -> None:
     click.echo(f"measuring {ranks} ranks", err=True)
 
 
-def _tell(found: Sequence[Measurement], file: Path | None) -> None:
-    """Prints what was measured, and writes the table if there is a file for it."""
-    click.echo("\n".join(_compared(found)))
-    for one_host in sorted({each.one_host for each in found}):
-        click.echo(f"this counts {_COUNTS[one_host]}")
+def _print_results(measurements: Sequence[Measurement], file: Path | None) -> None:
+    """Prints the measurements, and writes the fastest algorithms to ``file``."""
+    click.echo("\n".join(_compared(measurements)))
+    for one_host in sorted({m.one_host for m in measurements}):
+        click.echo(f"these results apply to {_APPLIES[one_host]}")
     if file is not None:
-        file.write_text(fitted(found).to_toml(), "utf-8")
-        click.echo(f"written: use it with ZSTRAT_CHOICES={shlex.quote(str(file))}")
+        file.write_text(fitted(measurements).to_toml(), "utf-8")
+        path = shlex.quote(str(file))
+        click.echo(f"wrote {path}; use it with ZSTRAT_CHOICES={path}")
 
 
 def _check_writable(file: Path) -> None:
-    """Before minutes go by with measuring. What the file holds stays until then.
+    """Checks before measuring for minutes that the file can be written, and keeps its
+    contents.
 
     Raises:
-        OSError: It cannot be written to.
+        OSError: The file cannot be written.
     """
     is_new = not file.exists()
     with file.open("a"):
         pass
     if is_new:
-        file.resolve().unlink()  # not the link to it
+        file.resolve().unlink()  # resolve: keeps a symbolic link to it
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"--sizes {text}: expected bytes with commas between")
+        raise ValueError(
+            f"--sizes {text}: expected bytes separated by commas, such as 4096,1048576"
+        )
     return tuple(map(int, parts))
 
 
-def _compared(found: Sequence[Measurement]) -> Iterator[str]:
-    """A line for each call, group and size: the algorithms, the fastest first."""
-    for (call, ranks, nbytes), same in groupby(found, lambda m: (m[0], m[2], m[3])):
+def _compared(measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yields a line for each call, group and size: the algorithms, fastest first."""
+    cases = groupby(measurements, lambda m: (m[0], m[2], m[3]))
+    for (call, ranks, nbytes), of_case in cases:
         times: dict[str, list[float]] = {}
-        for each in same:
-            times.setdefault(each.algorithm, []).append(each.seconds)
-        middle = sorted((median(times[name]), name) for name in times)
-        words = ", ".join(f"{name} {1e3 * seconds:.2f}" for seconds, name in middle)
+        for measurement in of_case:
+            times.setdefault(measurement.algorithm, []).append(measurement.seconds)
+        medians = sorted((median(times[name]), name) for name in times)
+        words = ", ".join(f"{name} {1e3 * seconds:.2f}" for seconds, name in medians)
         yield f"{call:15} {ranks} ranks {size(nbytes):>10}  ms: {words}"

@@ -1,5 +1,5 @@
-"""``zstrat cluster``: local daemons in the foreground, and how to connect to them; and
-``zstrat run``: copies of a program on this machine.
+"""``zstrat cluster``, which runs local daemons in the foreground, and ``zstrat run``,
+which runs copies of a program on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
 from ._options import fail, failures, folder, settings
-from ._signals import as_interrupts, heard_by, interruptible
+from ._signals import as_interrupts, handled_by, interruptible
 from ._tables import lines, table
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 REFRESH: Final = 1.0
-"""Seconds between two looks of the live table."""
+"""Seconds between two updates of the live table."""
 
 _COUNT: Final = click.IntRange(1)
 
 OPEN_PORTS: Final = (
-    "note: without keys every user of this machine can reach these ports and run code "
-    "here; --transport ipc or ZSTRAT_KEYS avoids that"
+    "warning: without keys every user of this machine can reach these ports and run "
+    "code as you; use --transport ipc or set ZSTRAT_KEYS to prevent that"
 )
 
 
@@ -52,11 +52,11 @@ OPEN_PORTS: Final = (
     type=click.Choice(TRANSPORTS),
     default="tcp",
     show_default=True,
-    help="how tasks exchange messages",
+    help="transport of messages between tasks",
 )
 @click.option("--worker-devices", type=_COUNT, help="virtual CPU devices per worker")
 @click.option(
-    "--dir", "directory", type=folder, help="keep logs and the cluster file there"
+    "--dir", "directory", type=folder, help="folder to keep logs and the cluster file"
 )
 def cluster(
     ps: int,
@@ -65,7 +65,7 @@ def cluster(
     worker_devices: int | None,
     directory: Path | None,
 ) -> None:
-    """Run local daemons in the foreground; Ctrl-C ends them all."""
+    """Run a local cluster in the foreground; Ctrl-C stops it."""
     chosen = settings(None)
     try:
         with (
@@ -86,23 +86,23 @@ def cluster(
             if chosen.keys is None and has_ports(running.spec):
                 click.echo(OPEN_PORTS, err=True)
             run_loop(_watch(running, chosen))
-            click.echo("ending all tasks")
+            click.echo("stopping all tasks")
     except KeyboardInterrupt:
-        click.echo("interrupted; all tasks ended")
+        click.echo("interrupted; all tasks stopped")
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
 
 
 async def _watch(running: LocalCluster, settings: Settings) -> None:
-    """Draws the table until interrupted; plain lines when nobody can see a table."""
+    """Shows the live table until interrupted; without a terminal prints lines once."""
     interrupted, console = asyncio.Event(), Console()
-    with heard_by(lambda number: interrupted.set()):
+    with handled_by(lambda number: interrupted.set()):
         async with Observer(running.spec, settings) as observer:
             if console.is_terminal:
                 await _draw(console, observer, interrupted)
                 return
-            seen = await observer.look(settings.timeouts.connect)
-            click.echo("\n".join(lines(seen)))
+            statuses = await observer.inspect(settings.timeouts.connect)
+            click.echo("\n".join(lines(statuses)))
             await interrupted.wait()
 
 
@@ -111,17 +111,17 @@ async def _draw(
 ) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while not interrupted.is_set():
-            live.update(table(await observer.look(REFRESH)), refresh=True)
+            live.update(table(await observer.inspect(REFRESH)), refresh=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), REFRESH)
 
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
-    """The lines that a program's terminal needs, ready to be pasted."""
-    config = {"cluster": spec.as_dict()}  # the program itself is none of the tasks
+    """Returns shell commands that connect a program, ready to be pasted."""
+    config = {"cluster": spec.as_dict()}  # without a task: the program is not one
     return "\n".join(
         [
-            "connect with either of",
+            "connect with one of",
             f"  export TF_CONFIG={shlex.quote(json.dumps(config))}",
             f"  --cluster {shlex.quote(str(file))}",
             "",
@@ -130,7 +130,7 @@ def how_to_connect(spec: ClusterSpec, file: Path) -> str:
 
 
 def has_ports(spec: ClusterSpec) -> bool:
-    """Whether some task listens on a port, and not on a socket in a folder."""
+    """Whether a task listens on a port, and not on a socket in a folder."""
     return not all(
         spec.task_address(job, index).startswith("ipc://")
         for job in spec.jobs
@@ -139,7 +139,7 @@ def has_ports(spec: ClusterSpec) -> bool:
 
 
 def toml(spec: ClusterSpec) -> str:
-    """A cluster file for `TomlClusterResolver`."""
+    """Formats a cluster file for `TomlClusterResolver`."""
     lines = [
         f"{job} = [{', '.join(json.dumps(address) for address in addresses)}]"
         for job, addresses in spec.as_dict().items()
@@ -147,8 +147,8 @@ def toml(spec: ClusterSpec) -> str:
     return "\n".join(["[cluster]", *lines, ""])
 
 
-_WORDS: Final = 2.0
-"""Seconds in which a program that heard of a loss may say so, and end."""
+_NOTICE: Final = 2.0
+"""Seconds for a copy that lost a peer to report that and end."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -158,34 +158,38 @@ _WORDS: Final = 2.0
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="copies",
+    help="number of copies",
 )
 @click.option(
-    "--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True
+    "--transport",
+    type=click.Choice(["ipc", "tcp"]),
+    default="ipc",
+    show_default=True,
+    help="transport of messages between copies",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="of copies that fail",
+    help="restarts of failed copies, of all copies together",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
     workers: int, transport: str, restarts: int, script: str, arguments: tuple[str, ...]
 ) -> None:
-    """Run copies of SCRIPT here. Each is a worker of one cluster on this machine.
+    """Run several copies of SCRIPT on this machine as the workers of one cluster.
 
-    Each finds itself and the others in TF_CONFIG, as MultiWorkerMirroredStrategy and
-    zs.collectives.Group read it. The first that fails ends all, once the others have
-    had a moment to say what they lost; so does Ctrl-C. What follows SCRIPT is for it.
+    TF_CONFIG describes the cluster to each copy; MultiWorkerMirroredStrategy and
+    zs.collectives.Group read it. If a copy fails, or on Ctrl-C, all copies are stopped.
+    Arguments after SCRIPT are passed to it.
     """
     command = (sys.executable, script, *arguments)
     with failures():
         times = settings(None).timeouts
-        # A connection that broke has ``reconnect`` before a survivor hears of it.
-        notice = times.reconnect + _WORDS
+        # A survivor learns of a broken connection after ``reconnect``.
+        notice = times.reconnect + _NOTICE
         copies = Copies(command, workers, transport, restarts, times.drain, notice)
         code = run_loop(interruptible(run_copies(copies, click.echo)))
     sys.exit(code)

@@ -1,5 +1,5 @@
-"""``zstrat keygen``, ``zstrat units`` and ``zstrat manifests``: files that a cluster of
-machines, or Kubernetes, needs.
+"""``zstrat keygen``, ``zstrat units`` and ``zstrat manifests``: write the files for a
+cluster of machines or for Kubernetes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ _COUNT = click.IntRange(min=1)
 
 @click.command()
 @click.argument("directory", type=folder)
-@click.option("--per-task", is_flag=True, help="A pair for each ps and each worker.")
-@click.option("--ps", type=_COUNT, help="With --per-task: how many parameter servers.")
-@click.option("--workers", type=_COUNT, help="With --per-task: how many workers.")
-@click.option("--rotate", is_flag=True, help="Change the keys that are there.")
+@click.option("--per-task", is_flag=True, help="make a key pair for each ps and worker")
+@click.option("--ps", type=_COUNT, help="with --per-task: number of parameter servers")
+@click.option("--workers", type=_COUNT, help="with --per-task: number of workers")
+@click.option("--rotate", is_flag=True, help="replace the keys in DIRECTORY")
 def keygen(
     directory: Path, per_task: bool, ps: int | None, workers: int | None, rotate: bool
 ) -> None:
-    """Make the keys of a cluster. One pair per role, in DIRECTORY (mode 0700).
+    """Make the keys of a cluster: one pair per role, in DIRECTORY (mode 0700).
 
-    With --per-task a key also says which task its holder is, so that nobody who has the
-    key of one worker can pass for another. With replicas=1 leave it out: a server that
-    takes the place of another one has to have its key.
+    With --per-task each task has its own key, so that one worker cannot impersonate
+    another. Do not use it with replicas=1: a backup needs the key of the server that it
+    replaces.
 
-    With --rotate the keys in DIRECTORY are changed while all tasks go on, by three
-    calls; after each of them copy DIRECTORY to all machines.
+    With --rotate the keys in DIRECTORY are replaced while the cluster runs, in three
+    calls. After each call copy DIRECTORY to all machines.
     """
     if rotate:
         if per_task or ps or workers:
             raise click.UsageError(
-                "--rotate changes the keys that are there: leave out --per-task, --ps "
-                "and --workers"
+                "--rotate cannot be combined with --per-task, --ps or --workers"
             )
         _rotate(directory)
         return
@@ -58,12 +57,12 @@ def keygen(
     tasks = {job: count for job, count in counts.items() if count is not None}
     if per_task != (len(tasks) == len(counts)) or (tasks and not per_task):
         raise click.UsageError(
-            "--per-task, --ps and --workers go together, as in: --per-task --ps 2 "
-            "--workers 4"
+            "--per-task requires --ps and --workers and vice versa, for example: "
+            "--per-task --ps 2 --workers 4"
         )
     with failures():
-        made = generate_keys(directory, tasks)
-    for path in made:
+        paths = generate_keys(directory, tasks)
+    for path in paths:
         click.echo(path)
 
 
@@ -74,29 +73,39 @@ def _rotate(directory: Path) -> None:
 
 
 _STEPS: Final = {
-    NEXT: "1 of 3: the next keys are in {0}/next. Copy {0} to all machines, and when "
-    "all have it call this again: then those keys are used.",
-    PREVIOUS: "2 of 3: the next keys are in use, the previous ones still valid. Copy "
-    "{0} to all machines, and when all have it call this again: then the previous ones "
-    "are no longer valid.",
-    "": "3 of 3: the previous keys are no longer valid. Copy {0} to all machines, and "
-    "remove {0}/next and {0}/previous there (rsync --delete).",
+    NEXT: "1 of 3: generated the next keys in {0}/next. Copy {0} to all machines, then "
+    "run this command again to use them.",
+    PREVIOUS: "2 of 3: the next keys are in use, and the previous ones still valid. "
+    "Copy {0} to all machines, then run this command again to revoke the latter.",
+    "": "3 of 3: the previous keys are revoked. Copy {0} to all machines, and remove "
+    "{0}/next and {0}/previous there (rsync --delete).",
 }
 
 
 @click.command()
 @click.option(
-    "--bindir", type=folder, default=Path(sys.executable).parent, show_default=True
+    "--bindir",
+    type=folder,
+    default=Path(sys.executable).parent,
+    show_default=True,
+    help="folder of the installed programs",
 )
 @click.option(
-    "--to", type=folder, default=Path("/etc/systemd/system"), show_default=True
+    "--to",
+    type=folder,
+    default=Path("/etc/systemd/system"),
+    show_default=True,
+    help="folder to write the units to",
 )
-@click.option("--config", type=folder, default=Path("/etc/zstrat"), show_default=True)
+@click.option(
+    "--config",
+    type=folder,
+    default=Path("/etc/zstrat"),
+    show_default=True,
+    help="folder of cluster.toml and keys/ on the machines",
+)
 def units(bindir: Path, to: Path, config: Path) -> None:
-    """Write the systemd units of daemons.
-
-    The programs are in --bindir; cluster.toml and keys/ are in --config.
-    """
+    """Write systemd units of the daemons."""
     with failures():
         for path in write_units(bindir, to, config):
             click.echo(path)
@@ -109,49 +118,58 @@ KEYS: Final = Path("keys")
 @click.command("manifests")
 @click.argument("engine", type=click.Choice(list(KINDS)))
 @click.option(
-    "--name", default="zstrat", show_default=True, help="prefix of all objects' names"
+    "--name", default="zstrat", show_default=True, help="prefix of the object names"
 )
 @click.option("--image", required=True, help="image with zstrat and the program")
 @click.option(
     "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
 )
 @click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
-@click.option("--namespace", default="", help="default: that of kubectl")
+@click.option("--namespace", default="", help="default: namespace of kubectl")
 @click.option(
-    "--ps-resources", metavar=_AMOUNTS, default="", help="of each parameter server"
+    "--ps-resources",
+    metavar=_AMOUNTS,
+    default="",
+    help="resources of each parameter server",
 )
 @click.option(
     "--worker-resources",
     metavar=_AMOUNTS,
     default="",
-    help="of each worker, as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
+    help="resources of each worker, such as cpu=4,memory=8Gi,nvidia.com/gpu=1",
 )
 @click.option(
-    "--program-resources", metavar=_AMOUNTS, default="", help="of the program"
+    "--program-resources", metavar=_AMOUNTS, default="", help="resources of the program"
 )
 @click.option(
     "--port", type=int, default=2222, show_default=True, help="port of the daemons"
 )
 @click.option(
-    "--http", type=int, default=9100, show_default=True, help="port of their probes"
+    "--http",
+    type=int,
+    default=9100,
+    show_default=True,
+    help="port for probes and Prometheus",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=20,
     show_default=True,
-    help="how often each job restarts failed pods",
+    help="number of failed pods that each job restarts",
 )
 @click.option("--keys", type=folder, metavar="DIR", help="key folder; default: keys")
 @click.option(
     "--with-secrets",
     is_flag=True,
-    help="Write the keys as Secrets, too; new keys if there is no folder DIR.",
+    help="also write the keys as Secrets; generates keys if there is no folder DIR",
 )
 @click.option(
-    "--insecure", is_flag=True, help="Use no keys: only on a network of your own."
+    "--insecure", is_flag=True, help="use no keys; only for isolated networks"
 )
-@click.option("--to", type=Path, metavar="FILE", help="default: standard output")
+@click.option(
+    "--to", type=Path, metavar="FILE", help="output file; default: standard output"
+)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def write_manifests(
     engine: str,
@@ -172,14 +190,15 @@ def write_manifests(
     to: Path | None,
     program: tuple[str, ...],
 ) -> None:
-    """Write a cluster for Kubernetes: its daemons, and PROGRAM with its arguments.
+    """Write Kubernetes manifests of a cluster and of PROGRAM with its arguments.
 
-    As in: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
+    Example: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
 
-    It is YAML, for kubectl apply -f. Secret keys are in it only with --with-secrets.
+    The output is YAML for kubectl apply -f. It has secret keys only with
+    --with-secrets.
     """
     if with_secrets and insecure:
-        raise click.UsageError("--with-secrets and --insecure exclude each other")
+        raise click.UsageError("--with-secrets and --insecure cannot be combined")
     try:
         cluster = PodCluster(
             name,
@@ -208,8 +227,8 @@ def write_manifests(
 
 
 def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
-    """Secrets with the keys of the folder that is said; else of one that is there, else
-    with keys that nobody else has."""
+    """Makes Secrets of the given folder of keys, or of the default one if it exists, or
+    of new keys."""
     if keys is not None or KEYS.exists():
         return secrets_from(cluster, keys or KEYS)
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:

@@ -1,5 +1,5 @@
-"""``zstrat status``, ``zstrat doctor`` and ``zstrat dashboard``: what runs, and what is
-wrong, as text or as a page for a browser.
+"""``zstrat status``, ``zstrat doctor`` and ``zstrat dashboard``: the state of a cluster
+and its problems, as text or as a web page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zstrat.transport import run as run_loop
 from zstrat.transport.health import dashboard as serve_page
 
 from ._options import Seconds, cluster_options, failures, settings, spec
-from ._signals import heard_by, interruptible
+from ._signals import handled_by, interruptible
 from ._tables import lines, table
 from ._top import watch
 
@@ -38,51 +38,54 @@ if TYPE_CHECKING:
 
 @click.command()
 @cluster_options
-@click.option("--json", "as_json", is_flag=True, help="everything that the tasks tell")
-@click.option("--watch", "again", is_flag=True, help="every second, until Ctrl-C")
+@click.option("--json", "as_json", is_flag=True, help="print all statistics as JSON")
+@click.option("--watch", "again", is_flag=True, help="repeat every second until Ctrl-C")
 def status(
     cluster: str | None, keys: Path | None, timeout: float, as_json: bool, again: bool
 ) -> None:
-    """Show the tasks of a running cluster. Exit code 1 if one does not answer."""
+    """Show the tasks of a running cluster. The exit code is 1 if a task does not
+    answer."""
     if again:
-        sys.exit(_again(cluster, keys, timeout, as_json))
+        sys.exit(_watch_status(cluster, keys, timeout, as_json))
     chosen = settings(keys)
     with failures():
-        seen = run_loop(observe(spec(cluster), chosen, timeout))
+        statuses = run_loop(observe(spec(cluster), chosen, timeout))
     if sys.stdout.isatty() and not as_json:
-        Console().print(table(seen))
+        Console().print(table(statuses))
     else:
-        _plainly(seen, as_json, 2)
-    sys.exit(any(task.problem for task in seen))
+        _print_plain(statuses, as_json, 2)
+    sys.exit(any(status.problem for status in statuses))
 
 
-def _plainly(seen: list[TaskStatus], as_json: bool, indent: int | None) -> None:
-    told = [dataclasses.asdict(task) for task in seen] if as_json else []
-    text = json.dumps(told, indent=indent) if as_json else "\n".join(lines(seen))
-    click.echo(text)
+def _print_plain(statuses: list[TaskStatus], as_json: bool, indent: int | None) -> None:
+    if as_json:
+        values = [dataclasses.asdict(status) for status in statuses]
+        click.echo(json.dumps(values, indent=indent))
+    else:
+        click.echo("\n".join(lines(statuses)))
 
 
-def _again(
+def _watch_status(
     cluster: str | None, keys: Path | None, timeout: float, as_json: bool
 ) -> int:
-    looks = (cluster, keys, timeout, 1.0, None)
+    arguments = (cluster, keys, timeout, 1.0, None)
     if as_json or not sys.stdout.isatty():
-        return watch(lambda seen: _plainly(seen, as_json, None), *looks)
+        return watch(lambda found: _print_plain(found, as_json, None), *arguments)
     with Live(console=Console(), auto_refresh=False) as live:
-        return watch(lambda seen: live.update(table(seen), refresh=True), *looks)
+        return watch(lambda found: live.update(table(found), refresh=True), *arguments)
 
 
 @click.command()
 @cluster_options
-@click.option("--run", is_flag=True, help="look at a live run, and say what limits it")
+@click.option("--run", is_flag=True, help="diagnose what slows down a live run")
 @click.option(
     "--seconds",
     type=Seconds(),
     default=60.0,
     show_default=True,
-    help="with --run: how long to look",
+    help="with --run: how long to observe the run",
 )
-@click.option("--json", "as_json", is_flag=True, help="with --run: all numbers")
+@click.option("--json", "as_json", is_flag=True, help="with --run: print JSON")
 def doctor(
     cluster: str | None,
     keys: Path | None,
@@ -91,29 +94,29 @@ def doctor(
     seconds: float,
     as_json: bool,
 ) -> None:
-    """Check versions, keys, addresses and clocks. Exit code 1 if something is wrong.
+    """Check versions, keys, addresses and clocks. The exit code is 1 if a check fails.
 
-    With --run: look at a live run for a minute, and say what holds it up, the worst
-    first, and what to change. Exit code 1 if a task does not answer.
+    With --run: observe a live run for a minute and print what slows it down, the worst
+    first, with a remedy. The exit code is 1 if a task does not answer.
     """
     if run:
-        _examine_run(cluster, keys, timeout, seconds, as_json)
+        _diagnose_run(cluster, keys, timeout, seconds, as_json)
     if as_json:
-        raise click.UsageError("--json goes with --run")
-    asked = click.get_current_context().get_parameter_source("seconds")
-    if asked is not ParameterSource.DEFAULT:
-        raise click.UsageError("--seconds goes with --run")
+        raise click.UsageError("--json requires --run")
+    source = click.get_current_context().get_parameter_source("seconds")
+    if source is not ParameterSource.DEFAULT:
+        raise click.UsageError("--seconds requires --run")
     with failures():
         chosen = settings(keys)
         known = cluster is not None or environment().get("TF_CONFIG")
         tasks = spec(cluster) if known else None
         findings = run_loop(examine(tasks, chosen, timeout))
     for finding in findings:
-        click.echo(_worded(finding))
+        click.echo(_line(finding))
     sys.exit(any(finding.ok is False for finding in findings))
 
 
-def _examine_run(
+def _diagnose_run(
     cluster: str | None,
     keys: Path | None,
     timeout: float,
@@ -123,22 +126,22 @@ def _examine_run(
     chosen = settings(keys)
     err = Console(stderr=True)
     with failures():
-        with err.status(f"looking for {seconds:g} s") if err.is_terminal else nothing():
-            looking = _look_at_run(spec(cluster), chosen, seconds, timeout)
-            found = run_loop(looking)
+        words = f"observing the run for {seconds:g} s"
+        with err.status(words) if err.is_terminal else nothing():
+            findings = run_loop(_observe_run(spec(cluster), chosen, seconds, timeout))
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        click.echo(json.dumps(dataclasses.asdict(findings), indent=2))
     else:
-        click.echo("\n".join(_of_run(found)))
-    sys.exit(bool(found.problems))
+        click.echo("\n".join(_run_lines(findings)))
+    sys.exit(bool(findings.problems))
 
 
-async def _look_at_run(
+async def _observe_run(
     spec: ClusterSpec, settings: Settings, seconds: float, timeout: float
 ) -> RunFindings:
-    """Ends early when it is interrupted, with what was seen until then."""
+    """Observes the run; a signal ends it early, with the samples until then."""
     enough = asyncio.Event()
-    with heard_by(lambda number: enough.set()):
+    with handled_by(lambda number: enough.set()):
         return await examine_run(spec, settings, seconds, timeout, enough)
 
 
@@ -146,35 +149,37 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _of_run(found: RunFindings) -> Iterator[str]:
-    tasks = found.metrics["tasks"]
-    jobs = [name.partition(":")[0] for name in tasks]
+def _run_lines(findings: RunFindings) -> Iterator[str]:
+    metrics = findings.metrics
+    jobs = [name.partition(":")[0] for name in metrics["tasks"]]
     yield (
-        f"looked for {found.seconds:.0f} s: {found.metrics['steps_per_s']:.1f} steps/s "
+        f"observed for {findings.seconds:.0f} s: {metrics['steps_per_s']:.1f} steps/s "
         f"on {_count(jobs.count('worker'), 'worker')}, with "
         f"{_count(jobs.count('ps'), 'parameter server')}"
     )
-    for name, problem in found.problems.items():
-        yield f"WRONG {name}: {problem}"
-    if not found.metrics["steps_per_s"]:
-        asks = "" if found.limits else ": is it trained on this cluster?"
-        yield f"no step has ended in this time{asks}"
-    elif not found.limits:
-        yield "nothing in particular holds it up"
-    alike: dict[str, list[Limit]] = {}
-    for limit in found.limits:
-        alike.setdefault(limit.what, []).append(limit)
-    for place, (worst, *others) in enumerate(alike.values(), 1):
-        yield f"{place:2}. {worst.task} {worst.words}"
+    for name, problem in findings.problems.items():
+        yield f"FAIL  {name}: {problem}"
+    if not metrics["steps_per_s"]:
+        hint = (
+            "" if findings.limits else "; check that a program trains on this cluster"
+        )
+        yield f"no step ended in this time{hint}"
+    elif not findings.limits:
+        yield "found no bottleneck"
+    by_kind: dict[str, list[Limit]] = {}
+    for limit in findings.limits:
+        by_kind.setdefault(limit.what, []).append(limit)
+    for number, (worst, *others) in enumerate(by_kind.values(), 1):
+        yield f"{number:2}. {worst.task} {worst.words}"
         if others:
-            yield f"    and so, less: {', '.join(other.task for other in others)}"
+            yield f"    also, but less: {', '.join(other.task for other in others)}"
         yield f"    -> {worst.advice}"
-        numbers = [f"{name}={number:.3g}" for name, number in worst.numbers.items()]
+        numbers = [f"{name}={value:.3g}" for name, value in worst.numbers.items()]
         yield f"    {', '.join(numbers)}"
 
 
-def _worded(finding: Finding) -> str:
-    mark = {True: "ok   ", False: "WRONG", None: "     "}[finding.ok]
+def _line(finding: Finding) -> str:
+    mark = {True: "ok   ", False: "FAIL ", None: "     "}[finding.ok]
     advice = f" -> {finding.advice}" if finding.advice else ""
     return f"{mark} {finding.what}: {finding.words}{advice}"
 
@@ -186,19 +191,19 @@ def _worded(finding: Finding) -> str:
     default="127.0.0.1:0",
     show_default=True,
     metavar="HOST:PORT",
-    help="where the page is; 0 is any free port",
+    help="address of the page; port 0: any free port",
 )
 def dashboard(
     cluster: str | None, keys: Path | None, timeout: float, http: str
 ) -> None:
-    """Serve a page that shows a running cluster, until Ctrl-C.
+    """Serve a status page of a running cluster until Ctrl-C.
 
-    At another address than one of loopback the page needs a token: ZSTRAT_HTTP_TOKEN,
-    or one that is made and printed. A program can show more of its run: zs.dashboard().
+    On other addresses than localhost the page requires a token: ZSTRAT_HTTP_TOKEN, or a
+    generated one that is printed. A program can show more of its run: zs.dashboard().
     """
     chosen = settings(keys)
     with failures():
-        # A signal is how it is meant to end: 0.
+        # The exit code is 0: a signal is the normal end.
         run_loop(interruptible(_serve(spec(cluster), chosen, timeout, http)))
 
 
@@ -209,7 +214,7 @@ async def _serve(
         silence = settings.timeouts.liveness
         with ObservedRun(observer, silence) as run, serve_page(http) as server:
             click.echo(server.url)
-            run.take(await observer.look(timeout))
+            run.update(await observer.inspect(timeout))
             if missing := run.readiness():
-                click.echo(f"zstrat: {missing}, so far", err=True)
-            await run.look_on()
+                click.echo(f"zstrat: {missing} yet", err=True)
+            await run.watch()

@@ -1,7 +1,7 @@
-"""The program ``zstrat`` and its commands.
+"""The command line program ``zstrat``.
 
-A command is imported when it is asked for: what all of them import together takes twice
-the processor time that a look at a cluster does.
+The module of a command is imported when the command is used: importing all of them
+takes twice the processor time of ``zstrat status``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zstrat import __version__
 from zstrat.config import did_you_mean
 from zstrat.streams import complete
 
-_BEHIND: Final = {
+_COMMANDS: Final = {
     "bench": "_bench.bench",
     "cluster": "_cluster.cluster",
     "dashboard": "_look.dashboard",
@@ -33,19 +33,19 @@ _BEHIND: Final = {
 """Module and name of each command."""
 
 DAEMONS: Final = ("evaluator", "ps", "worker")
-"""Programs of their own, `zstrat-ps` and so on."""
+"""The daemons, which are separate programs such as `zstrat-ps`."""
 
 
 @final
 class Commands(click.Group):
-    """A group that imports the command that it is asked for, and no other."""
+    """A group that imports only the command that is used."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         complete()
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_BEHIND)
+        return sorted(_COMMANDS)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -54,18 +54,18 @@ class Commands(click.Group):
         if name in DAEMONS:
             hint = f"; did you mean 'zstrat-{name}'?"
         else:
-            hint = did_you_mean(name, _BEHIND)
-        if name not in _BEHIND and hint:
+            hint = did_you_mean(name, _COMMANDS)
+        if name not in _COMMANDS and hint:
             ctx.fail(f"No such command {name!r}{hint}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _BEHIND:
+        if cmd_name not in _COMMANDS:
             return None
-        module, _, name = _BEHIND[cmd_name].partition(".")
-        found = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        assert isinstance(found, click.Command)
-        return found
+        module, _, name = _COMMANDS[cmd_name].partition(".")
+        command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        assert isinstance(command, click.Command)
+        return command
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -73,5 +73,5 @@ class Commands(click.Group):
 def main() -> None:
     """Parameter-server training for JAX.
 
-    The daemons are programs of their own: zstrat-ps, zstrat-worker, zstrat-evaluator.
+    The daemons are separate programs: zstrat-ps, zstrat-worker, zstrat-evaluator.
     """

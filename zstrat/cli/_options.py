@@ -1,5 +1,4 @@
-"""The options that commands share: which cluster, with which settings; and how a
-command ends whose options cannot be."""
+"""Options that several commands share, and the exit of a command with an error."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 @final
 class Seconds(click.FloatRange):
-    """A duration: above 0, or at least so many, and no longer than a day, as those of
-    ``ZSTRAT_*``."""
+    """A duration in seconds: above 0, or at least ``least``, and at most a day, like
+    those of ``ZSTRAT_*``."""
 
     def __init__(self, least: float = 0.0) -> None:
         super().__init__(least, 86400.0, min_open=not least)
@@ -35,26 +34,37 @@ class Seconds(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number = float(super().convert(value, param, ctx))
-        if math.isnan(number):  # no range leaves that out
+        if math.isnan(number):  # is in every range of click
             self.fail(f"{value!r} is not a valid float.", param, ctx)
         return number
 
 
 def folder(path: str | Path) -> Path:
-    """The type of options that name a folder. A shell makes "" of a variable that is
-    not set, and that would be the working folder."""
+    """Converts an option to a path. Refuses "", which a shell makes of an unset
+    variable, and which would mean the working folder."""
     if path == "":
-        raise click.BadParameter("expected a folder, got an empty text.")
+        raise click.BadParameter("expected a folder, got an empty string.")
     return Path(path)
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``--cluster``, ``--keys``, ``--timeout``: which cluster, how, for how long."""
+    """Adds the options ``--cluster``, ``--keys`` and ``--timeout``."""
     options = [
-        click.option("--cluster", metavar="FILE.toml", help="default: TF_CONFIG"),
-        click.option("--keys", type=folder, metavar="DIR", help="default: ZSTRAT_KEYS"),
         click.option(
-            "--timeout", type=Seconds(), default=5.0, show_default=True, help="seconds"
+            "--cluster", metavar="FILE.toml", help="cluster file; default: TF_CONFIG"
+        ),
+        click.option(
+            "--keys",
+            type=folder,
+            metavar="DIR",
+            help="key folder; default: ZSTRAT_KEYS",
+        ),
+        click.option(
+            "--timeout",
+            type=Seconds(),
+            default=5.0,
+            show_default=True,
+            help="seconds for each task to answer",
         ),
     ]
     for option in reversed(options):
@@ -63,33 +73,35 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def settings(keys: Path | None) -> Settings:
-    """From ``ZSTRAT_*``, with this folder of keys if one is given."""
+    """Reads the settings from ``ZSTRAT_*``; ``keys`` takes precedence."""
     with failures():
-        found = settings_from(environment())
-    return found if keys is None else dataclasses.replace(found, keys=keys)
+        settings = settings_from(environment())
+    return settings if keys is None else dataclasses.replace(settings, keys=keys)
 
 
 def spec(file: str | None) -> ClusterSpec:
-    """The cluster of a file, or of TF_CONFIG.
+    """Reads the cluster from a file, or from TF_CONFIG.
 
     Raises:
-        ValueError: There is neither, or it is no cluster, or one without tasks.
+        ValueError: There is neither, or it does not describe a cluster with tasks.
     """
     if file is not None:
-        found = TomlClusterResolver(file).cluster_spec()
+        cluster = TomlClusterResolver(file).cluster_spec()
     elif environment().get("TF_CONFIG"):
-        found = TFConfigClusterResolver().cluster_spec()
+        cluster = TFConfigClusterResolver().cluster_spec()
     else:
-        raise ValueError("which cluster? Set TF_CONFIG or give --cluster FILE.toml")
-    if not any(map(found.num_tasks, found.jobs)):
         raise ValueError(
-            f"{file or 'TF_CONFIG'}: cluster: expected addresses of tasks, it has none"
+            "no cluster specified: pass --cluster FILE.toml or set TF_CONFIG"
         )
-    return found
+    if not any(map(cluster.num_tasks, cluster.jobs)):
+        raise ValueError(
+            f"{file or 'TF_CONFIG'}: cluster: has no tasks, expected their addresses"
+        )
+    return cluster
 
 
 def fail(error: Exception) -> NoReturn:
-    """Says what was wrong, and ends with 2."""
+    """Prints the error and exits with code 2."""
     words = str(error)
     if isinstance(error, OSError) and error.strerror:
         words = error.strerror
@@ -100,17 +112,17 @@ def fail(error: Exception) -> NoReturn:
 
 
 _ADVICE: Final = {
-    FileExistsError: ": give the path of a folder, or one where nothing is",
-    IsADirectoryError: ": give the path of a file",
-    NotADirectoryError: ": a file has the name of a folder of that path; give another",
+    FileExistsError: ": expected a folder, or a path that does not exist",
+    IsADirectoryError: ": expected the path of a file",
+    NotADirectoryError: ": a parent of this path is a file; choose another path",
 }
-"""What to do about a path that is something else."""
+"""Remedies for errors about a path of the wrong type."""
 
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """What is wrong with the cluster, with what was said, or with a file, and is found
-    in the block, ends the command (`fail`)."""
+    """Exits by `fail` if the block raises an error of the cluster, of an argument or of
+    a file."""
     try:
         yield
     except (ZstratError, ValueError, OSError) as error:
@@ -118,17 +130,18 @@ def failures() -> Iterator[None]:
 
 
 class QueueingCommand(click.Command):
-    """A command that has ``--queue [SECONDS]``: where a value may follow an option and
-    need not, click takes whatever follows for it."""
+    """A command with ``--queue [SECONDS]``. For an option with an optional value click
+    takes the next argument as the value, whatever it is."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for at, word in enumerate(args):
+        for index, word in enumerate(args):
             if not word.startswith("-") and not word.isdecimal():
-                break  # the first argument: what follows may be another program's
-            if word == "--queue" and not "".join(args[at + 1 : at + 2]).isdecimal():
-                args = [*args[:at], f"--queue={FOR_EVER}", *args[at + 1 :]]
+                break  # the first argument: later options are of the user's program
+            following = "".join(args[index + 1 : index + 2])
+            if word == "--queue" and not following.isdecimal():
+                args = [*args[:index], f"--queue={NO_LIMIT}", *args[index + 1 :]]
         return super().parse_args(ctx, args)
 
 
-FOR_EVER: Final = 10**9
-"""Seconds that nobody lives to see the end of."""
+NO_LIMIT: Final = 10**9
+"""Seconds of ``--queue`` without a value: 31 years."""

@@ -1,4 +1,4 @@
-"""The signals that end a command in the foreground, and how they end its work."""
+"""Handles the signals that end a command in the foreground."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def endings() -> list[signal.Signals]:
-    """Ctrl-C, a request to end, and the end of the terminal, unless whoever started us
-    (nohup) wanted us to outlive that."""
-    found = [signal.SIGINT, signal.SIGTERM]
+    """Returns the signals that end a command; SIGHUP only if it is not ignored, as
+    under nohup."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        found.append(signal.SIGHUP)
-    return found
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 @contextlib.contextmanager
 def as_interrupts() -> Iterator[None]:
-    """The signals raise KeyboardInterrupt, with their number, in the block; their
-    handlers are restored behind it."""
+    """Makes the signals raise KeyboardInterrupt with their number in the block, and
+    restores the handlers after it."""
     before = {number: handle(number, _interrupt) for number in endings()}
     try:
         yield
@@ -39,34 +39,34 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def heard_by(hear: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """The running loop calls ``hear`` with each of the signals in the block. Behind it
-    a signal ends the program, as it ends any program without handlers."""
+def handled_by(callback: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Calls ``callback`` on the running loop for each of the signals in the block.
+    After it the signals have their default effect."""
     loop, numbers = asyncio.get_running_loop(), endings()
     for number in numbers:
-        handle_on(loop, number, hear, number)
+        handle_on(loop, number, callback, number)
     try:
         yield
     finally:
-        for number in numbers:  # uvloop leaves its own behind when it is closed
+        for number in numbers:  # uvloop does not remove its handlers when it is closed
             loop.remove_signal_handler(number)
 
 
 async def interruptible(work: Coroutine[Any, Any, int]) -> int:
-    """The exit code of the work; if a signal cancels it, 128 and its number, as shells
-    say."""
+    """Returns the exit code of ``work``, which a signal cancels; then it is 128 + the
+    number of the signal, as in a shell."""
     task = asyncio.current_task()
     assert task is not None
-    heard: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def cancel(number: signal.Signals) -> None:
-        heard.append(number)
+        received.append(number)
         task.cancel()
 
-    with heard_by(cancel):
+    with handled_by(cancel):
         try:
             return await work
         except asyncio.CancelledError:
-            if not heard:
+            if not received:
                 raise
-            return 128 + heard[0]
+            return 128 + received[0]

@@ -1,6 +1,6 @@
-"""``zstrat slurm``: a program, its parameter servers and its workers as one job of
-Slurm. What is submitted is a batch script that runs this command again on the first
-node of the job, with ``--here``."""
+"""``zstrat slurm``: submits a program with its parameter servers and workers as one
+Slurm job. The batch script runs this command again, with ``--here``, on the first node
+of the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from zstrat.config import TRY_AGAIN, environment
-from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
+from zstrat.launch import GPUS_BY_NODE, requeue, run_with_cluster, slurm, slurm_program
 from zstrat.signals import handle
 
 from ._options import failures, folder, settings
@@ -29,7 +29,7 @@ _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 
 @click.command(
     "slurm",
-    short_help="Run a program with its cluster as one job of Slurm.",
+    short_help="Run a program with its cluster as one Slurm job.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 @click.option(
@@ -43,10 +43,10 @@ _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
     "--workers", type=click.IntRange(0), default=1, show_default=True, help="workers"
 )
 @click.option(
-    "--print", "only_print", is_flag=True, help="print the batch script, submit nothing"
+    "--print", "only_print", is_flag=True, help="print the batch script; do not submit"
 )
-@click.option("--here", is_flag=True, help="run in this allocation, submit nothing")
-@click.option("--dir", "directory", type=folder, help="keep logs there")
+@click.option("--here", is_flag=True, help="run in this allocation; do not submit")
+@click.option("--dir", "directory", type=folder, help="folder to keep logs in")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
 def slurm_command(
     ps: int,
@@ -56,20 +56,20 @@ def slurm_command(
     directory: Path | None,
     words: tuple[str, ...],
 ) -> None:
-    """Run a Python program with parameter servers and workers as one job of Slurm.
+    """Run a Python program with parameter servers and workers as one Slurm job.
 
     WORDS: options for sbatch, each with its value in the same word, such as
-    --time=04:00:00 or -pgpu, then the program and what is for it.
+    --time=04:00:00 or -pgpu, then the program and its arguments.
 
-    The program finds the tasks in TF_CONFIG and ZSTRAT_KEYS. SIGUSR1 reaches it before
-    its time is over and before it is preempted; if it then ends with 75, as
-    zs.PreemptionHandler does, the job is queued again.
+    The program finds the cluster in TF_CONFIG and ZSTRAT_KEYS. It receives SIGUSR1
+    before its time limit and before it is preempted; if it then exits with code 75, as
+    zs.PreemptionHandler does, the job is requeued.
     """
     count = next((n for n, word in enumerate(words) if word[:1] != "-"), len(words))
     options, command = words[:count], words[count:]
     if not command:
         raise click.UsageError(
-            f"expected a program after the options, got {' '.join(words)!r} alone"
+            f"expected a program after the options, got only {' '.join(words)!r}"
         )
     script = Path(command[0])
     if not script.is_file():
@@ -81,13 +81,13 @@ def slurm_command(
         if here:
             if options:
                 raise ValueError(
-                    f"--here submits nothing, so {options[0]}, an option of sbatch, "
-                    "has no effect: leave it out, or leave out --here"
+                    f"{options[0]}: an option of sbatch has no effect with --here; "
+                    "omit one of them"
                 )
             sys.exit(_run_here(ps, workers, directory, program))
-        place = [] if directory is None else [f"--dir={directory.absolute()}"]
-        counts = [f"--ps={ps}", f"--workers={workers}", *place]
-        text = batch_script(ps + workers, options, counts, program)
+        folder_option = [] if directory is None else [f"--dir={directory.absolute()}"]
+        own = [f"--ps={ps}", f"--workers={workers}", *folder_option]
+        text = batch_script(ps + workers, options, own, program)
         if only_print:
             click.echo(text, nl=False)
             return
@@ -98,39 +98,40 @@ def slurm_command(
 
 
 def _advice(option: str, word: str) -> str:
-    """How to write the word, if the option has no value without it."""
+    """Suggests how to write the option if ``word`` is probably its value."""
     is_long = option.startswith("--")
     if "=" in option if is_long else len(option) > 2:
         return ""
     both = f"{option}={word}" if is_long else f"{option}{word}"
-    return f". If it is the value of {option}, write both as one word: {both}"
+    return f"; if it is the value of {option}, write both as one word: {both}"
 
 
 def batch_script(
-    tasks: int, options: Sequence[str], counts: Sequence[str], program: Sequence[str]
+    tasks: int, options: Sequence[str], own: Sequence[str], program: Sequence[str]
 ) -> str:
-    """What sbatch is given. The user's options come last, so theirs count.
+    """Makes the batch script. The user's options come last, so that they take
+    precedence; ``own`` are options of this command.
 
     Raises:
-        ValueError: An option, or the name of the program, would not stay on its line;
-            or an option would have each task get the same GPU.
+        ValueError: An option or the name of the program has a line break or the like,
+            or an option assigns GPUs per task.
     """
     by_task = ("--gpus-per-task", "--ntasks-per-gpu")
     for option in options:
         if option.startswith(by_task):
             raise ValueError(f"{option}: {GPUS_BY_NODE}")
     name = f"--job-name={Path(program[0]).name}"
-    said = [f"--ntasks={tasks}", name, *_OURS, *options]
-    for option in said:
-        if not option.isprintable():  # a new line would be a command of the script
+    all_options = [f"--ntasks={tasks}", name, *_OURS, *options]
+    for option in all_options:
+        if not option.isprintable():  # a line break would start a command of the script
             raise ValueError(
-                f"{option!r:.80} has a character that does not print: expected one "
+                f"{option!r:.80} has a character that is not printable: expected one "
                 "line of text for sbatch"
             )
-    lines = [f"#SBATCH {shlex.quote(option)}" for option in said]
-    # -P: modules are not looked for where the job happens to run.
-    us = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
-    command = shlex.join([*us, *counts, *program])
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in all_options]
+    # -P: modules in the working folder of the job are not imported.
+    this = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
+    command = shlex.join([*this, *own, *program])
     return "\n".join(["#!/bin/bash", *lines, f"exec {command}", ""])
 
 
@@ -142,32 +143,32 @@ def _run_here(
             fleet = slurm(
                 ps,
                 workers,
-                # Where the program's own modules are, not ours.
-                env={"PYTHONPATH": _beside(program[0])},
+                # The folder of the program, from which its modules are imported.
+                env={"PYTHONPATH": _python_path(program[0])},
                 directory=directory,
                 settings=settings(None),
             )
         with fleet:
-            code = run_beside(fleet, [sys.executable, *program])
+            code = run_with_cluster(fleet.spec, fleet.keys, [sys.executable, *program])
     except _EndSoonError:
         code = TRY_AGAIN
     except KeyboardInterrupt:
         return 128 + signal.SIGTERM
     if code == TRY_AGAIN:
         job = environment().get("SLURM_JOB_ID", "")
-        said = requeue(job)
-        if said:
-            click.echo(f"zstrat: job {job} is not queued again: {said}", err=True)
+        problem = requeue(job)
+        if problem:
+            click.echo(f"zstrat: cannot requeue job {job}: {problem}", err=True)
     return code
 
 
-def _beside(script: str) -> str:
+def _python_path(script: str) -> str:
     before = environment().get("PYTHONPATH")
     return ":".join([str(Path(script).parent), *([before] if before else [])])
 
 
 class _EndSoonError(BaseException):
-    """Slurm will end the job soon, and the program has not begun."""
+    """Slurm will end the job soon, before the program has started."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tasks, sizes and durations as people read them."""
+"""Formats tasks and durations for people."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNREACHABLE: Final = "unreachable: "
 
 
 def row(status: TaskStatus) -> list[str]:
-    """The cells of one task, as people read them. The last one: what it is to a store
-    of which there is a second copy, and where that is."""
+    """Formats the cells of one task. The last cell is its role in a replicated store
+    and the address of the backup."""
     if status.problem:
         problem = f"{_UNREACHABLE}{status.problem}"
         return [status.task, status.address, problem, *[""] * 5]
     number = status.number
     variables = held = ""
-    if not status.task.startswith("worker"):  # a worker holds no variables
+    if not status.task.startswith("worker"):  # a worker stores no variables
         variables = f"{number('service', 'variables'):.0f}"
         held = size(number("service", "bytes") + number("service", "slot_bytes"))
     return [
@@ -49,20 +49,21 @@ def row(status: TaskStatus) -> list[str]:
 
 
 def rows(status: TaskStatus) -> list[list[str]]:
-    """The task, and the copies that it keeps for others."""
+    """Formats the rows of a task and of the copies of other stores in its process."""
     copies = status.values.get("copies")
-    hosted = [
-        _hosted(TaskStatus("", "", values=values))
+    copy_rows = [
+        _copy_row(TaskStatus("", "", values=values))
         for values in (copies if isinstance(copies, list) else [])
         if isinstance(values, dict)
     ]
-    return [row(status), *hosted]
+    return [row(status), *copy_rows]
 
 
-def _hosted(copy: TaskStatus) -> list[str]:
+def _copy_row(copy: TaskStatus) -> list[str]:
     number = copy.number
+    is_backup = copy.text("replication", "role") == "backup"
     return [
-        f"ps:{number('store'):.0f}/{_kind(copy)}",
+        f"ps:{number('store'):.0f}/{'copy' if is_backup else 'store'}",
         copy.text("address"),
         f"{int(number('incarnation')):016x}"[:8],
         span(number("uptime")),
@@ -73,49 +74,44 @@ def _hosted(copy: TaskStatus) -> list[str]:
     ]
 
 
-def _kind(hosted: TaskStatus) -> str:
-    is_backup = hosted.text("replication", "role") == "backup"
-    return "copy" if is_backup else "store"
-
-
-def _copy(status: TaskStatus, *at: str) -> str:
-    """Nothing if there never was a second copy."""
+def _copy(status: TaskStatus, *path: str) -> str:
+    """Formats the replication of a store; "" if it never had a backup."""
 
     def text(name: str) -> str:
-        return status.text(*at, "replication", name)
+        return status.text(*path, "replication", name)
 
     role, state = text("role"), text("backup_state")
-    if role != "primary" or not status.number(*at, "replication", "view"):
+    if role != "primary" or not status.number(*path, "replication", "view"):
         return "" if role == "primary" else role
     return f"{state} {text('backup')}" if state else "no backup"
 
 
-def table(seen: Sequence[TaskStatus]) -> Table:
-    """The tasks for a terminal."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+def table(statuses: Sequence[TaskStatus]) -> Table:
+    """Formats the tasks as a table, for a terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
-        made.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
-    for status in seen:
+        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
+    for status in statuses:
         for cells in rows(status):
-            made.add_row(*cells, style="red" if status.problem else None)
-    return made
+            table.add_row(*cells, style="red" if status.problem else None)
+    return table
 
 
-def lines(seen: Sequence[TaskStatus]) -> list[str]:
-    """The tasks for a file or a pipe."""
+def lines(statuses: Sequence[TaskStatus]) -> list[str]:
+    """Formats the tasks as lines, for a file or a pipe."""
     return [
         " ".join(
             cell if cell.startswith(_UNREACHABLE) else f"{name}={cell}"
             for name, cell in zip(COLUMNS, cells, strict=True)
             if cell
         )
-        for status in seen
+        for status in statuses
         for cells in rows(status)
     ]
 
 
 def seconds(number: float) -> str:
-    """A short duration as people read it."""
+    """Formats a short duration: 12 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if number >= scale or unit == "µs":
             scaled = number / scale
@@ -124,7 +120,7 @@ def seconds(number: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration as people read it."""
+    """Formats a long duration: 2h 05m."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

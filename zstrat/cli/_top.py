@@ -1,9 +1,8 @@
-"""``zstrat top``: what a run does, live, and who holds it up.
+"""``zstrat top``: shows a run live, and its slowest tasks.
 
-The screen shows as much as the terminal has room for. Where it is narrow, columns are
-left out, the least telling ones first; where it is low, tasks are: those that are lost,
-and the slowest, stay. What holds the run up comes above the tables, so that it is
-always seen.
+The screen is fitted to the terminal: a narrow one does not show the least important
+columns, and a low one shows only lost and the slowest tasks. Bottlenecks are above the
+tables, where they are always visible.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zstrat.launch import Observer, told_by
+from zstrat.launch import Observer, report_of
 from zstrat.telemetry import (
     COLUMNS,
     WORKER_PHASES,
@@ -50,26 +49,26 @@ if TYPE_CHECKING:
 
     Task = Mapping[str, Any]
 
-    "As `ClusterCoordinator.metrics` has it among its ``tasks``."
+    "An entry of ``tasks`` in `ClusterCoordinator.metrics`."
 
     Row = dict[str, str]
 
     "The cells of a task, by column."
 
 
-@click.command(short_help="Show live what a run does, and who holds it up.")
+@click.command(short_help="Show a run live, with its slowest tasks.")
 @cluster_options
 @click.option(
     "--every",
     type=Seconds(0.1),
     default=1.0,
     show_default=True,
-    help="seconds between two looks",
+    help="seconds between updates",
 )
 @click.option(
-    "--count", type=click.IntRange(1), help="how many looks; default: until Ctrl-C"
+    "--count", type=click.IntRange(1), help="number of updates; default: until Ctrl-C"
 )
-@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each look")
+@click.option("--json", "as_json", is_flag=True, help="print a line of JSON per update")
 def top(
     cluster: str | None,
     keys: Path | None,
@@ -78,19 +77,20 @@ def top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Show what a run does: steps, phases, staleness, and who holds it up."""
+    """Show a run: steps, phases, staleness, and the slowest tasks."""
 
-    def plainly(seen: list[TaskStatus]) -> None:
-        metrics = observed(seen)
+    def print_plain(statuses: list[TaskStatus]) -> None:
+        metrics = metrics_of(statuses)
         text = json.dumps(metrics) if as_json else "\n".join([*run_lines(metrics), ""])
         click.echo(text)
 
-    watching = (cluster, keys, timeout, every, count)
+    arguments = (cluster, keys, timeout, every, count)
     if as_json or not sys.stdout.isatty():
-        sys.exit(watch(plainly, *watching))
+        sys.exit(watch(print_plain, *arguments))
     with Live(console=Console(), screen=count is None, auto_refresh=False) as live:
         code = watch(
-            lambda seen: live.update(RunScreen(observed(seen)), refresh=True), *watching
+            lambda found: live.update(RunScreen(metrics_of(found)), refresh=True),
+            *arguments,
         )
     sys.exit(code)
 
@@ -103,56 +103,56 @@ def watch(
     every: float,
     count: int | None,
 ) -> int:
-    """Looks at all tasks again and again, until Ctrl-C or ``count`` times; the exit
-    code: 1 if at the last look one did not answer."""
+    """Inspects all tasks ``count`` times or until Ctrl-C; returns the exit code, 1 if a
+    task did not answer the last time."""
     chosen = settings(keys)
 
-    async def looking() -> int:
+    async def inspect() -> int:
         loop = asyncio.get_running_loop()
         left, code = count, 0
         async with Observer(spec(cluster), chosen) as observer:
             while left is None or left > 0:
                 due = loop.time() + every
-                seen = await observer.look(timeout)
-                show(seen)
-                code = int(any(task.problem for task in seen))
+                statuses = await observer.inspect(timeout)
+                show(statuses)
+                code = int(any(status.problem for status in statuses))
                 left = None if left is None else left - 1
                 if left != 0:
                     await asyncio.sleep(max(0.0, due - loop.time()))
         return code
 
     with failures():
-        return run_loop(interruptible(looking()))
+        return run_loop(interruptible(inspect()))
 
 
-def observed(seen: Iterable[TaskStatus]) -> dict[str, Any]:
-    """What `coordinator.metrics()` says of these tasks."""
-    return report({status.task: told_by(status) for status in seen})
+def metrics_of(statuses: Iterable[TaskStatus]) -> dict[str, Any]:
+    """Converts the statuses to the format of `coordinator.metrics()`."""
+    return report({status.task: report_of(status) for status in statuses})
 
 
 NAMED: Final = 4
-"""So many of the lost tasks are named above the tables."""
-BETWEEN: Final = 2
-"""Characters from one column to the next."""
+"""Number of lost tasks that are named above the tables."""
+GAP: Final = 2
+"""Characters between two columns."""
 FEWEST: Final = 2
-"""Tasks of a kind that are shown, however low the terminal is."""
+"""Number of tasks of a job that are always shown."""
 AROUND: Final = 6
-"""Lines of a screen beside tasks and what holds the run up: the summary, a header and
-an empty line above each table, and the one in which the cursor is."""
+"""Lines of a screen other than tasks and bottlenecks: the summary, a header and an
+empty line above each table, and the line of the cursor."""
 LEFT_OUT: Final = (
     "processor", "compiled", "apply p99", "memory", "waiting", "out/s", "in/s", "wait",
     "pulls/s", "pushes/s", "draw", "state",
 )  # fmt: skip
-"""Columns that a narrow terminal does not show, in this order."""
+"""Columns that a narrow terminal does not show, the first ones first."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunScreen:
-    """A run, for a terminal.
+    """Renders a run for a terminal.
 
     Args:
-        metrics: As `ClusterCoordinator.metrics` gives them.
+        metrics: The result of `ClusterCoordinator.metrics`.
     """
 
     metrics: Mapping[str, Any]
@@ -167,16 +167,17 @@ class RunScreen:
             texts.append(Text(f"lost: {lost}", style="red"))
         above = [line for text in texts for line in text.wrap(console, width)]
         servers, workers = _rows(self.metrics, "ps"), _rows(self.metrics, "worker")
-        room = console.height - AROUND - len(above)
-        fewer = max(FEWEST, room - len(workers), room // 3)
+        height = console.height - AROUND - len(above)
+        for_servers = max(FEWEST, height - len(workers), height // 3)
+        for_workers = max(FEWEST, height - min(for_servers, len(servers)))
         yield Text(_summary(self.metrics), style="bold")
         yield from above
-        yield from _fitted(workers, max(FEWEST, room - min(fewer, len(servers))), width)
-        yield from _fitted(servers, fewer, width)
+        yield from _fitted(workers, for_workers, width)
+        yield from _fitted(servers, for_servers, width)
 
 
 def run_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """The run, for a file or a pipe."""
+    """Formats a run as lines, for a file or a pipe."""
     rows = [*_rows(metrics, "worker"), *_rows(metrics, "ps")]
     for row in rows:
         if row["state"] == "lost":
@@ -202,15 +203,15 @@ def _summary(metrics: Mapping[str, Any]) -> str:
 def _held_up(metrics: Mapping[str, Any]) -> list[str]:
     slowest = metrics["slowest"]
     return [
-        f"slowest: {each['task']} {each['why']}"
-        if each is slowest
-        else f"{each['task']}: {each['why']}"
-        for each in held_up(metrics)
+        f"slowest: {task['task']} {task['why']}"
+        if task is slowest
+        else f"{task['task']}: {task['why']}"
+        for task in held_up(metrics)
     ]
 
 
 def _lost(metrics: Mapping[str, Any]) -> str:
-    """Names of tasks; `run_lines` and ``zstrat status`` say why."""
+    """Names the lost tasks; `run_lines` and ``zstrat status`` have the reasons."""
     tasks = metrics["tasks"].items()
     names = [name for name, task in tasks if task["state"] == "lost"]
     rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -218,23 +219,19 @@ def _lost(metrics: Mapping[str, Any]) -> str:
 
 
 def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
-    """The rows of the tasks of a job, in their order."""
-    tasks = [
-        (name, task)
-        for name, task in metrics["tasks"].items()
-        if name.partition(":")[0] == job
-    ]
-    return [_row(name, task, _cells(task, job)) for name, task in tasks]
-
-
-def _row(name: str, task: Task, cells: Row) -> Row:
-    if task["state"] == "lost":  # and what it told before is not so any more
-        cells = dict.fromkeys(cells, "")
-    return {"task": name, "state": task["state"], **cells}
+    """Returns the rows of the tasks of a job, in their order."""
+    rows = []
+    for name, task in metrics["tasks"].items():
+        if name.partition(":")[0] == job:
+            cells = _cells(task, job)
+            if task["state"] == "lost":  # its last numbers are outdated
+                cells = dict.fromkeys(cells, "")
+            rows.append({"task": name, "state": task["state"], **cells})
+    return rows
 
 
 def _cells(task: Task, job: str) -> Row:
-    """What is counted per second, then what its time goes to, then other numbers."""
+    """Returns the cells of a task: rates, then phases and busy time, then others."""
     rates, others = {}, {}
     for metric in task_metrics(job):
         number, heading = task[metric.name], COLUMNS[metric.name].lower()
@@ -273,42 +270,42 @@ def _median(summary: Mapping[str, Any]) -> str:
     return seconds(summary["p50"]) if summary["count"] else ""
 
 
-def _fitted(rows: list[Row], room: int, width: int) -> Iterable[Text | Table]:
-    """A table of so many lines and columns, with what stands above and below it."""
+def _fitted(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
+    """Yields a table of at most this height and width."""
     if not rows:
         return
     more = 0
-    if len(rows) > room:
-        more = len(rows) - room + 1  # whose line takes room, too
-        rows = sorted(rows, key=_urgency)[:-more]
+    if len(rows) > height:
+        more = len(rows) - height + 1  # one more, for the line that says so
+        rows = sorted(rows, key=_priority)[:-more]
     columns = _columns(rows, width)
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         side = "left" if name in ("task", "state") else "right"
-        made.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
         cells = [row[name] for name in columns]
-        made.add_row(*cells, style="red" if row["state"] == "lost" else None)
+        table.add_row(*cells, style="red" if row["state"] == "lost" else None)
     yield Text("")
-    yield made
+    yield table
     if more:
-        yield Text(f"and {more} more, which are not lost and not slower")
+        yield Text(f"{more} more, neither lost nor slower")
 
 
-def _urgency(row: Row) -> tuple[bool, float]:
-    """How urgent it is to show a task: of two the one with less is shown."""
-    done = row.get("steps/s") or row.get("pushes/s") or "0"
-    return row["state"] != "lost", float(done)
+def _priority(row: Row) -> tuple[bool, float]:
+    """The sort key of a row: lost tasks first, then the slowest."""
+    rate = row.get("steps/s") or row.get("pushes/s") or "0"
+    return row["state"] != "lost", float(rate)
 
 
 def _columns(rows: list[Row], width: int) -> list[str]:
-    """The columns for which there is room."""
-    wide = {
-        name: BETWEEN + max(len(name), *(len(row[name]) for row in rows))
+    """Returns the columns that fit into the width."""
+    widths = {
+        name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]
     }
     for name in LEFT_OUT:
-        if sum(wide.values()) - BETWEEN <= width:
+        if sum(widths.values()) - GAP <= width:
             break
-        wide.pop(name, None)
-    return list(wide)
+        widths.pop(name, None)
+    return list(widths)

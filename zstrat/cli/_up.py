@@ -1,9 +1,8 @@
 """``zstrat up`` and ``zstrat down``: a cluster on hosts that ssh reaches.
 
-What runs is known by a folder beside the file of hosts: ``hosts.toml`` has
-``hosts.up``, with the keys, the cluster file, the logs, and a lock that is held as long
-as the tasks are. Who holds it ends them. Law of that folder: nothing in it is removed
-but names that are ours.
+The state of ``hosts.toml`` is in the folder ``hosts.up`` next to it: the keys, the
+cluster file, the logs, and a lock that ``zstrat up`` holds as long as the tasks run.
+Law of that folder: only files with names that zstrat uses are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from zstrat.errors import ZstratError
-from zstrat.launch import run_beside, ssh
+from zstrat.launch import run_with_cluster, ssh
 from zstrat.signals import handle
 
 from ._cluster import how_to_connect, toml
@@ -37,28 +36,31 @@ if TYPE_CHECKING:
     from zstrat.launch import Fleet
 
 
-_IS_UP: Final = "all tasks serve"
+_READY: Final = "all tasks are ready"
 _HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=QueueingCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--ps", type=click.IntRange(1), help="parameter servers; default: as HOSTS says"
+    "--ps", type=click.IntRange(1), help="parameter servers; default: ps in HOSTS"
 )
 @click.option(
-    "--workers", type=click.IntRange(0), help="workers; default: as HOSTS says"
+    "--workers", type=click.IntRange(0), help="workers; default: workers in HOSTS"
 )
 @click.option(
-    "-d", "--detach", is_flag=True, help="return when all serve; `zstrat down` ends it"
+    "-d",
+    "--detach",
+    is_flag=True,
+    help="return when all tasks are ready; stop them with `zstrat down`",
 )
 @click.option(
     "--queue",
     type=click.IntRange(0),
     default=0,
     metavar="[SECONDS]",
-    help="wait while another `zstrat up` holds the hosts of the file",
+    help="wait while another `zstrat up` runs for HOSTS",
 )
-@click.option("--alone", is_flag=True, hidden=True, help="nobody watches: say it once")
+@click.option("--alone", is_flag=True, hidden=True, help="log to a file once ready")
 @click.argument("hosts", type=_HOSTS)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def up(
@@ -70,46 +72,46 @@ def up(
     hosts: Path,
     program: tuple[str, ...],
 ) -> None:
-    """Run daemons on the hosts of a file, by ssh. Ctrl-C, or `zstrat down`, ends them.
+    """Run daemons over ssh on the hosts in the TOML file HOSTS. Ctrl-C or `zstrat down`
+    stops them.
 
-    With a PROGRAM, such as `python train.py`, it is run here when all serve: it finds
-    them in TF_CONFIG and ZSTRAT_KEYS, its end ends them, and its exit code is ours.
+    If PROGRAM is given, such as `python train.py`, it is run on this machine when all
+    tasks are ready, with the cluster in TF_CONFIG and ZSTRAT_KEYS. The tasks stop when
+    it ends, and its exit code is returned.
     """
     if detach and program:
-        raise click.UsageError("--detach and a program: expected one of them")
+        raise click.UsageError("--detach cannot be combined with a program")
     if program and program[0].startswith("-"):
-        raise click.UsageError(f"{program[0]}: options are written before HOSTS")
+        raise click.UsageError(f"{program[0]}: options must come before HOSTS")
     if program:
         with failures():
             _require_program(program)
     if detach:
         counts = (("--ps", ps), ("--workers", workers), ("--queue", queue))
-        said = [f"{name}={count}" for name, count in counts if count is not None]
-        sys.exit(_detached([*said, str(hosts)]))
+        options = [f"{name}={count}" for name, count in counts if count is not None]
+        sys.exit(_detach([*options, str(hosts)]))
     try:
-        with held(folder_of(hosts), queue) as folder:
+        with locked_folder(folder_of(hosts), queue) as folder:
             code = _up(hosts, ps, workers, folder, program, alone=alone)
-    except KeyboardInterrupt as signalled:
-        click.echo("interrupted; all tasks ended")
-        code = _code(signalled) if program else 0  # nobody ran it
+    except KeyboardInterrupt as interrupt:
+        click.echo("interrupted; all tasks stopped")
+        code = _code(interrupt) if program else 0  # without a program: a normal end
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     sys.exit(code)
 
 
 def _require_program(program: Sequence[str]) -> None:
-    """Looks before anything is started.
+    """Checks the program before any task is started.
 
     Raises:
-        ValueError: There is no such program, or no such script for Python.
+        ValueError: The program, or the script for Python, does not exist.
     """
     if shutil.which(program[0]) is None:
-        advice = ""
+        problem = "not found"
         if Path(program[0]).is_file():
-            advice = f": it is not executable; give `python {program[0]}`?"
-        raise ValueError(
-            f"there is no program {program[0]!r} here that can be run{advice}"
-        )
+            problem = f"is not executable; did you mean `python {program[0]}`?"
+        raise ValueError(f"program {program[0]!r} {problem}")
     if len(program) > 1 and Path(program[0]).name.startswith("python"):
         script = program[1]
         if script.endswith(".py") and not Path(script).exists():
@@ -119,10 +121,11 @@ def _require_program(program: Sequence[str]) -> None:
 @click.command()
 @click.argument("hosts", type=_HOSTS)
 def down(hosts: Path) -> None:
-    """End what `zstrat up` runs for this file. Returns when all tasks have ended."""
+    """Stop the tasks that `zstrat up` runs for HOSTS, and wait until they have
+    ended."""
     with failures():
-        has_run = ended(folder_of(hosts), signal.SIGTERM)
-    click.echo("all tasks ended" if has_run else f"nothing runs for {hosts}")
+        has_run = stop(folder_of(hosts), signal.SIGTERM)
+    click.echo("all tasks stopped" if has_run else f"no tasks are running for {hosts}")
 
 
 def _up(
@@ -137,26 +140,28 @@ def _up(
     try:
         with as_interrupts():
             fleet = ssh(hosts, ps, workers, directory=folder, settings=settings(None))
-    except KeyboardInterrupt:  # no task has failed: there is nothing to be read
+    except KeyboardInterrupt:  # no task has failed: the logs are not needed
         clear(folder)
         raise
-    with _cleared(fleet, folder):
+    with _stopped_at_end(fleet, folder):
         if program:
-            return run_beside(fleet, program)
+            return run_with_cluster(fleet.spec, fleet.keys, program)
         with as_interrupts():
             file = folder / "cluster.toml"
             file.write_text(toml(fleet.spec), "utf-8")
-            click.echo(_words(fleet, file))
+            keys = shlex.quote(str(fleet.keys))
+            click.echo(how_to_connect(fleet.spec, file), nl=False)
+            click.echo(f"  export ZSTRAT_KEYS={keys}\n\n{_READY}")
             if alone:
-                _leave_terminal(folder / "up.log")
+                _redirect_output(folder / "up.log")
             fleet.wait()
-            click.echo("all tasks ended by themselves", err=True)
+            click.echo("all tasks have failed or ended", err=True)
             return 1
 
 
 @contextlib.contextmanager
-def _cleared(fleet: Fleet, folder: Path) -> Iterator[None]:
-    """Ends the fleet. No folder is left, unless logs there say of failures."""
+def _stopped_at_end(fleet: Fleet, folder: Path) -> Iterator[None]:
+    """Stops the fleet after the block, and removes the logs unless a task failed."""
     try:
         with fleet:
             yield
@@ -165,50 +170,41 @@ def _cleared(fleet: Fleet, folder: Path) -> Iterator[None]:
             clear(folder)
 
 
-def _words(fleet: Fleet, file: Path) -> str:
-    connect, keys = how_to_connect(fleet.spec, file), shlex.quote(str(fleet.keys))
-    return f"{connect}  export ZSTRAT_KEYS={keys}\n\n{_IS_UP}"
+def _code(interrupt: KeyboardInterrupt) -> int:
+    """Returns the exit code of a program that a signal ended, as in a shell."""
+    return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
-def _code(signalled: KeyboardInterrupt) -> int:
-    """The exit code of a program that a signal has ended, as shells say it."""
-    return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
-
-
-def _leave_terminal(log: Path) -> None:
-    """Sends what is said from now on to the log."""
+def _redirect_output(log: Path) -> None:
+    """Redirects standard output and standard error to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 
 
-def _detached(arguments: Sequence[str]) -> int:
-    """Has another process of our own do it; 0 when all tasks serve, else its code. A
-    signal ends that one, too."""
+def _detach(arguments: Sequence[str]) -> int:
+    """Runs ``zstrat up`` in another process; returns 0 when all tasks are ready, or its
+    exit code if it fails. Until then a signal stops that process as well."""
     with as_interrupts():
-        process = _started(arguments)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zstrat.cli", "up", "--alone", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 click.echo(line, nl=False)
-                if line.strip() == _IS_UP:
+                if line.strip() == _READY:
                     return 0
-        except KeyboardInterrupt as signalled:
+        except KeyboardInterrupt as interrupt:
             process.terminate()
             click.echo(process.communicate()[0], nl=False)
-            return _code(signalled)
+            return _code(interrupt)
         return process.wait() or 1
-
-
-def _started(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "zstrat.cli", "up", "--alone", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
 
 
 _OURS: Final = re.compile(r"lock|cluster\.toml|up\.log|(ps|worker)-[0-9]+\.log")
@@ -216,41 +212,43 @@ _KEYS: Final = re.compile(r"[a-z]+\.(secret|public)")
 
 
 def folder_of(hosts: Path) -> Path:
-    """``hosts.toml`` has ``hosts.up``.
+    """Returns the folder ``hosts.up`` for ``hosts.toml``.
 
     Raises:
-        ValueError: That cannot be a folder.
+        ValueError: It is a file.
     """
     folder = hosts.absolute().with_suffix(".up")
     if hosts.suffix == ".up" or (folder.exists() and not folder.is_dir()):
         raise ValueError(
-            f"{folder} would be the folder of what runs, and is a file: rename it"
+            f"{folder} is needed as a folder for keys and logs, but is a file: rename "
+            "it"
         )
     return folder
 
 
 @contextlib.contextmanager
-def held(folder: Path, queue: float = 0.0) -> Iterator[Path]:
-    """The folder, locked; old logs are gone. What is left at the end is kept.
+def locked_folder(folder: Path, queue: float = 0.0) -> Iterator[Path]:
+    """Locks the folder and removes old logs. Files that remain at the end are kept.
 
     Args:
-        queue: Seconds to wait while another process holds it. On the main thread.
+        queue: Seconds to wait while another process holds the lock. Needs the main
+            thread.
 
     Raises:
-        ValueError: Another process holds it, or there are files of somebody else.
+        ValueError: Another process holds the lock, or the folder has foreign files.
     """
     with contextlib.ExitStack() as stack:
         with _time_limit(folder, queue):
             lock = stack.enter_context(_locked(folder, waits=queue > 0))
         if lock is None:
             raise ValueError(
-                f"{_holder_words(folder)}: end it with `zstrat down`, or wait for it "
+                f"{_held_message(folder)}: stop it with `zstrat down`, or wait for it "
                 "with --queue"
             )
         try:
-            if lock.read():  # of one that was killed
+            if lock.read():  # left by a process that was killed
                 clear(folder, keys=True)
-            _refuse_strangers(folder)
+            _refuse_foreign_files(folder)
             clear(folder)
             lock.truncate(0)
             lock.write(str(os.getpid()))
@@ -258,12 +256,12 @@ def held(folder: Path, queue: float = 0.0) -> Iterator[Path]:
             yield folder
         finally:
             (folder / "lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there are logs to be read
+            with contextlib.suppress(OSError):  # it still has logs
                 folder.rmdir()
 
 
 def clear(folder: Path, *, keys: bool = False) -> None:
-    """Removes what is ours but the lock, and keys of a run that was killed."""
+    """Removes the files of zstrat except the lock, and optionally the keys."""
     for file in folder.iterdir():
         if _OURS.fullmatch(file.name) and file.name != "lock":
             file.unlink()
@@ -271,15 +269,17 @@ def clear(folder: Path, *, keys: bool = False) -> None:
         for file in (folder / "keys").iterdir():
             if _KEYS.fullmatch(file.name):
                 file.unlink()
-        with contextlib.suppress(OSError):  # something else is in it
+        with contextlib.suppress(OSError):  # it has foreign files
             (folder / "keys").rmdir()
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
-    """The lock, at its begin; None: another process holds it, and is not waited for.
+    """Yields the locked file, at its beginning; None if another process holds the lock
+    and ``waits`` is false.
 
-    Who held it before removes it, and the folder: then it is another file by now.
+    The previous holder removes the file and the folder. So after the lock is acquired,
+    the file may have been removed, and this tries again.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -294,7 +294,7 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
                 if not waits:
                     yield None
                     return
-                click.echo(f"zstrat: waits, as {_holder_words(folder)}", err=True)
+                click.echo(f"zstrat: waiting: {_held_message(folder)}", err=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_same(folder / "lock", lock):
                 continue
@@ -305,10 +305,12 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
 
 @contextlib.contextmanager
 def _time_limit(folder: Path, seconds: float) -> Iterator[None]:
-    """Ends what is in it by a ValueError when so many seconds have passed; 0: none."""
+    """Raises ValueError in the block after this many seconds; 0: no limit."""
 
     def late(number: int, frame: object) -> NoReturn:
-        raise ValueError(f"{_holder_words(folder)}, for {seconds:g} s by now (--queue)")
+        raise ValueError(
+            f"{_held_message(folder)}, still after {seconds:g} s (--queue)"
+        )
 
     before = handle(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -319,11 +321,12 @@ def _time_limit(folder: Path, seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def ended(folder: Path, number: int) -> bool:
-    """Has who holds the folder end, by this signal, and waits; false: nobody does.
+def stop(folder: Path, number: int) -> bool:
+    """Sends the signal to the process that holds the lock and waits for its end; False
+    if there is no such process.
 
     Raises:
-        ValueError: Who holds it has not yet said who it is.
+        ValueError: The process has not written its id yet.
     """
     try:
         with (folder / "lock").open("r+") as lock:
@@ -333,13 +336,13 @@ def ended(folder: Path, number: int) -> bool:
                 pid = _holder(folder, lock)
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, number)
-                # Its own end has deadlines: it drains, and kills who is late.
+                # Bounded: the process drains its tasks with a deadline, then kills.
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 return True
-            if _is_same(folder / "lock", lock):  # of one that was killed
+            if _is_same(folder / "lock", lock):  # left by a process that was killed
                 clear(folder, keys=True)
                 (folder / "lock").unlink()
-                with contextlib.suppress(OSError):  # somebody else's files
+                with contextlib.suppress(OSError):  # it has foreign files
                     folder.rmdir()
     except FileNotFoundError:
         pass
@@ -354,37 +357,39 @@ def _is_same(file: Path, lock: IO[str]) -> bool:
 
 
 def _holder(folder: Path, lock: IO[str]) -> int:
-    """Who holds the lock. A number from before, of one that was killed, may be of any
-    process by now: it counts only if that one has the file open, where one can see."""
-    said = lock.read()
-    if said.isdecimal() and (not Path("/proc/self/fd").exists() or _has(said, lock)):
-        return int(said)
+    """Reads the process id of the holder. The id of a process that was killed may have
+    been reused: it is valid only if that process has the file open (checked where
+    there is a /proc)."""
+    pid = lock.read()
+    if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has(pid, lock)):
+        return int(pid)
     raise ValueError(
-        f"{folder} is held by a `zstrat up` that has just begun: try again"
+        f"{folder} is locked by a `zstrat up` that just started: try again"
     )
 
 
-def _holder_words(folder: Path) -> str:
-    said = ""
-    with contextlib.suppress(OSError):  # it ends just now
-        said = (folder / "lock").read_text()
-    who = f" (pid {said})" if said.isdecimal() else ""
-    return f"{folder} is held by another `zstrat up`{who}"
+def _held_message(folder: Path) -> str:
+    pid = ""
+    with contextlib.suppress(OSError):  # the process has just ended
+        pid = (folder / "lock").read_text()
+    holder = f" (pid {pid})" if pid.isdecimal() else ""
+    return f"{folder} is locked by another `zstrat up`{holder}"
 
 
 def _has(pid: str, lock: IO[str]) -> bool:
-    with contextlib.suppress(OSError):  # it is gone, or not ours
+    """Whether the process has the lock file open."""
+    with contextlib.suppress(OSError):  # it has ended, or is of another user
         for file in Path("/proc", pid, "fd").iterdir():
             if _is_same(file, lock):
                 return True
     return False
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _refuse_foreign_files(folder: Path) -> None:
     names = sorted(file.name for file in folder.iterdir())
-    strange = [n for n in names if n != "keys" and not _OURS.fullmatch(n)]
-    if strange:
+    foreign = [n for n in names if n != "keys" and not _OURS.fullmatch(n)]
+    if foreign:
         raise ValueError(
-            f"{folder} is for what `zstrat up` runs, and has {', '.join(strange)}: "
-            "move that elsewhere"
+            f"{folder} belongs to `zstrat up`, but has other files: "
+            f"{', '.join(foreign)}; move them elsewhere"
         )

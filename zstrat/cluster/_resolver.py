@@ -1,10 +1,10 @@
-"""Where a process learns who is in its cluster, and who it is itself.
+"""Resolvers: where a process gets the tasks of its cluster and its own task from.
 
-A resolver answers four questions: which tasks there are, which one this process is, the
-address of a task, and its accelerators. It is asked again whenever the answer may have
-changed, so it must be cheap: the environment, a file, or one question to the service
-that knows, with a deadline. It never connects to the tasks themselves. Several may be
-one, a `UnionResolver`: say, workers from a scheduler and ps from a file.
+A resolver returns the tasks of the cluster, the task of this process, the address of a
+task, and its accelerators. It is queried again whenever the answer may have changed, so
+it must be cheap: it reads the environment, a file, or sends one request, with a
+deadline, to a service. It never connects to the tasks. `UnionResolver` combines
+several, such as workers from a scheduler and ps from a file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class ClusterResolver(abc.ABC):
-    """Base of all resolvers, and of your own: write `cluster_spec` and `master`.
+    """Base class of resolvers, also of yours: implement `cluster_spec` and `master`.
 
-    ``task_type`` and ``task_id`` say who this process is, None where that is not known;
-    ``rpc_layer`` is the scheme that `master` puts before an address.
+    ``task_type`` and ``task_id`` are the task of this process, None if unknown;
+    ``rpc_layer`` is the scheme that `master` puts in front of an address.
     """
 
     _task_type: str | None = None
@@ -33,7 +33,7 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """All tasks of the cluster, as far as they are known now."""
+        """Returns all currently known tasks of the cluster."""
 
     @abc.abstractmethod
     def master(
@@ -42,7 +42,8 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of a task, by default this one, with its scheme if there is one."""
+        """Returns the address of a task, by default this one, with the scheme if
+        any."""
 
     def num_accelerators(
         self,
@@ -50,27 +51,27 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Kind -> count for one task. Empty here: a worker says what devices it has
-        when it is connected, and no resolver connects."""
+        """Returns kind -> count for one task. Empty by default: workers report their
+        devices when a coordinator connects to them."""
         return {}
 
     @property
     def may_change(self) -> bool:
-        """Whether `cluster_spec` may answer otherwise later. A program that trains asks
-        again then, on a thread of its own, and follows its workers."""
+        """Whether `cluster_spec` may return another cluster later. A training program
+        then queries it regularly, on a separate thread, to follow its workers."""
         return True
 
     @property
     def environment(self) -> str:
-        """Where this process runs ("google", ...), "" for nowhere special."""
+        """The environment of this process ("google", ...), "" if unknown."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job that this process is a task of ("worker", "ps", ...): as it was set,
-        else as the resolver finds it; None if it is not known."""
-        said = self._task_type
-        return self._found_task_type() if said is None else str(said)
+        """The job of this process ("worker", "ps", ...): the value that was set, or
+        else that of the source; None if unknown."""
+        given = self._task_type
+        return self._found_task_type() if given is None else str(given)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -78,15 +79,15 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The number of this process in its job, from 0: as it was set, else as the
-        resolver finds it; None if it is not known.
+        """The index of this process in its job: the value that was set, or else that of
+        the source; None if unknown.
 
         Raises:
-            ValueError: What was set is no such number.
+            ValueError: The value that was set is not an index.
         """
-        said = self._task_id
-        # Programs say what they find in their environment, which is a text: "1" is 1.
-        return self._found_task_id() if said is None else task_index(said, "task_id")
+        given = self._task_id
+        # Accepts "1", as programs often pass a variable of their environment.
+        return self._found_task_id() if given is None else task_index(given, "task_id")
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -94,8 +95,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        said = self._rpc_layer
-        return self._found_rpc_layer() if said is None else said
+        given = self._rpc_layer
+        return self._found_rpc_layer() if given is None else given
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -112,25 +113,23 @@ class ClusterResolver(abc.ABC):
 
 
 class SourceResolver(ClusterResolver):
-    """Base of the resolvers of this package: each has its own source of the cluster.
+    """Base class of the resolvers of this package, each with its own source.
 
-    What the program says, to the constructor or to a setter, goes before what the
-    source says; None leaves the answer to the source, and 0 and "" are values.
+    Values that the program passes to the constructor or a setter take precedence over
+    the source; None means the value of the source, and 0 and "" are values.
 
-    A subclass writes `cluster_spec`, and those of the methods ``_found_...`` and
-    `_accelerators` whose answers its source knows. They are called at each question, so
-    a source that changes is read anew, and a mistake in one of its answers is raised by
-    the question for that answer alone.
+    A subclass implements `cluster_spec`, and the methods ``_found_...`` and
+    `_accelerators` for which its source has answers. They are called at each query, so
+    that a changed source is read again, and an error in the source is raised only by
+    the queries that need the wrong part.
     """
 
     _may_change: ClassVar[bool] = False
-    """Whether the source may tell of another cluster later: what says who is in it, not
-    how the process was started."""
+    """Whether the source may describe another cluster later."""
 
     _empty_layer_counts: ClassVar[bool] = False
-    """Whether ``rpc_layer=""`` asks `master` for an address without a scheme. It does
-    by TensorFlow's rules for TF_CONFIG and SageMaker, and for our own files; the other
-    resolvers of TensorFlow take "" like None."""
+    """Whether ``rpc_layer=""`` makes `master` return an address without a scheme, as in
+    TensorFlow for TF_CONFIG and SageMaker. Other resolvers treat "" like None."""
 
     def __init__(
         self,
@@ -148,11 +147,11 @@ class SourceResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of the task, by default of this one; "" if this one is not known.
+        """Returns the address of a task, by default of this one; "" if unknown.
 
         Raises:
             ValueError: The cluster has no such task.
-            Also what `cluster_spec` raises.
+            Also the errors of `cluster_spec`.
         """
         job, index = self._asked(task_type, task_id)
         if job is None or index is None:
@@ -165,7 +164,7 @@ class SourceResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Kind -> count, the same for every task; empty if the source does not know."""
+        """Returns kind -> count, the same for every task; empty if unknown."""
         return dict(self._accelerators())
 
     @property
@@ -174,8 +173,8 @@ class SourceResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        said = self._environment
-        return (self._found_environment() or "") if said is None else said
+        given = self._environment
+        return (self._found_environment() or "") if given is None else given
 
     def _found_environment(self) -> str | None:
         return None
@@ -186,32 +185,32 @@ class SourceResolver(ClusterResolver):
     def _asked(
         self, task_type: str | None, task_id: int | None
     ) -> tuple[str | None, int | None]:
-        """The task that is meant: this one, in what is None."""
+        """Replaces None by the values of this task."""
         job = self.task_type if task_type is None else task_type
         return job, self.task_id if task_id is None else task_id
 
     def _with_layer(self, address: str, rpc_layer: str | None) -> str:
-        """The address with the scheme that was asked for, else with this resolver's."""
+        """Adds the given scheme, or else that of this resolver."""
         given = rpc_layer is not None if self._empty_layer_counts else bool(rpc_layer)
         layer = rpc_layer if given else self.rpc_layer
         return with_scheme(address, layer)
 
 
 def with_scheme(address: str, rpc_layer: str | None) -> str:
-    """The address behind ``rpc_layer://``, or as it is without one."""
+    """Puts ``rpc_layer://`` in front of the address, if there is a layer."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 @final
 class SimpleClusterResolver(SourceResolver):
-    """Answers with what it was given.
+    """Returns fixed values.
 
     Args:
-        master: The address that `master` returns when it is not asked for a task.
+        master: The address that `master` returns by default.
         num_accelerators: Kind -> count, the same for every task.
 
     Raises:
-        TypeError: ``cluster_spec`` is no ClusterSpec, or ``master`` no string.
+        TypeError: ``cluster_spec`` is not a ClusterSpec, or ``master`` not a string.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class SimpleClusterResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of the task if type and id are given, else the fixed one.
+        """Returns the address of a task if type and id are given, else the fixed one.
 
         Raises:
             ValueError: The cluster has no such task.
@@ -258,17 +257,17 @@ class SimpleClusterResolver(SourceResolver):
 
 
 def cluster_spec_of(resolver: ClusterResolver) -> ClusterSpec:
-    """What a resolver that a program gave says now.
+    """Queries the cluster of a resolver that a program passed.
 
     Raises:
-        TypeError: It is none; says where one is to be had.
+        TypeError: The argument is not a resolver; suggests one.
     """
     if not isinstance(resolver, ClusterResolver):
-        have = getattr(resolver, "resolver", None)
+        inner = getattr(resolver, "resolver", None)
         hint = (
-            "give its .resolver"
-            if isinstance(have, ClusterResolver)
-            else ("zs.cluster_resolver has several, SimpleClusterResolver for one")
+            "pass its .resolver"
+            if isinstance(inner, ClusterResolver)
+            else "use one of zs.cluster_resolver, such as SimpleClusterResolver"
         )
         raise TypeError(
             f"cluster_resolver: expected a ClusterResolver, got "
@@ -281,14 +280,13 @@ def cluster_spec_of(resolver: ClusterResolver) -> ClusterSpec:
 class UnionResolver(SourceResolver):
     """The union of the clusters of other resolvers.
 
-    A job that is a list in all of them is their concatenation, in the order of the
-    arguments; if one of them gives it by index, it is merged by index. Where it has no
-    tasks it adds nothing. What is no matter of the cluster (this task, environment,
-    accelerators) the first one answers.
+    If a job is a list in all of them, the lists are concatenated in the order of the
+    arguments; otherwise the job is merged by index. The task of this process, the
+    environment and the accelerators are those of the first resolver.
 
     Raises:
-        ValueError: No resolver, or an unknown keyword.
-        TypeError: One is no resolver.
+        ValueError: There are no resolvers, or an unknown keyword.
+        TypeError: An argument is not a resolver.
     """
 
     def __init__(
@@ -299,7 +297,7 @@ class UnionResolver(SourceResolver):
         task_id: int | None = None,
         **unknown: object,
     ) -> None:
-        if unknown:  # Python would say TypeError, TensorFlow says ValueError
+        if unknown:  # a ValueError as in TensorFlow, not Python's TypeError
             raise ValueError(f"Unexpected kwargs provided {unknown!r}")
         if not resolvers:
             raise ValueError("At least one ClusterResolver is required.")
@@ -313,7 +311,8 @@ class UnionResolver(SourceResolver):
         self._resolvers = resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """
+        """Merges the clusters of all resolvers.
+
         Raises:
             KeyError: Two clusters have the same index of a job that is merged by index.
         """
@@ -333,7 +332,8 @@ class UnionResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of the task if type and id are given, else what the first one says.
+        """Returns the address of a task if type and id are given, else the `master` of
+        the first resolver.
 
         Raises:
             ValueError: The union has no such task.
@@ -341,7 +341,7 @@ class UnionResolver(SourceResolver):
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
-        # Not the first one's layer: the address may be another resolver's.
+        # Not the layer of the first resolver: the address may be of another one.
         return with_scheme(address, rpc_layer or self._rpc_layer)
 
     def num_accelerators(
@@ -368,7 +368,7 @@ class UnionResolver(SourceResolver):
 def _merge(
     job: str, parts: list[list[str] | dict[int, str]]
 ) -> list[str] | dict[int, str]:
-    parts = [part for part in parts if part]  # what is empty is neither kind
+    parts = [part for part in parts if part]  # empty jobs have no kind
     lists = [part for part in parts if isinstance(part, list)]
     if len(lists) == len(parts):
         return [address for part in lists for address in part]
@@ -386,11 +386,10 @@ def _merge(
 
 @final
 class FunctionClusterResolver(SourceResolver):
-    """Asks a function of this program, which may answer otherwise later: where the
-    tasks of a fleet are, say, which may move.
+    """Calls a function whose result may change, such as the addresses of a fleet.
 
     Args:
-        ask: Tells all tasks of the cluster.
+        ask: Returns all tasks of the cluster.
     """
 
     _may_change = True
@@ -405,16 +404,15 @@ class FunctionClusterResolver(SourceResolver):
 
 @runtime_checkable
 class RunningCluster(Protocol):
-    """Tasks that somebody has started for this program, as `zs.LocalCluster` and the
-    fleets of `zs.launch` are: where they are, and how one is let in. They run for as
-    long as this object is kept."""
+    """A cluster that was started for this program, such as `zs.LocalCluster` and the
+    fleets of `zs.launch`. It runs as long as this object is referenced."""
 
     @property
     def resolver(self) -> ClusterResolver:
-        """Tells where the tasks are now."""
+        """A resolver with the current addresses of the tasks."""
         ...
 
     @property
     def settings(self) -> Settings:
-        """Keys, and whatever else a program is told to reach them."""
+        """The keys and other settings with which a program connects to the tasks."""
         ...

@@ -1,13 +1,11 @@
-"""Who is in a cluster: jobs, task indices, addresses; and the rules for such a spec.
+"""The tasks of a cluster: jobs, task indices and addresses, with their validation.
 
 A spec is a value, compared by contents. A job is dense (tasks 0..n-1) or sparse (some
-indices are missing: a task that another one need not know). It holds what it was given
-and resolves nothing.
+indices are missing: tasks that another task need not know). It resolves no addresses.
 
-The rules for a spec are TensorFlow's, and are answered with TensorFlow's words, which
-people search for. The rules for what a person writes are ours: plain data that came
-from TF_CONFIG or a file is read, and the error says which key is wrong, what was
-expected there and what was found.
+The validation of a spec follows TensorFlow, with TensorFlow's messages, for which
+people search. Plain data from TF_CONFIG or a file is checked more strictly here: the
+error names the key, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any, Final, final
 from zstrat.config import did_you_mean
 
 _HOST: Final = re.compile(r"[0-9A-Za-z._%-]{1,255}|\[[0-9A-Za-z._%:-]{1,255}\]")
-"""Of those that can be connected to."""
+"""Host names and addresses that a peer can connect to."""
 
 Tasks = list[str] | tuple[str, ...] | Mapping[int, str] | Mapping[str, str]
 
@@ -96,15 +94,13 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Job -> list of addresses where it is dense, index -> address where it is not.
-
-        A job without tasks is an empty dictionary.
-        """
+        """Returns job -> list of addresses for dense jobs, index -> address for sparse
+        ones, and an empty dictionary for jobs without tasks."""
         return {job: _plain(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> dict[str, dict[int, str]]:
-        """Job -> index -> address, dense or not: a dictionary in place of TF's message,
-        of which `ClusterSpec` and ``zs.Server`` make the same cluster again."""
+        """Returns job -> index -> address: a dictionary in place of TF's message, which
+        `ClusterSpec` and ``zs.Server`` accept."""
         return {job: dict(sorted(tasks.items())) for job, tasks in self._jobs.items()}
 
     def _job(self, job_name: str) -> dict[int, str]:
@@ -172,11 +168,11 @@ _ALLOWED: Final = (*TASK_TYPES, None)
 
 
 def normalize_cluster_spec(cluster_spec: object) -> ClusterSpec:
-    """A ClusterSpec of a dictionary or of a ClusterSpec.
+    """Converts a dictionary to a ClusterSpec; returns a ClusterSpec unchanged.
 
     Raises:
-        ValueError: It is neither.
-        TypeError: The dictionary holds something else than addresses.
+        ValueError: The argument is neither.
+        TypeError: The dictionary has values other than addresses.
     """
     if isinstance(cluster_spec, ClusterSpec):
         return cluster_spec
@@ -189,7 +185,7 @@ def normalize_cluster_spec(cluster_spec: object) -> ClusterSpec:
 
 
 def task_count(cluster_spec: object, task_type: str) -> int:
-    """Number of tasks of the job, 0 if the cluster has no such job."""
+    """Returns the number of tasks of a job, 0 if the cluster has no such job."""
     spec = normalize_cluster_spec(cluster_spec)
     return spec.num_tasks(task_type) if task_type in spec.jobs else 0
 
@@ -197,10 +193,10 @@ def task_count(cluster_spec: object, task_type: str) -> int:
 def validate_cluster_spec(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> None:
-    """Whether this task can be in this cluster.
+    """Checks that a task can be in this cluster.
 
-    ``task_id`` may be None where the job has only one task. The evaluator may be
-    missing in the cluster.
+    ``task_id`` may be None if the job has only one task. The evaluator may be missing
+    in the cluster.
 
     Raises:
         ValueError: In TensorFlow's order: a job that no cluster has, an unknown task
@@ -247,13 +243,13 @@ def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
 
 
 def spec_from(cluster: object, source: str) -> ClusterSpec:
-    """The spec of plain data: job -> addresses, as a list or by index.
+    """Makes a spec of plain data: job -> addresses, as a list or by index.
 
     Args:
-        source: What the data came from; begins every message.
+        source: The origin of the data, with which every message begins.
 
     Raises:
-        ValueError: Says which key, what was expected and what was found.
+        ValueError: The data is invalid; names the key.
     """
     if not isinstance(cluster, Mapping):
         raise ValueError(
@@ -273,22 +269,24 @@ def spec_from(cluster: object, source: str) -> ClusterSpec:
 def check_names(
     names: Collection[str], allowed: Collection[str], where: str, what: str
 ) -> None:
-    """
+    """Checks that all names are allowed.
+
     Raises:
-        ValueError: One is not allowed; says which are, and which is the closest.
+        ValueError: A name is not allowed; lists the allowed names and the closest one.
     """
     for name in names:
         if name not in allowed:
             raise ValueError(
-                f"{where}: there is no {what} {name!r}: expected one of "
+                f"{where}: unknown {what} {name!r}: expected one of "
                 f"{', '.join(allowed)}{did_you_mean(name, allowed)}"
             )
 
 
 def check_task_type(kind: object, allowed: Collection[str], where: str) -> None:
-    """
+    """Checks the type of a task.
+
     Raises:
-        ValueError: No task is of this type; says which there are.
+        ValueError: The type is not allowed; lists the allowed types.
     """
     if kind not in allowed:
         raise ValueError(
@@ -298,8 +296,8 @@ def check_task_type(kind: object, allowed: Collection[str], where: str) -> None:
 
 
 def _check_distinct(spec: ClusterSpec, source: str) -> None:
-    """Two tasks cannot listen at one address. An evaluator listens nowhere, and people
-    write any address for it."""
+    """Checks that tasks have distinct addresses. An evaluator has no listening socket,
+    so its address is ignored."""
     first: dict[str, str] = {}
     for job in spec.jobs:
         if job == "evaluator":
@@ -310,14 +308,14 @@ def _check_distinct(spec: ClusterSpec, source: str) -> None:
             other = first.setdefault(address.removeprefix("tcp://"), task)
             if other != task:
                 raise ValueError(
-                    f"{source}: cluster: expected an address of its own for each task, "
-                    f"got {address!r} for {other} and for {task}"
+                    f"{source}: cluster: expected distinct addresses, got {address!r} "
+                    f"for both {other} and {task}"
                 )
 
 
 def _addresses(tasks: object, where: str) -> Tasks:
     if isinstance(tasks, list):
-        return [_address(each, f"{where}[{at}]") for at, each in enumerate(tasks)]
+        return [_address(task, f"{where}[{at}]") for at, task in enumerate(tasks)]
     if not isinstance(tasks, Mapping):
         raise ValueError(f"{where}: expected a list of addresses, got {tasks!r:.80}")
     for index in tasks:
@@ -326,19 +324,19 @@ def _addresses(tasks: object, where: str) -> Tasks:
     if len(set(map(int, tasks))) != len(tasks):
         raise ValueError(f"{where}: expected each task index once, got {list(tasks)}")
     return {
-        int(index): _address(each, f"{where}.{index}") for index, each in tasks.items()
+        int(index): _address(task, f"{where}.{index}") for index, task in tasks.items()
     }
 
 
 def ranked_cluster(
     jobs: Mapping[str, int], addresses: Sequence[str]
 ) -> tuple[ClusterSpec, list[tuple[str, int]]]:
-    """The cluster of processes that are known by their ranks, and the job and index of
-    each: jobs get ranks in the order of their names.
+    """Assigns ranks to jobs in the order of the job names; returns the cluster, and the
+    job and index of each rank.
 
     Args:
-        jobs: Job -> number of its tasks, as many in all as there are addresses.
-        addresses: In the order of ranks.
+        jobs: Job -> number of tasks; the total is the number of addresses.
+        addresses: Addresses in the order of ranks.
     """
     names = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
     cluster: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
@@ -348,17 +346,17 @@ def ranked_cluster(
 
 
 def host_and_port(host: str, port: int | str) -> str:
-    """The address of a port of a host: one of IPv6 goes into brackets."""
+    """Joins a host and a port to an address, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def task_index(index: Any, what: str) -> int:
-    """The number of a task, as a number of any type or as text.
+    """Converts the index of a task, a number of any type or text.
 
     Raises:
-        ValueError: It is none; begins with ``what``.
+        ValueError: It is not an index; the message begins with ``what``.
     """
-    # int() alone would make 1 of 1.5 and of true.
+    # int() alone would accept 1.5 and true.
     if not isinstance(index, bool):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = int(index)
@@ -376,20 +374,20 @@ def _address(address: object, where: str) -> str:
     host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
     if separator and scheme != "tcp":
-        raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
+        raise ValueError(f"{words}: expected the scheme tcp:// or ipc://")
     if not colon:
         raise ValueError(f"{words}: the port is missing")
     if not host:
         raise ValueError(f"{words}: the host is missing")
     if host == "*":
         raise ValueError(
-            f"{words}: other tasks need the name or address of one machine here; a "
-            "daemon binds all of its interfaces with --bind '*:PORT'"
+            f"{words}: other tasks need the name or address of a machine; to bind all "
+            "interfaces start the daemon with --bind '*:PORT'"
         )
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):
-        raise ValueError(f'{words}: an IPv6 address goes into brackets, "[::1]:2222"')
+        raise ValueError(f'{words}: an IPv6 address needs brackets, "[::1]:2222"')
     if _HOST.fullmatch(host) is None:
         raise ValueError(f"{words}: {host!r} is neither a host name nor an IP address")
     return address

@@ -5,6 +5,7 @@ from ._calibrate import calibrate_tasks as calibrate_tasks
 from ._child import Child as Child
 from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
+from ._copies import run_with_cluster as run_with_cluster
 from ._doctor import Finding as Finding
 from ._doctor import RunFindings as RunFindings
 from ._doctor import examine as examine
@@ -22,7 +23,7 @@ from ._observe import ObservedRun as ObservedRun
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
-from ._observe import told_by as told_by
+from ._observe import report_of as report_of
 from ._process_output import ProcessOutput as ProcessOutput
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
@@ -38,7 +39,6 @@ from .fleet import Fleet as Fleet
 from .fleet import dask as dask
 from .fleet import ray as ray
 from .fleet import requeue as requeue
-from .fleet import run_beside as run_beside
 from .fleet import slurm as slurm
 from .fleet import slurm_program as slurm_program
 from .fleet import ssh as ssh

@@ -1,28 +1,35 @@
-"""Measures the algorithms of collectives, among processes of this machine or among the
-tasks of a cluster.
+"""Measures the algorithms of collectives, on processes of this machine or on the tasks
+of a cluster.
 
-All calls go by messages: where memory is shared there is nothing to choose. What is
-measured on one host holds for groups of one host that share none, what is measured on
-several ones for what goes between hosts; each measurement says which. Every algorithm
-is run by its name, so what the group would choose by itself does not matter.
+All calls go by messages: in shared memory there is only one algorithm. Measurements on
+one host apply to groups on one host without shared memory, those on several hosts to
+the traffic between hosts; each measurement says which. Every algorithm is selected by
+name, so that the choice of the group does not matter.
+
+``python -m zstrat.launch._calibrate SIZES TRANSPORT`` is one rank of a measurement on
+this machine. SIZES are bytes, separated by commas. Rank 0 prints a line of JSON for
+each algorithm and size: a list of the fields of a `Measurement` for every repetition.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, assert_never
 
-from zstrat.collectives import Group, Measurement
+import numpy as np
+
+from zstrat.collectives import ALGORITHMS, CallKind, Group, Measurement
 from zstrat.config import MiB
 from zstrat.errors import UnavailableError
 
 from ._copies import Copies, run_copies
-from ._timing import timings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
@@ -30,20 +37,29 @@ if TYPE_CHECKING:
 KiB: Final = 1024
 
 SIZES: Final = (4 * KiB, 32 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB)
-"""Bytes: from where only the number of hops counts to where only bytes do."""
+"""Bytes: from sizes at which only the number of hops matters to sizes at which only the
+bandwidth does."""
 
 _LONGEST: Final = 3600.0
-"""Seconds that ranks may wait for others that measure without them. Whoever is lost
-meanwhile is named at once, so this bounds nothing but the size of what is measured."""
+"""Seconds that ranks wait for others that measure without them. A lost rank is reported
+at once, so that this only bounds the duration of a measurement."""
 
 _TAIL: Final = 20
 """Lines of output that an error quotes."""
 
 
+_WARM: Final = 2
+"""Calls before the first measured one, to open TCP windows and touch memory pages."""
+
+_FEW: Final = 4
+_MANY: Final = 24
+"""Repetitions for large and small arrays."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What to measure: groups of 2, 4, 8, ... and of ``ranks`` processes, arrays of
-    ``sizes`` bytes, over sockets of a kind ("ipc" or "tcp").
+    """The groups and arrays to measure: groups of 2, 4, 8, ... and of ``ranks``
+    processes, arrays of ``sizes`` bytes, over "ipc" or "tcp" ``sockets``.
 
     Raises:
         ValueError: Fewer than 2 ranks, or no size, or one below 1.
@@ -57,11 +73,11 @@ class Calibration:
         if self.ranks < 2:
             raise ValueError(f"ranks={self.ranks}: expected 2 or more")
         if not self.sizes or min(self.sizes) < 1:
-            raise ValueError(f"sizes={self.sizes}: expected bytes, each 1 or more")
+            raise ValueError(f"sizes={self.sizes}: expected sizes of 1 byte or more")
 
     @property
     def groups(self) -> list[int]:
-        """Numbers of ranks, ascending."""
+        """The numbers of ranks, ascending."""
         doubled = [2**n for n in range(1, self.ranks.bit_length())]
         return sorted({*doubled, self.ranks})
 
@@ -69,20 +85,20 @@ class Calibration:
 async def calibrate(
     plan: Calibration, begins: Callable[[int], None] = lambda ranks: None
 ) -> list[Measurement]:
-    """Carries a plan out among processes of this machine, group by group; ``begins``
-    hears how many ranks are next.
+    """Measures on processes of this machine, group by group; ``begins`` is called with
+    the number of ranks of the next group.
 
     Cancellation: ends all processes.
 
     Raises:
-        UnavailableError: A process failed; says what it printed.
-        OSError: They cannot be started.
+        UnavailableError: A process failed; quotes its output.
+        OSError: A process cannot be started.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for ranks in plan.groups:
         begins(ranks)
-        found += await _measured(plan, ranks)
-    return found
+        measurements += await _measure(plan, ranks)
+    return measurements
 
 
 def calibrate_tasks(
@@ -92,25 +108,24 @@ def calibrate_tasks(
     settings: Settings,
     begins: Callable[[int], None] = lambda ranks: None,
 ) -> list[Measurement]:
-    """Carries a plan out among the tasks of a cluster, the first of which measure
-    first; blocks.
+    """Measures on the tasks of a cluster, first on the first few of them; blocks.
 
     Args:
         whole: A group of all tasks. All of them call this, with the same plan.
-        resolver: What ``whole`` was made with.
-        settings: Likewise.
-        begins: Hears how many ranks are next.
+        resolver: The resolver of ``whole``.
+        settings: The settings of ``whole``.
+        begins: Called with the number of ranks of the next group.
 
     Returns:
-        What this rank has taken part in: for rank 0 that is all.
+        The measurements in which this rank took part; rank 0 takes part in all.
 
     Raises:
-        ValueError: The plan wants more ranks than there are.
-        ZstratError: A rank was lost, or does not answer; see `Group`.
+        ValueError: The plan has more ranks than the cluster.
+        ZstratError: A rank is lost or does not answer; see `Group`.
     """
     if plan.ranks > whole.size:
-        raise ValueError(f"{plan.ranks} ranks: the cluster has {whole.size}")
-    found: list[Measurement] = []
+        raise ValueError(f"ranks={plan.ranks}: the cluster has only {whole.size}")
+    measurements: list[Measurement] = []
     for ranks in plan.groups:
         begins(ranks)
         if whole.rank < ranks:
@@ -122,14 +137,14 @@ def calibrate_tasks(
                 settings=settings,
             ) as group:
                 for timing in timings(group, sorted(plan.sizes)):
-                    found += timing
+                    measurements += timing
         whole.barrier(timeout=_LONGEST)
-    return found
+    return measurements
 
 
-async def _measured(plan: Calibration, ranks: int) -> list[Measurement]:
+async def _measure(plan: Calibration, ranks: int) -> list[Measurement]:
     sizes = ",".join(map(str, sorted(plan.sizes)))
-    module = "zstrat.launch._timing"
+    module = "zstrat.launch._calibrate"
     command = (sys.executable, "-P", "-m", module, sizes, plan.sockets)
     printed: list[str] = []
     code = await run_copies(Copies(command, ranks, plan.sockets), printed.append)
@@ -138,12 +153,82 @@ async def _measured(plan: Calibration, ranks: int) -> list[Measurement]:
         raise UnavailableError(
             f"the calibration with {ranks} ranks ended with exit code {code}:\n{tail}"
         )
-    return [each for line in printed for each in _read(line)]
+    return [measurement for line in printed for measurement in _parse(line)]
 
 
-def _read(line: str) -> list[Measurement]:
-    """What a line of rank 0 says; lines of others are no measurements."""
+def _parse(line: str) -> list[Measurement]:
+    """Parses a line of rank 0; returns nothing for other lines."""
     name, _, text = line.partition(" | ")
     if name != "worker:0" or not text.startswith("["):
         return []
-    return [Measurement(*each) for each in json.loads(text)]
+    return [Measurement(*fields) for fields in json.loads(text)]
+
+
+def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
+    """Measures every algorithm of every call that has several, on arrays of each size
+    in bytes. All ranks iterate over this together, and get the same results.
+
+    Raises:
+        ZstratError: A rank is lost; see `Group.all_reduce`.
+    """
+    for kind in CallKind:
+        algorithms = ALGORITHMS[kind.value]
+        if len(algorithms) == 1:
+            continue
+        for nbytes in sizes:
+            for name in algorithms:
+                case = (kind.value, name, group.size, nbytes, group.hosts == 1)
+                times = measure_call(group, kind, name, nbytes)
+                yield [Measurement(*case, seconds) for seconds in times]
+
+
+def measure_call(
+    group: Group, kind: CallKind, algorithm: str, nbytes: int
+) -> list[float]:
+    """Measures the seconds from the arrival of all ranks until the last one has its
+    result, several times."""
+    call = _call(group, kind, algorithm, nbytes)
+    for _ in range(_WARM):
+        call()
+    seconds = np.empty(min(max(8 * MiB // max(nbytes, 1), _FEW), _MANY))
+    for index in range(seconds.size):
+        group.barrier()
+        began = time.perf_counter()
+        call()
+        seconds[index] = time.perf_counter() - began
+    slowest: list[float] = group.all_reduce(seconds, "max").tolist()
+    return slowest
+
+
+def _call(
+    group: Group, kind: CallKind, algorithm: str, nbytes: int
+) -> Callable[[], object]:
+    """Binds a call to an array of ``nbytes`` bytes in all, as tables count them."""
+    count = max(nbytes // 4, 1)
+    whole = np.ones(count, np.float32)
+    match kind:
+        case CallKind.ALL_REDUCE:
+            return partial(group.all_reduce, whole, algorithm=algorithm)
+        case CallKind.REDUCE_SCATTER:
+            return partial(group.reduce_scatter, whole, algorithm=algorithm)
+        case CallKind.BROADCAST:
+            return partial(group.broadcast, whole, algorithm=algorithm)
+        case CallKind.ALL_GATHER:
+            part = whole[: -(-count // group.size)]
+            return partial(group.all_gather, part, algorithm=algorithm)
+        case CallKind.ALL_TO_ALL | CallKind.BARRIER:
+            raise ValueError(f"{kind.value} has one algorithm: nothing to compare")
+        case _:
+            assert_never(kind)
+
+
+def main() -> None:
+    sizes, transport = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
+    with Group(name="calibration", transport=transport) as group:
+        for measurements in timings(group, sizes):
+            if group.rank == 0:
+                print(json.dumps(measurements), flush=True)
+
+
+if __name__ == "__main__":
+    main()

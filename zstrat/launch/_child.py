@@ -1,13 +1,13 @@
-"""One daemon that runs as a child process of this one.
+"""A daemon that runs as a child process of this one.
 
-Law: a child never outlives us. It is tied twice: by the pipe at its standard input,
-which the kernel closes however we end, and by the parent-death signal that it asks for
-(`zstrat.daemons`). It reports the address that it bound through a second pipe, so
-that no port has to be guessed.
+Law: a child never outlives this process. Two mechanisms ensure it: the kernel closes
+the pipe at the child's standard input when this process ends, and sends it the
+parent-death signal that it asked for (`zstrat.daemons`). The child reports the address
+that it bound through a second pipe, so that no port has to be guessed.
 
-What a child prints goes to its log, a file of the cluster's folder. If the task fails,
-errors quote the end of it, and the file is moved out of the folder (`KeptLogs`), which
-is removed with the cluster.
+The output of a child goes to its log, a file in the cluster's folder. If the task
+fails, errors quote the end of the log, and the file is moved out of the folder
+(`KeptLogs`), which is removed with the cluster.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import IO, TYPE_CHECKING, Final
 from zstrat.config import TRY_AGAIN, environment
 from zstrat.errors import DeadlineExceededError, UnavailableError
 
-from ._fork_server import DaemonProcess, fork_server, started
+from ._fork_server import DaemonProcess, fork_server, start_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 TAIL: Final = 20
-"""Lines of a log that an error quotes: a traceback's end and what came before it."""
+"""Lines of a log that an error quotes: the end of a traceback and some context."""
 
 _OF_THIS_PROCESS: Final = (
     "TF_CONFIG",
@@ -41,31 +41,32 @@ _OF_THIS_PROCESS: Final = (
     "ZSTRAT_HTTP",
     "ZSTRAT_HTTP_TOKEN",
 )
-"""Variables that speak of one process: what they say of us is not so of a child."""
+"""Variables that describe this process and would be wrong for a child."""
 
 
 def inherited() -> dict[str, str]:
-    """The environment that a child gets from ours."""
-    found = environment().items()
-    return {name: value for name, value in found if name not in _OF_THIS_PROCESS}
+    """Returns the environment of this process without `_OF_THIS_PROCESS`."""
+    variables = environment().items()
+    return {name: value for name, value in variables if name not in _OF_THIS_PROCESS}
 
 
 class KeptLogs:
-    """Logs of tasks that failed, out of a folder that is removed.
+    """Keeps the logs of failed tasks when the folder of the cluster is removed.
 
-    They are moved to a new folder of mode 0700 for temporary files, which is made for
-    the first of them, and which nobody but the user removes.
+    The first log that is kept creates a temporary folder of mode 0700, which only the
+    user removes.
 
     Args:
-        is_removed: Whether the folder of the logs will be; else they stay there.
+        is_removed: Whether the folder of the logs will be removed; otherwise the logs
+            stay there.
     """
 
     def __init__(self, is_removed: bool) -> None:
         self._is_removed = is_removed
         self._folder: Path | None = None
 
-    def take(self, log: Path) -> Path:
-        """Keeps a log that nobody writes to any more; returns where it is."""
+    def keep(self, log: Path) -> Path:
+        """Moves the log of an ended task if necessary; returns its new path."""
         if not self._is_removed or log.parent == self._folder:
             return log
         if self._folder is None:
@@ -74,10 +75,10 @@ class KeptLogs:
 
 
 class Child:
-    """A daemon, its log and its pipes.
+    """A daemon process with its log and its pipes.
 
-    ``address`` is "" until the child reported it; it is bound again by `start` after
-    the process ended, so that others find the task where it was.
+    ``address`` is "" until the child reports it. A restarted child binds the same
+    address, so that its peers find the task again.
     """
 
     def __init__(
@@ -91,15 +92,15 @@ class Child:
     ) -> None:
         self.job, self.index = job, index
         self.failures: list[str] = []
-        """How it ended by itself with an error, once for each time, in words."""
+        """A description of each end with an error that this object did not cause."""
         self._kept = kept
-        self._told: set[int] = set()
-        """Signals that were sent to the present process."""
+        self._sent: set[int] = set()
+        """Signals sent to the current process."""
         self.address, self.log = "", log
         self._bind, self._env = bind, dict(env)
         self._process: DaemonProcess | None = None
         self._report: IO[bytes] | None = None
-        self._heard = b""
+        self._received = b""
 
     @property
     def task(self) -> str:
@@ -114,22 +115,22 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self, extra: Sequence[str] = ()) -> None:
-        """Starts the process; `wait_ready` says when it serves.
+        """Starts the process; call `wait_ready` to wait until it serves.
 
         Raises:
-            OSError: It cannot be.
+            OSError: The process cannot be started.
         """
         if self.is_running:
-            raise RuntimeError(f"{self.task} is running already, pid {self.pid}")
+            raise RuntimeError(f"{self.task} is already running, pid {self.pid}")
         self.close()
-        self._told.clear()
+        self._sent.clear()
         server = fork_server(self._env)
-        start = started if server is None else server.start
+        start = start_process if server is None else server.start
         arguments = ["--index", str(self.index), "--bind", self.address or self._bind]
         arguments += extra
         report, child_end = os.pipe()
-        self._report, self._heard = os.fdopen(report, "rb", 0), b""
-        with os.fdopen(child_end, "wb", 0), self._opened_log() as output:
+        self._report, self._received = os.fdopen(report, "rb", 0), b""
+        with os.fdopen(child_end, "wb", 0), self._open_log() as output:
             self._process = start(
                 self.job,
                 arguments,
@@ -138,22 +139,22 @@ class Child:
                 report=child_end,
             )
 
-    def hear(self) -> bool:
-        """Reads what the child reported; true when it is ready.
+    def read_report(self) -> bool:
+        """Reads from the report pipe; returns True once the child is ready.
 
         Raises:
-            UnavailableError: It ended before it was ready; quotes the end of its log.
+            UnavailableError: The child ended before it was ready; quotes its log.
         """
         data = os.read(self.fileno(), 4096)
-        self._heard += data
+        self._received += data
         if not data:
             code = self._running().wait()
             self.keep_log()
             raise UnavailableError(
                 f"{self.task} {end_words(code)} before it was ready; {self.tail()}"
             )
-        if self._heard.endswith(b"\n"):
-            self.address = json.loads(self._heard)["address"]
+        if self._received.endswith(b"\n"):
+            self.address = json.loads(self._received)["address"]
             self._close_report()
             return True
         return False
@@ -162,16 +163,17 @@ class Child:
         """Sends a signal if the process still runs."""
         process = self._process
         if process is not None and process.poll() is None:
-            self._told.add(number)
+            self._sent.add(number)
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the process at once and waits until the kernel has taken it away."""
+        """Kills the process (SIGKILL) and waits until it has ended."""
         self.signal(signal.SIGKILL)
         self._running().wait()
 
     def wait(self, deadline: float) -> int | None:
-        """Exit code, None if the process still runs at ``deadline`` (monotonic)."""
+        """Waits for the end of the process; returns its exit code, or None if it still
+        runs at ``deadline`` (time.monotonic())."""
         if self._process is None:
             return 0
         try:
@@ -180,32 +182,31 @@ class Child:
             return None
 
     def close(self) -> None:
-        """Kills what is left of the process and closes the pipes; may be repeated, also
-        where that was interrupted, or by a handler of signals meanwhile."""
+        """Kills the process and closes the pipes. Idempotent, also after an interrupted
+        call, and when a signal handler calls it during another call."""
         process = self._process
         if process is not None:
             self.signal(signal.SIGKILL)
-            self._judge(process.wait())
+            self._note_failure(process.wait())
             if process.stdin is not None:
                 process.stdin.close()
             self._process = None
         self._close_report()
 
     def keep_log(self) -> None:
-        """Moves the log, if there is a file, to where it survives the folder of the
-        cluster (`KeptLogs`). To be called when the process has ended."""
+        """Keeps the log file, if any, when the folder is removed (`KeptLogs`). Call it
+        when the process has ended."""
         if self.log is not None:
-            self.log = self._kept.take(self.log)
+            self.log = self._kept.keep(self.log)
 
     def tail(self) -> str:
-        """The last `TAIL` lines of the log for an error; or, without a file, that it
-        went to the terminal."""
+        """Quotes the last `TAIL` lines of the log file for an error."""
         if self.log is None:
             return "its log went to the terminal"
         return quoted_end(self.log)
 
     def fileno(self) -> int:
-        """The pipe that the report comes through, for a selector."""
+        """Returns the descriptor of the report pipe, for a selector."""
         assert self._report is not None
         return self._report.fileno()
 
@@ -214,14 +215,12 @@ class Child:
             raise RuntimeError(f"{self.task} was never started")
         return self._process
 
-    def _judge(self, code: int) -> None:
-        """Notes an end that is an error of its own, or that somebody else brought."""
-        by_us = -code in self._told
-        if code not in (0, TRY_AGAIN) and not by_us:
+    def _note_failure(self, code: int) -> None:
+        is_ours = -code in self._sent
+        if code not in (0, TRY_AGAIN) and not is_ours:
             self.failures.append(end_words(code))
 
-    def _opened_log(self) -> IO[bytes]:
-        """The file that the child prints to."""
+    def _open_log(self) -> IO[bytes]:
         return (
             os.fdopen(os.dup(1), "wb", 0) if self.log is None else open(self.log, "ab")
         )
@@ -233,23 +232,23 @@ class Child:
 
 
 def quoted_end(log: Path) -> str:
-    """The last `TAIL` lines of a log with its path, for an error."""
+    """Quotes the last `TAIL` lines of a log, with its path, for an error."""
     lines = log.read_text("utf-8", "replace").splitlines()[-TAIL:]
-    return "\n  ".join([f"the end of {log}:", *(lines or ["(nothing)"])])
+    return "\n  ".join([f"last lines of {log}:", *(lines or ["(empty)"])])
 
 
 def end_words(code: int) -> str:
-    """How a process ended, by its exit code; -N is that of signal N."""
+    """Describes the end of a process by its exit code; -N means signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"
 
 
 def shell_code(code: int) -> int:
-    """An exit code as shells have it: 128 + N for signal N."""
+    """Converts an exit code to that of a shell: 128 + N for signal N."""
     return code if code >= 0 else 128 - code
 
 
@@ -257,8 +256,8 @@ def wait_ready(children: Iterable[Child], deadline: float) -> None:
     """Waits until every child serves; ``deadline`` is in time.monotonic().
 
     Raises:
-        UnavailableError: One ended before it was ready; quotes the end of its log.
-        DeadlineExceededError: Some were not ready in time; names them.
+        UnavailableError: A child ended before it was ready; quotes its log.
+        DeadlineExceededError: Some children were not ready in time; names them.
     """
     waiting = set(children)
     with selectors.DefaultSelector() as selector:
@@ -270,7 +269,7 @@ def wait_ready(children: Iterable[Child], deadline: float) -> None:
                 raise _late(waiting)
             for child in [key.data for key, _ in ready]:
                 selector.unregister(child)
-                if child.hear():
+                if child.read_report():
                     waiting.remove(child)
                 else:
                     selector.register(child, selectors.EVENT_READ, child)

@@ -1,12 +1,12 @@
-"""Several copies of one program on this machine, each a worker of one cluster.
+"""Runs programs of the user: several copies of one as a cluster, like ``mpirun`` and
+``torchrun``, or one program that uses a fleet.
 
-What ``mpirun`` and ``torchrun`` are elsewhere: every copy finds in TF_CONFIG who it is
-and where the others are. The law of this file: the copies live and die together. The
-first that fails ends the others, whoever ends this process ends them all, and its exit
-code is that of the one that failed.
+Each copy finds its task and the addresses of the others in TF_CONFIG. Law: the copies
+live and die together. The first copy that fails ends the others, the end of this
+process ends all of them, and its exit code is that of the copy that failed.
 
-A copy leads a process group of its own, so that what it started ends with it, and
-Ctrl-C at the terminal reaches it once, through us.
+Each copy leads a process group of its own, so that the processes that it starts end
+with it, and Ctrl-C in the terminal reaches it only once, through this process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.cluster import free_ports
+from zstrat.signals import handle
 from zstrat.transport import on_own_thread
 
 from ._child import end_words, inherited, shell_code
@@ -31,6 +32,8 @@ from ._runtime_dir import divided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from zstrat.cluster import ClusterSpec
 
     Write = Callable[[str], None]
     """Takes one line of output, without its end."""
@@ -42,23 +45,31 @@ if sys.platform == "linux":
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 WATCHING_PARENT: Final = (sys.executable, "-I", "-S", "-c", _WATCH_PARENT)
-"""Asks the kernel to end the process when we are gone, then becomes the command: a
-program that has threads must run nothing between fork and exec. The kernel means our
-*thread*, so the loop's has to live as long as the copies do."""
+"""A prefix for commands: asks the kernel to kill the process when its parent ends, then
+execs the command. (A program with threads must run no code between fork and exec.) For
+the kernel the parent is the *thread* that started the process, so that the thread of
+the loop has to live as long as the copies do."""
+
+FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are passed on to the program; SIGINT is not, as the terminal sends it to
+both processes."""
 
 _LONGEST_LINE: Final = 2**20
-"""Bytes of output without a line end that are kept back for it."""
+"""Bytes; a longer line of output is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What to run, and how often.
+    """A command and how to run its copies.
 
-    ``command`` is run ``count`` times. ``sockets`` is "ipc" (in a folder that only this
-    user can enter) or "tcp" (loopback ports). A copy that fails is started again up to
-    ``restarts`` times, all copies taken together, while the others go on. Once one has
-    failed for good, the others have ``notice`` seconds to end by themselves, and to say
-    whom they lost. Whoever does not end within ``drain`` seconds of SIGTERM is killed.
+    Args:
+        command: The command line of each copy.
+        count: Number of copies.
+        sockets: "ipc" (in a folder that only this user can enter) or "tcp" (loopback).
+        restarts: Number of restarts of failed copies, of all copies together.
+        drain: Seconds from SIGTERM to SIGKILL.
+        notice: Seconds that the others have, once a copy has failed for good, to end by
+            themselves and report which peer they lost.
     """
 
     command: tuple[str, ...]
@@ -80,31 +91,77 @@ class Copies:
 async def run_copies(copies: Copies, write: Write) -> int:
     """Runs all copies to their end; returns 0, or the code of the first that failed.
 
-    A copy that a signal ended has 128 + its number, as in a shell. ``write`` gets every
-    line of their output, behind the name of the task.
-
-    A command that is not there is a failure of its copy, whose output says so.
+    The code of a copy that a signal ended is 128 + its number, as in a shell. A missing
+    command is a failure of its copy. ``write`` receives every line of output, prefixed
+    with the name of the task.
 
     Raises:
-        What ``write`` raised; all copies have ended then.
+        Any error of ``write``, after all copies have ended.
         OSError: A process cannot be started.
 
-    Cancellation: ends all copies, then is raised.
+    Cancellation: ends all copies, then raises.
     """
     with _addresses(copies) as addresses:
-        return await _CopiesRun(copies, addresses, write).whole()
+        return await _CopiesRun(copies, addresses, write).run()
+
+
+def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> int:
+    """Runs a program of the user with a cluster in its environment, and forwards
+    signals to it; returns its exit code, or 128 + the number of its signal.
+
+    Call it on the main thread. The program inherits the standard streams.
+
+    Args:
+        spec: The cluster, for TF_CONFIG.
+        keys: The folder of its keys, for ZSTRAT_KEYS.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    config = {"cluster": spec.as_dict()}  # without a task: the program is not one
+    env = {
+        **inherited(),
+        "TF_CONFIG": json.dumps(config),
+        "ZSTRAT_KEYS": str(keys),
+    }
+    # It may share a GPU with a worker, and must not allocate all memory of it.
+    env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    received: list[int] = []
+    before = {
+        number: signal.getsignal(number) for number in (*FORWARDED, signal.SIGINT)
+    }
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if process is not None:
+            process.send_signal(number)
+
+    try:
+        for number in FORWARDED:
+            if before[number] is not signal.SIG_IGN:
+                handle(number, forward)
+        handle(signal.SIGINT, lambda number, frame: None)
+        process = subprocess.Popen([*WATCHING_PARENT, *command], env=env)
+        for early in tuple(received):  # while the process was started
+            process.send_signal(early)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return shell_code(code)
 
 
 class _CopiesRun:
     def __init__(self, copies: Copies, addresses: Sequence[str], write: Write) -> None:
         self._copies, self._write = copies, write
         self._cluster = {"worker": list(addresses)}
-        self._found = divided(inherited(), copies.count)
-        self._left = copies.restarts
+        self._variables = divided(inherited(), copies.count)
+        self._restarts_left = copies.restarts
         self._is_ending = False
         self._groups: set[int] = set()
 
-    async def whole(self) -> int:
+    async def run(self) -> int:
         """Runs all copies to their end; see `run_copies`."""
         tasks = [
             asyncio.create_task(self._copy(index), name=f"worker:{index}")
@@ -121,32 +178,32 @@ class _CopiesRun:
             await self._end(tasks)
 
     async def _copy(self, index: int) -> int:
-        """One copy and its successors; the exit code of the last of them, as shells
-        give it: above 128 it was a signal."""
+        """Runs one copy, with its restarts; returns its last exit code, as of a
+        shell."""
         while True:
             code = await self._process(index)
             if not code or self._is_ending:
                 return shell_code(code)
             ended = f"worker:{index} {end_words(code)}"
-            if not self._left:
-                self._is_ending = True  # others that fail now were brought down by it
+            if not self._restarts_left:
+                self._is_ending = True  # later failures are consequences of this one
                 self._write(f"{ended}: ending the others")
                 return shell_code(code)
-            self._left -= 1
-            self._write(f"{ended}: starting it anew")
+            self._restarts_left -= 1
+            self._write(f"{ended}: restarting it")
 
     async def _process(self, index: int) -> int:
-        process = _started(self._copies.command, self._environment(index))
+        process = _start_copy(self._copies.command, self._environment(index))
         self._groups.add(process.pid)
         try:
             async with asyncio.TaskGroup() as group:
                 relay = self._relay(index, process.stdout)
                 group.create_task(relay, name=f"output of worker:{index}")
                 code = await on_own_thread(process.wait)
-                # What it started ends with it, and lets go of its output.
+                # Also the processes that it started, which may hold its output open.
                 _signal(process.pid, signal.SIGKILL)
                 self._groups.discard(process.pid)
-        except ExceptionGroup as failed:  # of the relay alone: nobody takes its lines
+        except ExceptionGroup as failed:  # only the relay fails: an error of `write`
             raise failed.exceptions[0] from None
         return code
 
@@ -161,10 +218,10 @@ class _CopiesRun:
                 self._write(f"worker:{index} | {text}")
 
     async def _end(self, tasks: Sequence[asyncio.Task[int]]) -> None:
-        """Ends what still runs: asked first, then killed."""
+        """Ends the copies that still run: SIGTERM, then SIGKILL."""
         self._is_ending = True
         self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a frozen one would sleep through it
+        self._signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
         try:
             await asyncio.wait(tasks, timeout=self._copies.drain)
         finally:
@@ -178,16 +235,16 @@ class _CopiesRun:
     def _environment(self, index: int) -> Mapping[str, str]:
         task = {"type": "worker", "index": index}
         config = json.dumps({"cluster": self._cluster, "task": task})
-        # Whoever watches wants lines when they are printed.
-        found = self._found[index]
-        return {"PYTHONUNBUFFERED": "1", **found, "TF_CONFIG": config}
+        # Unbuffered: lines appear when they are printed.
+        variables = self._variables[index]
+        return {"PYTHONUNBUFFERED": "1", **variables, "TF_CONFIG": config}
 
 
-def _started(
+def _start_copy(
     command: tuple[str, ...], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a copy. Not by the loop: uvloop forks, with the hooks of all that is
-    loaded here."""
+    """Starts a copy. Not by the loop, as uvloop forks, which runs the fork hooks of all
+    loaded libraries."""
     return subprocess.Popen(
         [*WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,
@@ -199,7 +256,7 @@ def _started(
 
 
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
-    """The next line, or a piece of one that is too long; empty at the end."""
+    """Reads the next line, or a part of a line that is too long; empty at the end."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as end:
@@ -215,9 +272,9 @@ def _signal(group: int, number: int) -> None:
 
 @contextlib.contextmanager
 def _addresses(copies: Copies) -> Iterator[list[str]]:
-    """One address for each copy, free for as long as the context lasts."""
+    """Yields one free address for each copy."""
     if copies.sockets == "tcp":
-        # Another process may take one before its copy binds it, which then says so.
+        # Another process may bind a port before its copy, which then fails.
         yield [f"127.0.0.1:{port}" for port in free_ports(copies.count)]
         return
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:  # of mode 0700

@@ -1,9 +1,10 @@
-"""What keeps a cluster from working, and what holds a run up; and what to do about it.
+"""Diagnoses a cluster that does not work, or a run that is slow, with a remedy for each
+finding.
 
-A cluster is looked at once. A run is looked at for a while: the tasks tell of their
-last seconds, so looks follow each other as closely as those windows do, and all of them
-together are of the whole time. Nothing of the run is touched: an observer asks for
-statistics, as `zstrat status` does.
+A cluster is checked once. A run is sampled for a while: each task reports the numbers
+of its last seconds, so the samples follow each other at the length of that window and
+cover the whole time. The run is not disturbed: an observer requests statistics, as
+`zstrat status` does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zstrat.telemetry import RECENT, Limit, TaskReport, limits, over, report
 from zstrat.transport import Security, key_names
 from zstrat.wire import Job
 
-from ._observe import Observer, observe, told_by
+from ._observe import Observer, observe, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 
 
 SKEW: Final = 5.0
-"""Seconds between two clocks above which logs of two machines no longer fit together.
-zstrat itself never compares clocks of two machines."""
+"""Seconds of clock skew above which the logs of two machines are hard to merge. zstrat
+itself never compares the clocks of two machines."""
 
 MUST_AGREE: Final = ("jax", "jaxlib", "numpy", "python")
-"""Programs travel from one machine to another: the first two numbers should be the
-same everywhere."""
+"""Packages whose major and minor versions should be equal everywhere, as programs are
+sent from one machine to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; ``ok`` None is neither good nor bad."""
+    """The result of one check; ``ok`` is None if it is neither good nor bad."""
 
     what: str
     ok: bool | None
@@ -54,38 +55,31 @@ class Finding:
 async def examine(
     spec: ClusterSpec | None, settings: Settings, timeout: float
 ) -> list[Finding]:
-    """Every check there is; those of the cluster only if there is a spec.
+    """Runs all checks; those of the tasks only if there is a cluster spec.
 
-    Returns within about ``timeout`` seconds whatever the network does.
+    Returns within about ``timeout`` seconds, even if the network fails.
     """
-    findings = [_python(), *_packages(), _keys(settings)]
+    python = f"{sys.version.split()[0]} at {sys.executable}"
+    findings = [Finding("python", True, python), *_packages(), _keys(settings)]
     if spec is None:
-        hint = "set TF_CONFIG or give --cluster FILE.toml to check the tasks as well"
-        return [*findings, Finding("cluster", None, "none given", hint)]
+        hint = "set TF_CONFIG or pass --cluster FILE.toml to check the tasks as well"
+        return [*findings, Finding("cluster", None, "not specified", hint)]
     try:
-        found = await observe(spec, settings, timeout)
+        statuses = await observe(spec, settings, timeout)
     except ZstratError as error:
         return [*findings, Finding("cluster", False, str(error))]
-    return [*findings, *(f for status in found for f in _task(status))]
+    return [*findings, *(f for status in statuses for f in _task(status))]
 
 
-def judge_versions(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """The packages whose first two numbers differ, with both versions."""
+def version_differences(here: dict[str, str], there: dict[str, str]) -> list[str]:
+    """Lists the packages whose major or minor versions differ, with both versions."""
     return [
-        f"{name} {theirs[name]} there, {mine[name]} here"
+        f"{name} {there[name]} there, {here[name]} here"
         for name in MUST_AGREE
-        if name in mine
-        and name in theirs
-        and _feature(mine[name]) != _feature(theirs[name])
+        if name in here
+        and name in there
+        and here[name].split(".")[:2] != there[name].split(".")[:2]
     ]
-
-
-def _feature(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
-def _python() -> Finding:
-    return Finding("python", True, f"{sys.version.split()[0]} at {sys.executable}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -99,25 +93,26 @@ def _packages() -> Iterator[Finding]:
 
 def _keys(settings: Settings) -> Finding:
     if settings.keys is None:
-        advice = "zstrat keygen DIR, then ZSTRAT_KEYS=DIR"
-        return Finding("keys", None, "none: loopback only", advice)
+        advice = "run `zstrat keygen DIR` and set ZSTRAT_KEYS=DIR"
+        return Finding("keys", None, "none: connections on loopback only", advice)
     names = [*map(str, Job), *[n for n in key_names(settings.keys) if "-" in n]]
-    held = [name for name in names if (settings.keys / f"{name}.secret").exists()]
+    secrets = [name for name in names if (settings.keys / f"{name}.secret").exists()]
     wrong = []
-    for name in held or [str(Job.CHIEF)]:
+    for name in secrets or [str(Job.CHIEF)]:
         job, _, index = name.partition("-")
         try:
             Security.load(settings.keys, job, int(index) if index else None)
         except (ZstratError, OSError, ValueError) as error:
             wrong.append(str(error))
-    if wrong:  # of each secret the same, where a file is missing that all need
+    if wrong:  # without duplicates: all secrets need the same public files
         return Finding("keys", False, "; ".join(dict.fromkeys(wrong)))
-    return Finding("keys", True, f"{settings.keys} has the secret of {', '.join(held)}")
+    words = f"{settings.keys} has the secrets of {', '.join(secrets)}"
+    return Finding("keys", True, words)
 
 
 def _task(status: TaskStatus) -> Iterator[Finding]:
     if status.problem:
-        yield Finding(status.task, False, status.problem)  # it says what to do
+        yield Finding(status.task, False, status.problem)  # contains its own remedy
         return
     yield Finding(
         status.task,
@@ -127,36 +122,38 @@ def _task(status: TaskStatus) -> Iterator[Finding]:
     )
     task = status.values.get("task")
     versions = task.get("versions") if isinstance(task, dict) else None
-    theirs = (
+    there = (
         {k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
     )
-    different = judge_versions(_mine(theirs), theirs)
-    if different:
+    differences = version_differences(_versions_here(there), there)
+    if differences:
         advice = "install the same versions on all machines"
-        yield Finding(f"{status.task} versions", False, "; ".join(different), advice)
+        yield Finding(f"{status.task} versions", False, "; ".join(differences), advice)
     skew = status.number("task", "time") - time.time()
     if abs(skew) > SKEW:
-        words = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one"
+        direction = "ahead of" if skew > 0 else "behind"
+        words = f"{abs(skew):.0f} s {direction} the clock of this machine"
         yield Finding(f"{status.task} clock", False, words, "set up NTP or chrony")
 
 
-def _mine(names: dict[str, str]) -> dict[str, str]:
-    mine = {"python": ".".join(str(part) for part in sys.version_info[:3])}
+def _versions_here(names: dict[str, str]) -> dict[str, str]:
+    versions = {"python": ".".join(str(part) for part in sys.version_info[:3])}
     for name in names:
         try:
-            mine.setdefault(name, importlib.metadata.version(name))
+            versions.setdefault(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            continue  # not ours to compare
-    return mine
+            continue  # not installed here, nothing to compare
+    return versions
 
 
 @dataclass(frozen=True, slots=True)
 class RunFindings:
-    """What a run was like for so many ``seconds``.
+    """The diagnosis of a run over ``seconds``.
 
-    ``metrics`` has the keys of `ClusterCoordinator.metrics` that tasks can tell of;
-    ``limits`` is what follows from them, the worst first; ``problems``: who did not
-    answer at the last look, and why, by task.
+    Args:
+        metrics: The entries of `ClusterCoordinator.metrics` that tasks report.
+        limits: What slows the run down, the worst first.
+        problems: By task, why it did not answer the last request.
     """
 
     seconds: float
@@ -172,15 +169,15 @@ async def examine_run(
     timeout: float,
     enough: asyncio.Event,
 ) -> RunFindings:
-    """Looks for so long, or until there is ``enough``.
+    """Samples the run for ``seconds``, or until ``enough`` is set.
 
     Args:
-        timeout: Seconds for each task to answer a look.
+        timeout: Seconds for each task to answer a request.
 
-    Cancellation: nothing is found.
+    Cancellation: discards the samples.
     """
     loop = asyncio.get_running_loop()
-    looks: dict[str, list[TaskReport]] = {}
+    samples: dict[str, list[TaskReport]] = {}
     async with Observer(spec, settings) as observer:
         began = loop.time()
         while True:
@@ -188,17 +185,16 @@ async def examine_run(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, RECENT)):
                     await enough.wait()
-            seen = await observer.look(timeout)
-            for status in seen:
-                looks.setdefault(status.task, []).append(told_by(status))
+            for status in await observer.inspect(timeout):
+                samples.setdefault(status.task, []).append(report_of(status))
             if enough.is_set() or loop.time() >= began + seconds:
                 break
-    return findings(looks, loop.time() - began)
+    return diagnose(samples, loop.time() - began)
 
 
-def findings(looks: dict[str, list[TaskReport]], seconds: float) -> RunFindings:
-    """What follows from the looks at each task."""
-    tasks = {name: over(each) for name, each in looks.items()}
+def diagnose(samples: dict[str, list[TaskReport]], seconds: float) -> RunFindings:
+    """Derives the limits of a run from the samples of each task."""
+    tasks = {name: over(reports) for name, reports in samples.items()}
     metrics = report(tasks)
     problems = {
         name: task.last_error for name, task in tasks.items() if task.state == "lost"

@@ -1,14 +1,13 @@
-"""Daemons of this machine that are forked, not started: of one process that has
-imported all that they need.
+"""Starts daemons of this machine by forking a process that has imported their modules.
 
-To start Python, and to import jax and zstrat, takes a daemon a second of processor
-time. A *fork server* (`zstrat.daemons.fork_server`) does that once for all daemons of
-this program, which begin as copies of it within milliseconds and share its memory. One
-is kept for the next cluster; it ends with this program, and its daemons with it.
+A new Python process that imports jax and zstrat takes a second of processor time. A
+*fork server* (`zstrat.daemons.fork_server`) does that once for all daemons of this
+program, which then start within milliseconds and share its memory. It is kept for the
+next cluster, and ends with this program, together with its daemons.
 
-Law: a daemon finds the environment that it would find if it were started. What Python,
-jax or another library has read of it by then is the same: else there is another fork
-server (`_READ_LATER` says what may differ).
+Law: a forked daemon behaves as if it were started with its environment. If a variable
+differs that Python, jax or another library reads when it is imported, there is a new
+fork server (`_READ_LATER` lists the variables that may differ).
 """
 
 from __future__ import annotations
@@ -36,33 +35,37 @@ _READ_LATER: Final = (
     "JAX_PLATFORMS",
     "NPROC",
     "TF_CONFIG",
-    # Where there is no TPU jax sets it when it is imported; who looks for one reads it.
+    # jax sets it at import on machines without a TPU, and reads it to look for one.
     "TPU_SKIP_MDS_QUERY",
     GPUS_VARIABLE,
-    # No library reads it, and pytest sets it for each test: they would share no server.
+    # No library reads it. pytest sets it for each test, which would need a new server.
     "PYTEST_CURRENT_TEST",
 )
-"""With those of zstrat: what a daemon reads when it begins, or tells jax then."""
+"""Variables that a daemon reads, or passes to jax, after the fork; those of zstrat are
+such variables as well."""
 
 _SET_BY_JAX: Final = {"TF_CPP_MIN_LOG_LEVEL": "1"}
-"""What jax sets when it is imported, where nobody has: a program that has imported it
-since its last cluster finds the same as the fork server, which imports it, too."""
+"""Variables that jax sets at import if they are unset. A program that imported jax
+after it started the fork server has them, and still suits that server."""
 
 REQUEST: Final = b"\0"
-"""What an order is on the socket; its text is in the last of the descriptors that come
-with it. So Ctrl-C finds all of it sent, or nothing: half of one would be taken for the
-beginning of the next."""
+"""The bytes of a request on the socket; its text is in the last descriptor that comes
+with them. So a request interrupted by Ctrl-C is sent as a whole or not at all; half a
+request would be taken for the beginning of the next one."""
 WORD: Final = struct.Struct("!i")
-"""What a fork server tells of a daemon: its process id, then `STOPPED` and `CONTINUED`
-as often as that happens, and in the end its exit code, or -N for signal N."""
+"""A report about a daemon: first its process id, then `STOPPED` and `CONTINUED` as
+often as that happens, and at the end its exit code, or -N for signal N."""
 STOPPED: Final = 1 << 16
 CONTINUED: Final = 1 << 17
 
 
 @final
 class ForkServer:
-    """The process that daemons are forked from. ``environment`` is what it finds, and
-    ``program`` what Python runs.
+    """The process from which daemons are forked.
+
+    Args:
+        environment: Its environment.
+        program: The arguments of Python.
 
     Raises:
         OSError: Python cannot be started.
@@ -74,7 +77,7 @@ class ForkServer:
         program: Sequence[str] = ("-P", "-m", "zstrat.daemons.fork_server"),
     ) -> None:
         ours, theirs = socket.socketpair()
-        self._what = _identity(environment)
+        self._identity = _identity(environment)
         self._socket = ours
         command = [sys.executable, *program]
         process: subprocess.Popen[bytes] | None = None
@@ -88,7 +91,7 @@ class ForkServer:
                     start_new_session=True,
                 )
             self._end = weakref.finalize(self, _end, process, ours, os.getpid())
-        except BaseException:  # to who wants it: of Ctrl-C, too
+        except BaseException:  # to the caller; also for Ctrl-C
             ours.close()
             if process is not None:
                 process.kill()
@@ -101,9 +104,9 @@ class ForkServer:
         return self._process.pid
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether it lives, is ours, and has read what a daemon with this environment
-        would read."""
-        is_ours = self._what == _identity(environment)
+        """Whether the server runs, belongs to this process, and imported its modules
+        with the same variables."""
+        is_ours = self._identity == _identity(environment)
         return is_ours and self._process.poll() is None
 
     def start(
@@ -116,66 +119,71 @@ class ForkServer:
         report: int,
         folder: str = ".",
     ) -> ForkedProcess:
-        """Forks a daemon, as soon as all is imported.
+        """Requests a daemon, which is forked as soon as the imports are done.
 
         Args:
-            arguments: Of its command line.
+            arguments: The arguments of its command line.
             output: The descriptor of its standard output and standard error; it stays
-                open here.
-            report: The descriptor that it reports its address to, in the same way.
-            folder: Where it runs.
+                open in this process.
+            report: The descriptor to which it reports its address; stays open as well.
+            folder: Its working folder.
 
         Raises:
             OSError: The fork server has ended.
         """
-        order = {"job": job, "arguments": [*arguments], "environment": {**environment}}
-        body = json.dumps(order).encode()
-        with contextlib.ExitStack() as closing:
-            heard, told = os.pipe()
-            closing.callback(os.close, told)
-            stdin, ours = os.pipe()
-            closing.callback(os.close, stdin)
-            process = ForkedProcess(self, heard, os.fdopen(ours, "wb", 0))
-            here = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-            closing.callback(os.close, here)
-            text = closing.enter_context(_file_of(body))
-            descriptors = [stdin, output, report, told, here, text.fileno()]
+        text = {"job": job, "arguments": [*arguments], "environment": {**environment}}
+        with contextlib.ExitStack() as stack:
+            status_reader, status_writer = os.pipe()
+            stack.callback(os.close, status_writer)
+            stdin_reader, stdin_writer = os.pipe()
+            stack.callback(os.close, stdin_reader)
+            stdin = os.fdopen(stdin_writer, "wb", 0)
+            process = ForkedProcess(self, status_reader, stdin)
+            cwd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+            stack.callback(os.close, cwd)
+            file = stack.enter_context(
+                os.fdopen(os.memfd_create("zstrat request"), "w+b", 0)
+            )
+            file.write(json.dumps(text).encode())
+            file.seek(0)
+            pipes = [stdin_reader, output, report, status_writer]
+            descriptors = [*pipes, cwd, file.fileno()]
             socket.send_fds(self._socket, [REQUEST], descriptors)
         return process
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Waits for the end of the fork server; returns its exit code."""
         return self._process.wait()
 
 
 @final
 class ForkedProcess:
-    """A daemon that a fork server has forked, or will. Its methods may be called from
-    any thread."""
+    """A daemon that a fork server forks, with the interface of `subprocess.Popen`.
+    Thread-safe."""
 
-    def __init__(self, server: ForkServer, heard: int, stdin: IO[bytes]) -> None:
+    def __init__(self, server: ForkServer, status: int, stdin: IO[bytes]) -> None:
         self.stdin: IO[bytes] | None = stdin
         self.returncode: int | None = None
-        self._server, self._heard = server, heard
+        self._server, self._status = server, status
         self._pid: int | None = None
         self._is_stopped = False
-        self._words: list[bytes] = []
-        """All that has come,"""
-        self._looks = 0
-        """and how much of it was looked at."""
+        self._received: list[bytes] = []
+        """All bytes of the status pipe, as they were read."""
+        self._parsed = 0
+        """Number of entries of ``_received`` that are parsed."""
         self._reading = threading.Lock()
-        # At the end of the program a cluster that was made before still ends it.
-        weakref.finalize(self, os.close, heard).atexit = False
+        # Not at exit: there, a cluster that was made earlier still waits for this.
+        weakref.finalize(self, os.close, status).atexit = False
 
     @property
     def pid(self) -> int:
-        """Waits until it is forked.
+        """The process id; waits until the daemon is forked.
 
         Raises:
-            ProcessLookupError: It never was, as the fork server had ended.
+            ProcessLookupError: The fork server ended before it forked the daemon.
         """
         while self._pid is None and self.returncode is None:
-            self._hear(None)
+            self._read_status(None)
         if self._pid is None:
             raise ProcessLookupError(
                 f"the fork server has ended with exit code {self.returncode}"
@@ -183,67 +191,68 @@ class ForkedProcess:
         return self._pid
 
     def poll(self) -> int | None:
-        """Its exit code, or -N for signal N; None while it runs."""
-        while self.returncode is None and self._hear(0.0):
+        """Returns the exit code, or -N for signal N; None while the daemon runs."""
+        while self.returncode is None and self._read_status(0.0):
             pass
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, when it has ended.
+        """Waits for the end of the daemon; returns the same as `poll`.
 
         Raises:
-            subprocess.TimeoutExpired: It has not within ``timeout`` seconds.
+            subprocess.TimeoutExpired: It did not end within ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._hear(left) and self.poll() is None:
+            if not self._read_status(left) and self.poll() is None:
                 raise subprocess.TimeoutExpired("a daemon", timeout or 0.0)
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Sends it, if it still runs; waits until it is forked, and behind SIGSTOP and
-        SIGCONT until it has stopped or goes on."""
+        """Sends a signal if the daemon runs, after it is forked. For SIGSTOP and
+        SIGCONT waits until it has stopped or continued."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, sig)
         if sig in (signal.SIGSTOP, signal.SIGCONT):
             while self.poll() is None and self._is_stopped != (sig == signal.SIGSTOP):
-                self._hear(None)
+                self._read_status(None)
 
-    def _hear(self, timeout: float | None) -> bool:
-        """Reads what has come within so many seconds; false if nothing has."""
-        if self._looks < len(self._words):  # Ctrl-C came in between
+    def _read_status(self, timeout: float | None) -> bool:
+        """Waits for bytes of the status pipe and parses them; False if none came within
+        ``timeout`` seconds."""
+        if self._parsed < len(self._received):  # Ctrl-C interrupted the last call
             with self._reading:
-                self._look()
+                self._parse()
             return True
-        waiting = select.poll()
-        waiting.register(self._heard, select.POLLIN)
-        if not waiting.poll(None if timeout is None else timeout * 1000):
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
             return False
         with self._reading:
-            if self.returncode is not None or not waiting.poll(0):
+            if self.returncode is not None or not poll.poll(0):
                 return True  # another thread was first
-            # From C, so that Ctrl-C finds it in the pipe or here: an exit code would be
-            # taken for a process id if that were lost.
-            self._words.extend(map(os.read, (self._heard,), (4096,)))
-            self._look()
+            # Read and appended in C, so that Ctrl-C loses no bytes: if the process id
+            # were lost, the exit code would be taken for it.
+            self._received.extend(map(os.read, (self._status,), (4096,)))
+            self._parse()
         return True
 
-    def _look(self) -> None:
-        """Finds out from all that has come how the daemon is."""
-        looks, told = len(self._words), b"".join(self._words)
-        whole = len(told) // WORD.size * WORD.size
-        pid, *words = [word for (word,) in WORD.iter_unpack(told[:whole])] or [None]
+    def _parse(self) -> None:
+        """Derives the state of the daemon from all received bytes."""
+        parsed, data = len(self._received), b"".join(self._received)
+        whole = len(data) // WORD.size * WORD.size
+        pid, *words = [word for (word,) in WORD.iter_unpack(data[:whole])] or [None]
         self._pid = pid
         if words and words[-1] in (STOPPED, CONTINUED):
             self._is_stopped = words[-1] == STOPPED
         elif words:
             self.returncode = words[-1]
-        if not self._words[-1] and self.returncode is None:
-            # The kernel kills a daemon whose fork server has ended.
+        if not self._received[-1] and self.returncode is None:
+            # The fork server has ended: the kernel kills its daemons.
             self.returncode = self._server.wait() if pid is None else -signal.SIGKILL
-        self._looks = looks
+        self._parsed = parsed
 
 
 _keeping: Final = threading.Lock()
@@ -251,9 +260,9 @@ _kept: ForkServer | None = None
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
-    """The fork server for daemons with this environment: that of this program, which is
-    kept, or a new one in its place; None where daemons are started one by one, as a
-    process that has loaded system libraries may not be forked.
+    """Returns the fork server for daemons with this environment: the kept one, or a new
+    one in its place. None on other systems than Linux, where a process that has loaded
+    system libraries must not be forked.
 
     Raises:
         OSError: Python cannot be started.
@@ -268,11 +277,11 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
 
 
 def kept_fork_server() -> ForkServer | None:
-    """That of this program, if a cluster had one; it stays for the next."""
+    """Returns the fork server that is kept for the next cluster, if any."""
     return _kept
 
 
-def started(
+def start_process(
     job: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
@@ -280,8 +289,8 @@ def started(
     output: int,
     report: int,
 ) -> subprocess.Popen[bytes]:
-    """As `ForkServer.start`, of a process that is started for it."""
-    # -P: the folder we happen to run in must not shadow modules of the daemon.
+    """Starts a daemon as a new process; otherwise like `ForkServer.start`."""
+    # -P: modules in the working folder must not shadow those of the daemon.
     command = [sys.executable, "-P", "-m", f"zstrat.daemons.{job}", *arguments]
     return subprocess.Popen(
         [*command, "--parent", str(os.getpid()), "--report", str(report)],
@@ -290,13 +299,13 @@ def started(
         stderr=output,
         env=dict(environment),
         pass_fds=[report],
-        # Ctrl-C at the terminal is for the program; it then ends its daemons.
+        # Ctrl-C in the terminal is for the program, which then ends its daemons.
         start_new_session=True,
     )
 
 
 def _identity(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What is the same for all daemons of one fork server."""
+    """Returns what all daemons of one fork server have in common."""
     early = {
         name: value
         for name, value in environment.items()
@@ -307,16 +316,8 @@ def _identity(environment: Mapping[str, str]) -> tuple[object, ...]:
     return os.getpid(), sys.executable, early
 
 
-def _file_of(body: bytes) -> IO[bytes]:
-    """A file that has no name, with its position at the beginning."""
-    file = os.fdopen(os.memfd_create("zstrat order"), "w+b", 0)
-    file.write(body)
-    file.seek(0)
-    return file
-
-
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, program: int) -> None:
-    """Ends it, unless this is a process that the program has forked."""
+    """Ends the fork server, unless this is a forked process of the program."""
     ours.close()
     if os.getpid() == program:
         process.kill()

@@ -41,44 +41,43 @@ log = logging.getLogger("zstrat.launch")
 class LocalCluster(StartedTasks[Child]):
     """Parameter servers and workers as processes of this machine.
 
-    A context manager; without ``with`` the daemons end when the object is collected or
-    the program ends, however it ends.
+    A context manager; without ``with`` the daemons end when the object is garbage
+    collected, or when the program ends or is killed.
 
         with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
             strategy = zs.ParameterServerStrategy(cluster.resolver)
 
-    The daemons look for modules where this program does first, ``sys.path[0]``: files
-    beside the script are there, for what cannot travel and is imported (a lock).
+    ``sys.path[0]`` of this program is on the path of the daemons: they can import the
+    modules in the folder of the script, for objects that cannot be sent, such as locks.
 
     Args:
-        num_ps, num_workers: How many of each. No workers: for programs that train by
-            themselves, as with `BetweenGraphStrategy`.
-        transport: How bodies and messages travel: "tcp" (loopback ports, open to every
-            user of this machine), "ipc" (sockets in a folder that only this user can
-            enter), "shm" (the same, and large bodies through shared memory) or "auto"
-            (the last one that the system has). Default: ``ZSTRAT_TRANSPORT``.
-        env: Variables for the daemons, over those of this process. The folder of the
-            program comes before a ``PYTHONPATH``. ``NPROC`` is the number of XLA's
-            threads; if it is in neither, the workers share the cores. They divide the
-            GPUs that ``CUDA_VISIBLE_DEVICES`` lists, or all, equally.
+        num_ps, num_workers: Number of parameter servers and workers; 0 workers for
+            programs that train by themselves, as with `BetweenGraphStrategy`.
+        transport: The transport: "tcp" (loopback ports, which every user of this
+        machine can
+            reach), "ipc" (sockets in a folder that only this user can enter), "shm"
+            (like "ipc", with large bodies in shared memory) or "auto" (the last of
+            these that the system supports). Default: ``ZSTRAT_TRANSPORT``.
+        env: Variables for the daemons, in addition to those of this process. ``NPROC``
+            is the number of threads of XLA; by default the workers share the cores.
+            They divide the GPUs in ``CUDA_VISIBLE_DEVICES``, or all GPUs, equally.
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
-        directory: Folder for sockets and logs, kept afterwards; default: a new one of
-            mode 0700 that is removed at the end. The log of a task that has ended with
-            an error, or by a signal that is not of this object, is kept elsewhere, and
-            a warning at the end says where.
-        settings: Timeouts that the daemons get; default: from ``ZSTRAT_*``.
-        coordinates: This program will make strategies: it imports what they need, jax
-            with it, while the daemons do the same. False: it only keeps the cluster.
+        directory: Folder for sockets and logs, which is kept; default: a temporary
+            folder of mode 0700. If a task fails, its log is moved out of the temporary
+            folder, and a warning at the end names the path.
+        settings: Timeouts of the daemons; default: from ``ZSTRAT_*``.
+        coordinates: Whether this program makes strategies. If so, it imports jax while
+            the daemons start. False: it only runs the cluster.
 
     Raises:
-        ValueError: An argument cannot be.
-        UnavailableError: A daemon ended before it was ready; quotes the end of its log,
-            and says where it is kept.
-        DeadlineExceededError: The daemons were not ready in ``timeouts.connect``.
+        ValueError: An argument is invalid.
+        UnavailableError: A daemon ended before it was ready; quotes its log and names
+            the path of the log.
+        DeadlineExceededError: The daemons were not ready within ``timeouts.connect``.
         TypeError: A count is not a whole number.
-        RuntimeError: nvidia-smi is there and fails; ``CUDA_VISIBLE_DEVICES`` is what
-            it would be asked for.
+        RuntimeError: nvidia-smi exists but fails; set ``CUDA_VISIBLE_DEVICES`` to avoid
+            calling it.
     """
 
     def __init__(
@@ -107,14 +106,14 @@ class LocalCluster(StartedTasks[Child]):
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:
             workers["JAX_PLATFORMS"] = "cpu"
-        found: dict[str, list[Mapping[str, str]]] = {
+        variables: dict[str, list[Mapping[str, str]]] = {
             "ps": [daemons] * num_ps,
             "worker": divided(workers, num_workers),
         }
-        fork_server(daemons)  # so that it ends behind us when the program does
+        fork_server(daemons)  # first, so that it ends after this object at exit
         folder = RunFolder(directory)
-        place = RuntimeDir.of(self.transport, folder.path)
-        self.directory = place.folder
+        runtime_dir = RuntimeDir.of(self.transport, folder.path)
+        self.directory = runtime_dir.folder
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
         remove = self.directory if directory is None else None
@@ -124,32 +123,33 @@ class LocalCluster(StartedTasks[Child]):
         kept = KeptLogs(directory is None)
         try:
             folder.make()
-            for job, environments in found.items():
-                for index, variables in enumerate(environments):
+            for job, environments in variables.items():
+                for index, env in enumerate(environments):
                     name = f"{job}-{index}"
-                    path = place.folder / f"{name}.log" if logs == "files" else None
-                    bind = place.address(name)
-                    child = Child(job, index, bind, path, variables, kept)
+                    log_file = self.directory / f"{name}.log"
+                    path = log_file if logs == "files" else None
+                    bind = runtime_dir.address(name)
+                    child = Child(job, index, bind, path, env, kept)
                     children[child.task] = child
             self._start(children.values())
-        except BaseException:  # to the caller, who has no cluster that he could stop
+        except BaseException:  # to the caller, who has no object to stop
             self.stop()
             raise
 
     @property
     def settings(self) -> Settings:
-        """What a strategy is given to be let in; it takes them by itself if it is given
-        this object."""
+        """The settings with which a strategy connects to this cluster. A strategy that
+        is made of this object uses them automatically."""
         return self._settings
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach this cluster, if not the object itself.
+        """A resolver for strategies, which also accept this object itself.
 
-        It names no task: the program that coordinates is not among the tasks.
+        It names no task, because the coordinating program is not among the tasks.
 
         Raises:
-            ClosedError: The cluster was closed.
+            ClosedError: The cluster is closed.
         """
         self._check_open()
         return SimpleClusterResolver(self.spec)
@@ -166,7 +166,7 @@ class LocalCluster(StartedTasks[Child]):
         self._task(task).kill()
 
     def terminate(self, task: str) -> int:
-        """Asks ``task`` to drain and end; returns its exit code.
+        """Drains and ends ``task`` (SIGTERM); returns its exit code.
 
         Raises:
             DeadlineExceededError: It did not end within twice ``timeouts.drain``.
@@ -177,23 +177,23 @@ class LocalCluster(StartedTasks[Child]):
         code = child.wait(time.monotonic() + timeout)
         if code is None:
             raise DeadlineExceededError(
-                f"{task} did not end in {timeout:g}s; {child.tail()}"
+                f"{task} did not end within {timeout:g} s; {child.tail()}"
             )
         return code
 
     def stop_task(self, task: str) -> None:
-        """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers.
-        Returns when it is."""
+        """Freezes ``task`` (SIGSTOP), so that its peers hear nothing of it, and waits
+        until it is frozen."""
         self._task(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:
-        """Lets a frozen task go on (SIGCONT)."""
+        """Continues a frozen task (SIGCONT)."""
         self._task(task).signal(signal.SIGCONT)
 
     def restart(self, task: str) -> None:
-        """Starts ``task`` again at the address that it had; kills it if it runs.
+        """Restarts ``task`` at its address; kills it first if it runs.
 
-        Returns when it serves. Raises as the constructor does.
+        Returns when it serves. Raises the errors of the constructor.
         """
         child = self._task(task)
         if child.is_running:
@@ -218,7 +218,7 @@ class LocalCluster(StartedTasks[Child]):
 
 def _count(name: str, given: int, least: int) -> int:
     with contextlib.suppress(TypeError):
-        count = operator.index(given)  # one of numpy is one, too
+        count = operator.index(given)  # accepts integers of numpy as well
         if count < least:
             raise ValueError(f"{name}={given}: expected {least} or more")
         if not isinstance(given, bool):
@@ -227,13 +227,13 @@ def _count(name: str, given: int, least: int) -> int:
 
 
 def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
-    """Workers first: what they still push needs the parameter servers."""
+    """Ends workers first, as their last pushes need the parameter servers."""
     children = list(tasks.values())
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]
         for child in group:
             child.signal(signal.SIGTERM)
-            child.signal(signal.SIGCONT)  # a frozen one would sleep through it
+            child.signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
         deadline = time.monotonic() + drain + 2 * GRACE
         for child in group:
             child.wait(deadline)

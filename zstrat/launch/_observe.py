@@ -1,12 +1,12 @@
-"""What the tasks of a running cluster say about themselves.
+"""Reads the statistics of the tasks of a running cluster.
 
-An observer opens a link of its own role to each task and asks; it never owns a task,
-so it can watch a training run without touching it.
+An observer opens a link with the role "observer" to each task and requests statistics;
+it never owns a task, so that it does not disturb the training run.
 
-`ObservedRun` is that in the form in which a program tells of its run, so that the page,
-and whatever else reads `ClusterCoordinator.metrics`, can be had where no program offers
-it. What only a program knows is absent: scalars, what waits to be given out, what steps
-print. The log has what the observer noticed.
+`ObservedRun` serves these statistics in the format of `ClusterCoordinator.metrics`, for
+the status page and other readers, when the program itself serves no page. It lacks what
+only the program knows: scalars, queued closures and the output of steps. Its log has
+the changes of state that the observer noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import ZstratError
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """One task as it was seen, or why it was not.
+    """The answer of one task, or in ``problem`` why there was none.
 
-    ``values`` is what `zstrat.launch.Task.statistics` gives; ``round_trip`` seconds.
+    ``values`` is the result of `zstrat.launch.Task.statistics`; ``round_trip`` is in
+    seconds.
     """
 
     task: str
@@ -46,12 +48,12 @@ class TaskStatus:
     values: Mapping[str, PlainTree] = field(default_factory=dict)
 
     def number(self, *path: str) -> float:
-        """The number at ``path`` of the values; 0 if it is not there."""
+        """The number at ``path`` of the values; 0 if it is missing."""
         value = self._at(path)
         return float(value) if isinstance(value, int | float) else 0.0
 
     def text(self, *path: str) -> str:
-        """The text at ``path`` of the values; "" if it is not there."""
+        """The text at ``path`` of the values; "" if it is missing."""
         value = self._at(path)
         return value if isinstance(value, str) else ""
 
@@ -94,22 +96,23 @@ class Observer:
             for (job, index), link in self._links.items():
                 group.create_task(link.close(), name=f"close {job}:{index}")
 
-    async def look(self, timeout: float) -> list[TaskStatus]:
-        """Asks every task at once; parameter servers first, in task order.
+    async def inspect(self, timeout: float) -> list[TaskStatus]:
+        """Requests the statistics of all tasks at once; returns them in task order,
+        parameter servers first.
 
-        Cancellation: loses the answers; the links stay.
+        Cancellation: discards the answers; the links stay open.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         async with asyncio.TaskGroup() as group:
-            asking = [
+            requests = [
                 group.create_task(
-                    self._ask(job, index, deadline), name=f"ask {job}:{index}"
+                    self._request(job, index, deadline), name=f"ask {job}:{index}"
                 )
                 for job, index in self._links
             ]
-        return [task.result() for task in asking]
+        return [request.result() for request in requests]
 
-    async def _ask(self, job: str, index: int, deadline: float) -> TaskStatus:
+    async def _request(self, job: str, index: int, deadline: float) -> TaskStatus:
         link = self._links[job, index]
         task, address = f"{job}:{index}", self._spec.task_address(job, index)
         try:
@@ -120,39 +123,41 @@ class Observer:
             return TaskStatus(task, address, problem=str(error))
         took = time.perf_counter() - began
         if not isinstance(reply, Statistics):
-            return TaskStatus(task, address, problem=f"answered {type(reply).__name__}")
+            problem = f"unexpected answer {type(reply).__name__}"
+            return TaskStatus(task, address, problem=problem)
         return TaskStatus(task, address, round_trip=took, values=reply.values)
 
 
 async def observe(
     spec: ClusterSpec, settings: Settings, timeout: float
 ) -> list[TaskStatus]:
-    """One look at all tasks of a cluster; who does not answer in time is named."""
+    """Requests the statistics of all tasks of a cluster once. The status of a task that
+    does not answer in time says so."""
     async with Observer(spec, settings) as observer:
-        return await observer.look(timeout)
+        return await observer.inspect(timeout)
 
 
 EVERY: Final = 1.0
-"""Seconds between two looks, and for each task to answer one."""
+"""Seconds between two requests to a task, and for it to answer one."""
 LINES: Final = 200
-"""Words about tasks that are kept, the newest ones."""
+"""Number of log lines that are kept, the newest ones."""
 
 
-def told_by(status: TaskStatus) -> TaskReport:
-    """What a task said of itself, or why it said nothing."""
-    # An observer has no session, so it knows no other phases than these two.
+def report_of(status: TaskStatus) -> TaskReport:
+    """Converts a status to the report of a task."""
+    # An observer has no session, so it knows only these two states.
     state = "lost" if status.problem else "open"
     return TaskReport(state, status.address, status.problem, status.values)
 
 
 @final
 class ObservedRun:
-    """The tasks of one cluster, looked at once a second by an observer. A context
-    manager, on the loop: in the block whoever asks this process is answered.
+    """Metrics of the tasks of one cluster, updated once a second by an observer. A
+    context manager, used on the loop: inside the block this process serves the metrics.
 
     Args:
-        timeout: Seconds of silence after which a task that has answered is lost, as
-            its peers would take it.
+        timeout: Seconds without an answer after which a task counts as lost, equal to
+            the liveness timeout of its peers.
     """
 
     def __init__(
@@ -163,52 +168,47 @@ class ObservedRun:
     ) -> None:
         self._observer, self._timeout, self._clock = observer, timeout, clock
         self._began = clock()
-        self._seen: dict[str, TaskReport] = {}
+        self._reports: dict[str, TaskReport] = {}
         self._answered: dict[str, float] = {}
-        """When each task has done so last."""
+        """Time of the last answer of each task."""
         self._lines: deque[PlainTree] = deque(maxlen=LINES)
 
     def readiness(self) -> str:
-        """Which tasks do not answer; "" if all do."""
-        gone = [name for name, told in self._seen.items() if told.state != "open"]
-        return f"no answer from {', '.join(gone)}" if gone else ""
+        """Names the tasks that do not answer; "" if all do."""
+        lost = [name for name, task in self._reports.items() if task.state != "open"]
+        return f"no answer from {', '.join(lost)}" if lost else ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What a program's session would tell: ``coordinator`` has its metrics. From
+        """The metrics under ``coordinator``, as a program's session returns them. From
         any thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": self._clock() - self._began,
-            **report(dict(self._seen)),
+            **report(dict(self._reports)),
             "logs": list(self._lines),
         }
         return {"coordinator": metrics}
 
-    def take(self, seen: Iterable[TaskStatus]) -> None:
-        """Takes over what one look has found."""
-        for status in seen:
-            told, before = told_by(status), self._seen.get(status.task)
+    def update(self, statuses: Iterable[TaskStatus]) -> None:
+        """Updates the metrics from one status of each task."""
+        for status in statuses:
+            task, before = report_of(status), self._reports.get(status.task)
             if not status.problem:
                 self._answered[status.task] = self._clock()
-            elif self._has_time(status.task):
-                continue
+            elif self._clock() - self._answered.get(status.task, -inf) < self._timeout:
+                continue  # not lost yet: the last report stays
             elif before is not None:
-                told = replace(told, values={"log": before.values.get("log")})
-            if before is None or before.state != told.state:
-                self._line(status.task, told)
-            self._seen[status.task] = told
+                task = replace(task, values={"log": before.values.get("log")})
+            if before is None or before.state != task.state:
+                self._log_state(status.task, task)
+            self._reports[status.task] = task
 
-    def _has_time(self, task: str) -> bool:
-        answered = self._answered.get(task)
-        return answered is not None and self._clock() - answered < self._timeout
-
-    async def look_on(self) -> NoReturn:
-        """Looks once a second, until cancelled."""
+    async def watch(self) -> NoReturn:
+        """Updates the metrics once a second, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            self.take(await self._observer.look(EVERY))
-            # From begin to begin: a look at tasks that do not answer takes as long as
-            # one may.
+            self.update(await self._observer.inspect(EVERY))
+            # Not a full second: tasks that do not answer may have used most of it.
             await asyncio.sleep(began + EVERY - loop.time())
 
     def __enter__(self) -> Self:
@@ -218,7 +218,7 @@ class ObservedRun:
     def __exit__(self, *_: object) -> None:
         unregister(self)
 
-    def _line(self, task: str, told: TaskReport) -> None:
-        level = "INFO" if told.state == "open" else "ERROR"
-        words = f"{task} is {told.state}: {told.last_error or told.address}"
+    def _log_state(self, name: str, task: TaskReport) -> None:
+        level = "INFO" if task.state == "open" else "ERROR"
+        words = f"{name} is {task.state}: {task.last_error or task.address}"
         self._lines.append([self._clock() - self._began, "observer", level, words])

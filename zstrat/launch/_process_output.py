@@ -1,17 +1,17 @@
-"""What a process prints, heard by one listener besides.
+"""Forwards what a process prints to one listener, in addition to its log.
 
-The streams ``sys.stdout`` and ``sys.stderr`` of the process are replaced by others that
-write to the same place, line by line, and tell. So the log keeps everything, in time,
-also what was printed before a crash. What native code writes to the descriptors, and
-what child processes write, is in the log alone: to hear it the descriptors would have
-to be pipes, and the last lines of a process that aborts would be lost in them.
+``sys.stdout`` and ``sys.stderr`` are replaced by streams that write to the same file,
+line by line, and call the listener. So the log still has everything, in order,
+including what was printed before a crash. Output of native code and of child processes
+is in the log only: to forward it the descriptors would have to be pipes, and the last
+output of a process that aborts would be lost in them.
 
-Records of logging are heard as the program of a session would show them, and warnings,
-which `logging.captureWarnings` makes records; those of zstrat itself are not.
+Records of logging and warnings are forwarded as a plain program would print them,
+except the records of zstrat itself.
 
-The law of this file: a listener hears no thread that began before it listened, but for
-its own. So what an earlier session has left running does not speak in the next one. Nor
-does it hear a process that was forked, where locks of it may be held for ever.
+Law: a listener receives no output of a thread that started before it began to listen,
+except its own thread, so that the remains of an earlier session do not print into the
+next one. It receives no output of forked processes, where its locks may never be freed.
 """
 
 from __future__ import annotations
@@ -36,85 +36,85 @@ _WARNINGS: Final = "py.warnings"
 
 @final
 class ProcessOutput:
-    """The streams of this process, and who hears them."""
+    """The output streams of this process and their listener."""
 
     def __init__(self) -> None:
-        self._hear: Hear | None = None
-        self._mine = self._process = 0
+        self._listener: Hear | None = None
+        self._thread = self._process = 0
         self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def install(self) -> None:
-        """Takes the streams of the process, and a place beside its log, for good."""
+        """Replaces the streams of the process and adds a logging handler, for good."""
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             stream.flush()
-            # Of the descriptor, which nobody closes: the log has a stream of its own.
+            # The descriptor stays open: the logging handler writes to it as well.
             out = open(number, "wb", closefd=False)  # noqa: SIM115
-            heard = self.stream(number, out, stream.encoding, stream.errors)
+            forwarding = self.stream(number, out, stream.encoding, stream.errors)
             if number == 1:
-                sys.stdout = heard
+                sys.stdout = forwarding
             else:
-                sys.stderr = heard
+                sys.stderr = forwarding
         logging.getLogger().addHandler(self.records())
 
     def stream(
         self, number: int, out: BinaryIO, encoding: str, errors: str | None
-    ) -> HeardStream:
-        """What stands for standard output (1) or standard error (2)."""
-        return HeardStream(out, encoding, errors, partial(self._heard, number))
+    ) -> ForwardingStream:
+        """Makes the replacement of standard output (1) or standard error (2)."""
+        return ForwardingStream(out, encoding, errors, partial(self._forward, number))
 
     def records(self) -> logging.Handler:
-        """What takes records of logging, as standard error does."""
-        return HeardRecords(partial(self._heard, 2))
+        """Makes the handler that forwards logging records as standard error."""
+        return ForwardingHandler(partial(self._forward, 2))
 
-    def listen(self, hear: Hear | None) -> None:
-        """From now on ``hear`` hears what is printed; None: nobody does. Called on the
-        thread that runs what is to be heard."""
-        mine = threading.current_thread()
-        # Native threads, which have none of these objects until they call Python, do
-        # what that thread asks them to.
+    def listen(self, listener: Hear | None) -> None:
+        """Sets the listener, None for none. Call it on the thread whose output is
+        forwarded."""
+        current = threading.current_thread()
+        # Native threads are "dummy" threads to Python; they work for the current one.
         self._older = weakref.WeakSet(
             thread
             for thread in threading.enumerate()
-            if thread is not mine and not _is_native(thread)
+            if thread is not current and not isinstance(thread, threading._DummyThread)
         )
         self._process = os.getpid()
-        self._mine, self._hear = threading.get_ident(), hear
+        self._thread, self._listener = threading.get_ident(), listener
 
-    def _heard(self, stream: int, text: str) -> None:
-        hear = self._hear
-        if hear is None or os.getpid() != self._process:
+    def _forward(self, stream: int, text: str) -> None:
+        listener = self._listener
+        if listener is None or os.getpid() != self._process:
             return
-        if threading.get_ident() == self._mine or (
+        if threading.get_ident() == self._thread or (
             threading.current_thread() not in self._older
         ):
-            hear(stream, text)
+            listener(stream, text)
 
 
-class HeardStream(io.TextIOWrapper):
-    """A text stream that tells what is written to it."""
+class ForwardingStream(io.TextIOWrapper):
+    """A text stream that passes what is written to a callback as well."""
 
     def __init__(
         self,
         out: BinaryIO,
         encoding: str,
         errors: str | None,
-        tell: Callable[[str], None],
+        forward: Callable[[str], None],
     ) -> None:
         super().__init__(out, encoding, errors, line_buffering=True)
-        self._tell = tell
+        self._forward = forward
 
     def write(self, text: str, /) -> int:
         count = super().write(text)
-        self._tell(text)
+        self._forward(text)
         return count
 
 
-class HeardRecords(logging.Handler):
-    """Tells of records that are not zstrat's own, as a plain program shows them."""
+class ForwardingHandler(logging.Handler):
+    """Formats records of users' code as a plain program prints them; ignores the
+    records of zstrat."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._forward = forward
         self._plain = logging.Formatter("%(message)s")
         self._usual = logging.Formatter(logging.BASIC_FORMAT)
 
@@ -123,22 +123,19 @@ class HeardRecords(logging.Handler):
             return
         shown = self._plain if record.name == _WARNINGS else self._usual
         try:
-            self._tell(shown.format(record).rstrip("\n") + "\n")
-        except Exception:  # goes to the log, as of every handler: a record's own fault
+            self._forward(shown.format(record).rstrip("\n") + "\n")
+        except Exception:  # goes to the log: the record has wrong arguments
             self.handleError(record)
 
 
 def _is_written(record: logging.LogRecord) -> bool:
-    """Whether a handler of the user has written it to a stream that is heard."""
+    """Whether a handler of the user writes the record to a forwarding stream."""
     logger = logging.getLogger(record.name)
     while logger.parent is not None:
         for handler in logger.handlers:
-            is_heard = isinstance(getattr(handler, "stream", None), HeardStream)
-            if is_heard and record.levelno >= handler.level:
+            stream = getattr(handler, "stream", None)
+            is_forwarded = isinstance(stream, ForwardingStream)
+            if is_forwarded and record.levelno >= handler.level:
                 return True
         logger = logger.parent
     return False
-
-
-def _is_native(thread: threading.Thread) -> bool:
-    return isinstance(thread, threading._DummyThread)

@@ -1,11 +1,10 @@
-"""A task served inside this process: TF's ``Server``, on a thread of its own.
+"""TF's ``Server``: a task that this process serves on a thread of its own.
 
-SIGTERM and SIGHUP make the servers of a program drain, and then it ends. Nothing
-happens where the program has a handler of its own, or ignores a signal, or makes its
-servers on another thread than its main one, as Python lets no other handle signals:
-then the program decides. A program whose main thread is in `Server.join` goes on behind
-it, as if its coordinator had ended the servers. Any other ends by the signal, as it
-would have without servers.
+SIGTERM and SIGHUP drain the servers of a program before it ends. zstrat handles them
+only if the program has no handler of its own, does not ignore the signal, and starts
+its servers on the main thread, the only one on which Python can set handlers. If the
+main thread is in `Server.join`, that call returns and the program continues, as when a
+coordinator ends the servers. Otherwise the signal ends the program after the drain.
 """
 
 from __future__ import annotations
@@ -38,34 +37,34 @@ if TYPE_CHECKING:
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
-class Departure:
-    """Takes the signals of a program that has servers.
+class ShutdownSignals:
+    """Handles the signals of a program that has servers.
 
     Args:
-        ask: Asks all servers to end; returns at once.
-        wait: Waits until all have ended, within their drain.
+        ask: Requests the end of all servers; returns at once.
+        wait: Waits until all servers have ended, within their drain.
     """
 
     def __init__(self, ask: Callable[[str], None], wait: Callable[[], None]) -> None:
         self._ask, self._wait = ask, wait
         self._joins = 0
 
-    def listen(self) -> None:
-        """From now on, if nobody else does; may be repeated."""
+    def install(self) -> None:
+        """Sets the handlers where the program has none. Idempotent."""
         if threading.current_thread() is threading.main_thread():
-            for each in _SIGNALS:
-                if signal.getsignal(each) is signal.SIG_DFL:
-                    handle(each, self._told)
+            for number in _SIGNALS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    handle(number, self._received)
 
-    def leave(self) -> None:
-        """There are no servers any more: the signals are as they were."""
+    def uninstall(self) -> None:
+        """Restores the default handlers when no server is left."""
         if threading.current_thread() is threading.main_thread():
-            for each in _SIGNALS:
-                if signal.getsignal(each) == self._told:
-                    signal.signal(each, signal.SIG_DFL)
+            for number in _SIGNALS:
+                if signal.getsignal(number) == self._received:
+                    signal.signal(number, signal.SIG_DFL)
 
     def __enter__(self) -> None:
-        """The main thread waits for a server, and goes on once that has ended."""
+        """Marks the main thread as waiting in `Server.join`."""
         if threading.current_thread() is threading.main_thread():
             self._joins += 1
 
@@ -73,9 +72,9 @@ class Departure:
         if threading.current_thread() is threading.main_thread():
             self._joins -= 1
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        self.leave()  # the second one ends the process at once
-        handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both go
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.uninstall()  # a second signal ends the process at once
+        handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both send it
         self._ask(f"{signal.Signals(number).name} (once more ends at once)")
         if not self._joins:
             self._wait()
@@ -84,13 +83,13 @@ class Departure:
 
 
 PROTOCOLS: Final = ("tcp", "zmq", "grpc")
-"""Words for the wire; "grpc" is what programs that come from TensorFlow say. They all
-mean ZeroMQ."""
+"""Accepted values of ``protocol``; "grpc" is for programs written for TensorFlow. All
+of them mean ZeroMQ."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDef:
-    """Which task of which cluster a server is."""
+    """The cluster of a server, and its task in it."""
 
     cluster: ClusterSpec
     job_name: str
@@ -99,7 +98,7 @@ class ServerDef:
 
     @property
     def address(self) -> str:
-        """Where the cluster expects this task."""
+        """The address of this task in the cluster."""
         return str(self.cluster.task_address(self.job_name, self.task_index))
 
 
@@ -108,19 +107,19 @@ class Server:
     ends.
 
     SIGTERM and SIGHUP drain it, if it was started on the main thread and the program
-    has no handlers of its own: `join` returns, or else the program ends by the signal
-    behind the drain. A second SIGTERM ends it at once.
+    has no handlers of its own. Then `join` returns, or if the main thread is not in
+    `join`, the program ends by the signal. A second SIGTERM ends the program at once.
 
     Args:
-        server_or_cluster_def: A `ServerDef`, a `ClusterSpec` or what makes one.
-        job_name, task_index: Which task; may be left out if there is only one.
-        protocol: "tcp" (default), or "grpc" as TensorFlow says; ZeroMQ either way.
+        server_or_cluster_def: A `ServerDef`, or a `ClusterSpec` or its dictionary.
+        job_name, task_index: The task; optional if the cluster has only one.
+        protocol: "tcp" (default) or, as in TensorFlow, "grpc"; both use ZeroMQ.
         config: `zstrat.config.Settings`; default: from ``ZSTRAT_*``.
         start: Whether to serve at once.
 
     Raises:
-        ValueError: It is not clear which task this is, or that task is not there.
-        TypeError: The cluster is none.
+        ValueError: The task is ambiguous or not in the cluster.
+        TypeError: The first argument does not describe a cluster.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Server:
     def create_local_server(
         config: Settings | None = None, start: bool = True
     ) -> Server:
-        """A worker of a cluster of its own, on a free loopback port."""
+        """Makes a worker of a cluster of one task, on a free loopback port."""
         local = ClusterSpec({"worker": ["127.0.0.1:0"]})
         return Server(local, protocol="tcp", config=config, start=start)
 
@@ -152,7 +151,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Where this server is reached, such as "tcp://127.0.0.1:2222"."""
+        """The address of this server, such as "tcp://127.0.0.1:2222"."""
         task = None if self._run is None else self._run.task
         address = task.address if task is not None else self._def.address
         if "://" in address:
@@ -160,13 +159,13 @@ class Server:
         return f"{self._def.protocol}://{address}"
 
     def start(self) -> None:
-        """Binds and serves; returns when the task answers. Once started, does nothing.
+        """Starts to serve; returns when the task answers. Does nothing if it is started
+        already.
 
-        Cancellation: Ctrl-C ends what has begun, and is raised when it has ended.
+        Cancellation: Ctrl-C stops the server again, then raises.
 
         Raises:
-            ZstratError, OSError: The address cannot be bound; says why. It may be
-                tried again.
+            ZstratError, OSError: The address cannot be bound. The call may be repeated.
         """
         try:
             if self._run is None:
@@ -174,7 +173,7 @@ class Server:
                 _running.add(self)
                 self._run.thread.start()
             self._run.started.get()
-            _departure.listen()
+            _shutdown_signals.install()
         except Exception:  # to the caller, who may try again
             _running.discard(self)
             self._run = None
@@ -185,17 +184,18 @@ class Server:
             raise
 
     def join(self) -> None:
-        """Blocks until the server is stopped: by `stop`, or by its coordinator.
+        """Blocks until `stop` or a coordinator stops the server.
 
-        TensorFlow's never returns; a program here can go on and clean up.
+        TensorFlow's ``join`` never returns; here the program can clean up afterwards.
         """
         if self._run is None:
-            raise RuntimeError("this server was not started: call start() first")
-        with _departure:
+            raise RuntimeError("this server is not started: call start() first")
+        with _shutdown_signals:
             self._run.thread.join()
 
     def stop(self) -> None:
-        """Finishes what was accepted, closes, lets `join` return. May be repeated."""
+        """Finishes the accepted requests and closes; then `join` returns.
+        Idempotent."""
         if self._run is None:
             return
         self._run.end_soon("stopped by its program")
@@ -203,7 +203,7 @@ class Server:
             self._run.thread.join()
         _running.discard(self)
         if not _running:
-            _departure.leave()
+            _shutdown_signals.uninstall()
 
     def __enter__(self) -> Server:
         self.start()
@@ -215,40 +215,42 @@ class Server:
 
 @final
 class ServerRun:
-    """The thread of a server, and what it serves."""
+    """The thread of a server and the task that it serves."""
 
     def __init__(self, definition: ServerDef, settings: Settings) -> None:
         self.started: Promise[None] = Promise()
         self.task: Task | None = None
-        """Once it serves."""
+        """Set once the task serves."""
         self._def, self._settings = definition, settings
         self._reason = ""
         name = f"zstrat server {definition.job_name}:{definition.task_index}"
-        self.thread = SteadyThread(self._live, name=name)
+        self.thread = SteadyThread(self._run, name=name)
 
     def end_soon(self, reason: str) -> None:
-        """Asks it to end, also one that does not serve yet."""
-        self._reason = reason  # before the look: see `_serve`
+        """Requests the end of the task, even before it serves."""
+        self._reason = reason  # before reading `task`, which `_serve` sets first
         if self.task is not None:
             self.task.end_soon(reason)
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         if self._reason:
-            self.started.settle(None)  # it is over: `start` must not wait for it
+            self.started.settle(None)  # stopped before it began: `start` must return
             return
         try:
             run_loop(self._serve())
         except BaseException as error:
-            # Raised again where `start` waits; after that nobody waits, and the
-            # thread reports it as any thread does.
+            # `start` raises it again. Once `start` has returned, the thread reports it
+            # like any other thread.
             if self.started.is_there:
                 raise
             self.started.fail(error)
 
     async def _serve(self) -> None:
-        mine = self._def
-        place = TaskAddress(mine.job_name, mine.task_index, mine.address)
-        async with serve(place, self._settings) as task:
+        definition = self._def
+        address = TaskAddress(
+            definition.job_name, definition.task_index, definition.address
+        )
+        async with serve(address, self._settings) as task:
             self.task = task
             if self._reason:
                 task.end(self._reason)
@@ -265,7 +267,7 @@ def _define(
     if protocol is not None and protocol not in PROTOCOLS:
         raise ValueError(f"protocol={protocol!r}: expected one of {PROTOCOLS}")
     if isinstance(given, ServerDef):
-        made = replace(
+        definition = replace(
             given,
             job_name=given.job_name if job is None else job,
             task_index=given.task_index if index is None else index,
@@ -275,9 +277,10 @@ def _define(
         cluster = ClusterSpec(given)
         job = _only("job_name", job, cluster.jobs)
         index = _only("task_index", index, cluster.task_indices(job))
-        made = ServerDef(cluster, job, index, protocol or "tcp")
-    _ = made.address  # raises if there is no such task
-    return replace(made, task_index=int(made.task_index))  # one of numpy is one, too
+        definition = ServerDef(cluster, job, index, protocol or "tcp")
+    _ = definition.address  # raises if there is no such task
+    # The index may be an integer of numpy.
+    return replace(definition, task_index=int(definition.task_index))
 
 
 _running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
@@ -294,13 +297,13 @@ def _wait_for_all() -> None:
         server.stop()
 
 
-_departure: Final = Departure(_ask_all, _wait_for_all)
+_shutdown_signals: Final = ShutdownSignals(_ask_all, _wait_for_all)
 
 
 def _end_all() -> None:
-    """At the program's end, while threads may still end as threads do. Later the
-    interpreter would tear those that compute out of jax's C++, which aborts the
-    process. Who uses the servers from this program leaves first."""
+    """Stops all servers at exit, after the sessions of this program that use them.
+    Later the interpreter would kill threads inside the C++ code of jax, which aborts
+    the process."""
     running = list(_running)
     if running:
         close_portals()
@@ -308,15 +311,15 @@ def _end_all() -> None:
         server.stop()
 
 
-# `atexit` is too late: jax clears its backends there, and the pools of threads are
-# closed. This is what those pools themselves use.
+# `atexit` is too late: jax clears its backends there, and thread pools are closed
+# already. The thread pools themselves use this hook.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 T = TypeVar("T", str, int)
 
 
 def _only(name: str, given: T | None, choices: Iterable[T]) -> T:
-    """What was given, or else the only choice there is."""
+    """Returns the given value, or the only possible one."""
     known = list(choices)
     if given is not None:
         return given

@@ -1,5 +1,5 @@
-"""What a `LocalCluster` and a `Fleet` are: tasks that this program has started, and
-that end with it."""
+"""The base class of `LocalCluster` and `Fleet`: tasks that this program starts and that
+end with it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 
 class StartedTasks(ABC, Generic[T]):
-    """Tasks by name, parameter servers first; ends them once, in this process alone.
+    """Tasks by name, parameter servers first. Ends them once, and only in the process
+    that made this object.
 
     Args:
-        by: How they were started, or are reached, for `repr`.
-        end: Ends them, called with ``parts``; again if Ctrl-C has interrupted it.
+        by: How the tasks were started or are reached, for `repr`.
+        end: Ends the tasks, called with ``parts``; called again after Ctrl-C.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class StartedTasks(ABC, Generic[T]):
 
     @abstractmethod
     def _address(self, task: str) -> str:
-        """Where the task served last; "" if it never did."""
+        """Returns the last address of the task; "" if it never served."""
 
     @abstractmethod
     def _log_file(self, task: str) -> Path | None:
-        """The file of its log; None: it goes to the terminal."""
+        """Returns the log file of the task; None: it logs to the terminal."""
 
     @property
     def spec(self) -> ClusterSpec:
-        """Where the tasks are now."""
+        """The current addresses of the tasks."""
         jobs: dict[str, list[str]] = {}
         for task in self._tasks:
             jobs.setdefault(task.partition(":")[0], []).append(self._address(task))
@@ -55,17 +56,15 @@ class StartedTasks(ABC, Generic[T]):
         return tuple(self._tasks)
 
     def log(self, task: str) -> str:
-        """What ``task`` has logged so far; "" if the logs go to the terminal."""
+        """Returns the log of ``task`` so far; "" if the logs go to the terminal."""
         path = self._log_file(task)
         if path is None or not path.exists():
             return ""
         return path.read_text("utf-8", "replace")
 
     def stop(self) -> None:
-        """Drains and ends all tasks, workers first; kills what does not end in time.
-
-        Calling it again does nothing, or goes on with what Ctrl-C has interrupted.
-        """
+        """Drains and ends all tasks, workers first; kills those that do not end in
+        time. Idempotent; a call after Ctrl-C finishes an interrupted one."""
         if self._end.alive:
             _end(*self._parts)
             self._end.detach()
@@ -85,7 +84,7 @@ class StartedTasks(ABC, Generic[T]):
     def _check_open(self) -> None:
         if not self._end.alive:
             raise ClosedError(
-                f"{self!r} was closed, and its tasks have ended; make a new "
+                f"{self!r} is closed and its tasks have ended; create a new "
                 f"{type(self).__name__}"
             )
 
@@ -94,10 +93,10 @@ class StartedTasks(ABC, Generic[T]):
             return self._tasks[name]
         except KeyError:
             known = ", ".join(self._tasks)
-            raise ValueError(f"no task {name!r} here, only {known}") from None
+            raise ValueError(f"no task {name!r}: expected one of {known}") from None
 
 
 def _end(program: int, end: Callable[..., None], parts: tuple[Any, ...]) -> None:
-    """A process that the program has forked ends without them."""
+    """Ends the tasks, unless this is a forked process of the program."""
     if os.getpid() == program:
         end(*parts)

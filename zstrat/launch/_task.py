@@ -1,8 +1,8 @@
-"""One task of this process: an endpoint, and the service that answers behind it.
+"""One task of this process: an endpoint and the service that answers its requests.
 
-Law: what differs between a ps and a worker is decided here and nowhere above. jax is
-loaded by a worker when its service is made, and by a ps when it is given its first
-optimizer; importing this module loads neither.
+Law: the differences between a ps and a worker are decided here and nowhere above. A
+worker imports jax when its service is made, and a ps when it receives its first
+optimizer; importing this module does not import jax.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.task")
 
 SERVED = (Job.PS, Job.WORKER)
-"""The jobs that are served by a daemon; the others are programs of the user."""
+"""The jobs that daemons serve; chief and evaluator are programs of the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,12 @@ class TaskAddress:
 
 
 class Task:
-    """A ps or worker that is being served; made by `serve`. ``is_alone``: this process
-    does nothing else. ``listen``: says who hears what it prints (`ProcessOutput`)."""
+    """A ps or worker that this process serves; see `serve`.
+
+    Args:
+        is_alone: Whether this process does nothing else.
+        listen: Sets the listener of what this process prints (`ProcessOutput`).
+    """
 
     def __init__(
         self,
@@ -70,8 +74,8 @@ class Task:
     ) -> None:
         if place.job not in SERVED:
             raise ValueError(
-                f"job {place.job!r}: a server runs a task of {' or '.join(SERVED)}; "
-                "chief and evaluator are programs of your own"
+                f"job {place.job!r}: a server runs tasks of {' or '.join(SERVED)}; run "
+                "chief and evaluator as programs of your own"
             )
         self.place = place
         self.address = ""
@@ -81,21 +85,21 @@ class Task:
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._ps: PsProcess | None = None
-        """If it is a ps."""
+        """None for a worker."""
         self.worker: WorkerService | None = None
-        """If it is one."""
+        """None for a ps."""
         self._returns = 0.0
-        """Seconds in which another process goes on with what was here."""
+        """Seconds within which another process takes over the state; 0: none does."""
         me = hello(place.job, place.index, incarnation or new_incarnation())
         if place.job == Job.WORKER:
             self.worker = self._make_worker(me)
         else:
             self._ps = self._make_ps(me)
-        self._face(me)
+        self._make_endpoint(me)
 
-    def _face(self, me: Hello) -> None:
-        """How others meet the task, which greets with ``me``, or as the process before
-        did, if it goes on with what that has left."""
+    def _make_endpoint(self, me: Hello) -> None:
+        """Makes the endpoint with the handshake ``me``. A ps that takes over the state
+        of a previous process uses that process's handshake instead."""
         absorb: Absorber | None = None
         on_waited: Callable[[float, float], None] | None = None
         if self._ps is not None:
@@ -118,29 +122,30 @@ class Task:
         )
 
     async def start(self) -> None:
-        """Binds; from now on the task answers, over HTTP too if it is told to."""
+        """Binds the address and starts to answer, also over HTTP if configured."""
         serve_from_settings(self._settings)
         if self._ps is not None and not await self._ps.inherit():
-            self._face(self._ps.me)
+            self._make_endpoint(self._ps.me)
         self.address = await self._endpoint.bind(self.place.bind)
         if self._ps is not None:
-            self._ps.take_over()  # nobody was heard yet: nothing was awaited since
+            self._ps.take_over()  # before any message: nothing was awaited since `bind`
         register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
 
     def end(self, reason: str) -> None:
-        """Asks whoever serves the task to stop; the first reason stays."""
+        """Requests the end of the task; only the first reason counts."""
         if not self._end.done():
             self._end.set_result(reason)
 
     def end_soon(self, reason: str) -> None:
-        """`end`, from any thread; no error if the task is over already."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing to end
+        """Calls `end` from any thread; does nothing if the task has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.end, reason)
 
     async def wait_end(self) -> str:
-        """Until `end` was called, or a coordinator that owns the task shut it down.
+        """Waits for `end`, or for the coordinator that owns the task to shut it down;
+        returns the reason.
 
         Raises:
             Exception: A defect of zstrat ended the service.
@@ -150,9 +155,9 @@ class Task:
         return await asyncio.shield(self._end)
 
     async def stop(self) -> bool:
-        """Finishes what was accepted, within ``timeouts.drain``; then closes.
+        """Finishes the accepted requests within ``timeouts.drain``, then closes.
 
-        Returns whether everything was finished in time.
+        Returns whether all requests were finished in time.
         """
         drain = longest = self._settings.timeouts.drain
         if self._ps is not None and self._settings.state is not None:
@@ -177,18 +182,18 @@ class Task:
             else:
                 await self._endpoint.close()
         if not drained:
-            log.warning("not everything was done in %gs", drain)
+            log.warning("accepted requests were not finished within %g s", drain)
         return drained
 
     def readiness(self) -> str:
-        """Why no coordinator can open a session; "" if one can, once it is its turn."""
+        """Says why no coordinator can open a session; "" if one can."""
         if not self._end.done():
             return ""
         failed = self._end.cancelled() or self._end.exception() is not None
-        return "it crashed" if failed else f"it ends: {self._end.result()}"
+        return "crashed" if failed else f"ending: {self._end.result()}"
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What `Inspect` is answered with: the process, its links, its service."""
+        """Returns the answer to `Inspect`: the process, its links, its service."""
         task: dict[str, PlainTree] = {
             "job": self.place.job,
             "index": self.place.index,
@@ -203,7 +208,7 @@ class Task:
         hosted = [] if self._ps is None else self._ps.statistics_of_copies()
         return {
             "task": task,
-            # Counts and names only, though its type does not say so.
+            # Has only counts and names, but a wider type.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             **self._service.telemetry(),
             "service": self._service.statistics(),
@@ -212,7 +217,7 @@ class Task:
         }
 
     def summary(self) -> str:
-        """What the task says of itself in one line, for people."""
+        """Describes the task in one line, for people."""
         megabytes = resident_bytes() / 2**20
         return f"serving at {self.address}, {megabytes:.0f} MiB in memory"
 
@@ -255,7 +260,7 @@ class Task:
         )
 
     def _load_code(self, code: bytes) -> object:
-        """Loads what a coordinator shipped; brings jax with it."""
+        """Loads the code that a coordinator sent; imports jax."""
         is_first = self._is_alone and "jax" not in sys.modules
         with kept_for_good() if is_first else contextlib.nullcontext():
             from zstrat.program import load
@@ -270,10 +275,10 @@ class Task:
 
 
 def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
-    """The keys of a task, None without a folder.
+    """Loads the keys of a task; None without a folder.
 
-    systemd lets a service into its credentials by an access control list, so their
-    modes say nothing; it is systemd that keeps everybody else out.
+    In a folder of systemd credentials the file modes are not checked: systemd controls
+    access to them by access control lists.
 
     Raises:
         ValueError, PermissionDeniedError: As `Security.load`.
@@ -286,10 +291,10 @@ def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
 
 @contextlib.asynccontextmanager
 async def serve(place: TaskAddress, settings: Settings) -> AsyncIterator[Task]:
-    """Serves one task: bound on entry, drained and closed on exit.
+    """Serves one task: binds its address on entry, drains and closes it on exit.
 
     Raises:
-        ValueError: The job is not one that is served.
+        ValueError: The job is not "ps" or "worker".
         ZstratError, OSError: The address cannot be bound, or the keys are missing.
     """
     task = Task(place, settings)

@@ -1,7 +1,6 @@
-"""systemd units, written for the place where zstrat is installed.
+"""Writes systemd units with the paths of this installation.
 
-The templates are package data of the daemons; ``ExecStart`` must be an absolute path,
-so the units are written by the program that knows where it is.
+The templates are package data of the daemons; ``ExecStart`` must be an absolute path.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
     ``config`` is the folder of ``cluster.toml`` and ``keys/`` on the machines.
 
     Raises:
-        ValueError: A program is not in ``bindir``, or a path is relative or has
-            characters that mean something else in a unit file.
-        OSError: They cannot be written there.
+        ValueError: A program is missing in ``bindir``, or a path is relative or has
+            characters that are special in a unit file.
+        OSError: The units cannot be written.
     """
     for path in (bindir, config):
         if not path.is_absolute() or any(
             c.isspace() or c in "%\"'\\$" for c in str(path)
         ):
             raise ValueError(
-                f"{path}: expected an absolute path without blanks or %$\"'\\"
+                f"{path}: expected an absolute path without spaces or %$\"'\\"
             )
     for program in ("zstrat-evaluator", "zstrat-ps", "zstrat-worker"):
         if not (bindir / program).is_file():
             raise ValueError(
-                f"{bindir / program} does not exist: where is zstrat installed?"
+                f"{bindir / program} does not exist: expected the folder of the "
+                "installed programs of zstrat"
             )
     with explained("folder of units", to):
         to.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
 
 
 def templates() -> dict[str, str]:
-    """Unit name to template text."""
+    """Returns the text of each template by the name of its unit."""
     folder = importlib.resources.files("zstrat.daemons") / "systemd"
     units = sorted(folder.iterdir(), key=lambda unit: unit.name)
     return {unit.name: unit.read_text("utf-8") for unit in units}

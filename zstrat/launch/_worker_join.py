@@ -1,8 +1,8 @@
-"""Brings a worker that no program knows into the session of the one that trains.
+"""Joins a worker that is not in the cluster to the session of the training program.
 
-It reports itself at a parameter server, whose program decides, and whose address is the
-only one that it has to know. Who knows those of several servers asks at one after the
-other until it is answered. It does so again whenever its session is over, for the next
+The worker reports itself to a parameter server, the only address that it needs, and the
+program of that server decides. With the addresses of several servers it tries one after
+the other until one answers. When the session ends, it reports itself again for the next
 program.
 """
 
@@ -30,21 +30,21 @@ UNNUMBERED: Final = -1
 """The index of a worker that has none yet."""
 
 _PROGRAM_WAIT: Final = 86400.0
-"""Seconds that a worker waits for the next program before it asks once more."""
+"""Seconds that a worker waits for the next program before it reports itself again."""
 _TURN: Final = 30.0
-"""Seconds that it waits at one of several servers, which may serve no program any more
-while the others do, before it asks at the next."""
+"""Seconds that it waits at one of several servers before it tries the next, because a
+server may have lost its program while the others have one."""
 _SLACK: Final = 5.0
-"""Seconds for the server to report that the time is up, beyond the deadline."""
+"""Seconds beyond the deadline for the server to report that the time is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinAddresses:
-    """``servers``: the addresses of parameter servers, one at least; ``address``: where
+    """The addresses of one or more parameter servers, and the ``address`` at which
     others reach the worker.
 
     Raises:
-        ValueError: One of them is none.
+        ValueError: An address is invalid.
     """
 
     servers: tuple[str, ...]
@@ -58,29 +58,28 @@ class JoinAddresses:
 
 @final
 class WorkerJoin:
-    """Brings one process in. ``incarnation`` is that of its task."""
+    """Reports one worker process. ``incarnation`` is that of its task."""
 
     def __init__(
-        self, place: JoinAddresses, settings: Settings, incarnation: int
+        self, addresses: JoinAddresses, settings: Settings, incarnation: int
     ) -> None:
-        self._place, self._settings = place, settings
+        self._addresses, self._settings = addresses, settings
         self._incarnation = incarnation
 
     async def number(self) -> int:
-        """Asks the program for a number, which nobody else has or ever had.
+        """Asks the program for an index that no worker has or had.
 
         Raises:
-            ZstratError: The program does not take the worker, or the server does not
-                let it in; says why.
-            DeadlineExceededError: There was no program for ``timeouts.connect``.
+            ZstratError: The program or the server refuses the worker.
+            DeadlineExceededError: No program started within ``timeouts.connect``.
 
-        Cancellation: nothing has happened.
+        Cancellation: has no effect on the program.
         """
         return await self._report(UNNUMBERED, self._settings.timeouts.connect)
 
     async def stay(self, index: int, worker: WorkerService) -> None:
-        """Reports the worker, which serves by now, and again each time that it is in no
-        session any more. Ends by an error alone.
+        """Reports the worker, which serves already, now and after each session. Returns
+        only by an error.
 
         Raises: As `number`.
 
@@ -102,10 +101,10 @@ class WorkerJoin:
             timeout = _PROGRAM_WAIT
 
     async def _report(self, index: int, timeout: float) -> int:
-        """Reports at one server after the other; the number that the program says."""
+        """Tries one server after the other; returns the index from the program."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        servers = self._place.servers
+        servers = self._addresses.servers
         failures: dict[str, str] = {}
         for server in itertools.cycle(servers):
             greeted = until = deadline
@@ -115,27 +114,27 @@ class WorkerJoin:
             try:
                 return await self._report_at(server, index, greeted, until)
             except PeerLostError:
-                continue  # the next report waits until a server is there
+                continue  # the next report waits until a server answers
             except DeadlineExceededError as error:
                 failures[server] = str(error)
                 if loop.time() >= deadline:
                     break
-                log.info("asks at the next server: %s", error)
+                log.info("trying the next server: %s", error)
         raise DeadlineExceededError("; ".join(failures.values()))
 
     async def _report_at(
         self, server: str, index: int, greeted: float, until: float
     ) -> int:
-        """Reports at this server, which has to greet in time, and waits there for its
-        program. Both deadlines are loop times."""
+        """Reports to this server and waits for its program until ``until``. The server
+        has to complete the handshake by ``greeted``. Both are loop times."""
         loop = asyncio.get_running_loop()
         link = self._link(server, index)
         link.start()
         try:
             await link.wait_open(greeted)
             left = max(0.0, until - loop.time())
-            report = ReportWorker(self._place.address, index, left)
-            log.info("reported at %s: waits for its program", server)
+            report = ReportWorker(self._addresses.address, index, left)
+            log.info("reported to %s, waiting for its program", server)
             answer = await link.request(report, deadline=until + _SLACK)
             assert isinstance(answer, AnswerReport), answer
             return answer.index
@@ -143,9 +142,9 @@ class WorkerJoin:
             await link.close()
 
     def _link(self, server: str, index: int) -> Link:
-        """For each report its own: keys may have changed since the last one. It is that
-        of a worker without a number, unless its key has one: whose the number is, the
-        program decides, and not the server by who is connected to it."""
+        """Makes a new link for each report, as the keys may have changed. Its handshake
+        has no index unless the key is bound to one: the program decides which worker
+        has an index, not the server by who connected first."""
         security = load_keys(self._settings.keys, Job.WORKER, index)
         if security is None or security.index is None:
             index = UNNUMBERED

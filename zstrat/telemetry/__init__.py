@@ -1,4 +1,4 @@
-"""What a run tells of itself: how long, how often, how stale, and what holds it up."""
+"""Measures a run: durations, rates, staleness and bottlenecks."""
 
 from ._histogram import EDGES as EDGES
 from ._histogram import Histogram as Histogram

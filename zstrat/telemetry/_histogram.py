@@ -1,14 +1,13 @@
-"""How long, how many, how large: counts by size, of which quantiles can be told.
+"""Histograms of durations, counts and sizes, with approximate quantiles.
 
 Buckets are a quarter of a power of two wide: the exponent of a float and the first two
-bits behind it are the number of its bucket, so a thousand values are sorted in a few
-microseconds, histograms of different tasks have the same edges, and merging them is
-addition. A quantile is off by less than the width of its bucket, which is a quarter of
-its lower edge; counts up to eight are exact.
+bits of its mantissa are the number of its bucket. So a thousand values are sorted in a
+few microseconds, histograms of all tasks have the same edges, and merging them is
+addition. The error of a quantile is below the width of its bucket, a quarter of its
+lower edge; counts up to eight are exact.
 
-Those that all tasks of a run tell are a `HistogramTable`: of a thousand numpy finds all
-quantiles in a few milliseconds; one by one they would take a hundred, of a core that
-trains.
+`HistogramTable` holds the histograms of all tasks of a run: numpy computes the
+quantiles of a thousand in a few milliseconds; one by one they would take a hundred.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
 
 
 Plain = Any
-"""What JSON and msgpack have a word for: None, bool, int, float, str, list, dict."""
+"""Values of JSON and msgpack: None, bool, int, float, str, list, dict."""
 
 _PER_OCTAVE: Final = 4
 """Buckets from a value to its double: a quantile is off by less than a quarter."""
 _MANTISSA: Final = 50
-"""Bits of a float64 behind its exponent and the two that tell quarters apart."""
+"""Bits of a float64 after its exponent and the two that number the quarters."""
 _BIAS: Final = 1023
-"""What the exponent of a float64 is stored with, by IEEE 754."""
+"""The bias of the exponent of a float64 in IEEE 754."""
 
 
 class Unit(enum.StrEnum):
-    """What is counted: says which sizes get a bucket."""
+    """The unit of a histogram, which determines its range of buckets."""
 
     SECONDS = "seconds"
     """2**-20 (about a microsecond) to 1,024."""
@@ -160,21 +159,21 @@ class Histogram:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Plain]) -> Histogram:
-        """What another process has counted.
+        """Makes a histogram of the plain data from another process.
 
         Raises:
-            ValueError: It is none of those that `plain` gives.
+            ValueError: The data is malformed.
         """
         try:
-            made = cls(Unit(plain["unit"]))
-            made.total, made.max = float(plain["total"]), float(plain["max"])
-            for place, count in plain["buckets"]:
-                if not (0 <= place < len(made._counts) and count >= 0):
-                    raise ValueError(f"bucket {place}: {count}")
-                made._counts[place] += count
+            histogram = cls(Unit(plain["unit"]))
+            histogram.total, histogram.max = float(plain["total"]), float(plain["max"])
+            for index, count in plain["buckets"]:
+                if not (0 <= index < len(histogram._counts) and count >= 0):
+                    raise ValueError(f"bucket {index}: {count}")
+                histogram._counts[index] += count
         except (LookupError, TypeError, OverflowError, ValueError) as error:
-            raise ValueError(f"no histogram: {plain!r:.80}: {error}") from None
-        return made
+            raise ValueError(f"malformed histogram {plain!r:.80}: {error}") from None
+        return histogram
 
 
 @final
@@ -271,11 +270,11 @@ K = TypeVar("K")
 
 @final
 class HistogramTable(Generic[K]):
-    """Histograms by key. What is none of the unit, or of another version of zstrat, is
-    an empty one: who looks at a run must not stop it.
+    """Histograms by key. Data of another unit or another version of zstrat counts as an
+    empty histogram: observing a run must not stop it.
 
     Args:
-        plains: As `Histogram.plain` gives them.
+        plains: The results of `Histogram.plain`.
     """
 
     def __init__(self, plains: Mapping[K, Plain], unit: Unit = Unit.SECONDS) -> None:
@@ -320,10 +319,10 @@ def _parsed(plains: list[Plain], unit: Unit) -> _Parsed:
 
 
 def _well_formed(plains: list[Plain], unit: Unit) -> _Parsed:
-    """The buckets of all histograms together.
+    """Parses the buckets of all histograms together.
 
     Raises:
-        LookupError, TypeError, OverflowError, ValueError: One is no histogram.
+        LookupError, TypeError, OverflowError, ValueError: A histogram is malformed.
     """
     units = {plain["unit"] for plain in plains}
     pairs = [plain["buckets"] for plain in plains]

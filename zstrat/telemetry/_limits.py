@@ -1,10 +1,9 @@
-"""What holds a run up, in words, with the numbers that say so. Decides only.
+"""Finds the bottlenecks of a run, with the numbers that show them. Without I/O.
 
-The thread of a worker that runs steps does one thing at a time: it prepares (draws),
-computes, waits for values, waits for its pushes (in eager steps only: others go on), or
-has nothing to do; their shares add up to its time, whatever overlaps behind its back.
-The largest share says what limits the worker, and what the parameter servers tell of
-themselves says who is behind it.
+The step thread of a worker does one thing at a time: it draws inputs, computes, waits
+for values, waits for its pushes (in eager steps only), or is idle. The shares add up to
+its time, whatever other threads do meanwhile. The largest share limits the worker, and
+the reports of the parameter servers show which of them causes it.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NOTABLE: Final = 0.3
-"""Shares of time below are nobody's limit."""
+"""A smaller share of a task's time is not a bottleneck."""
 BUSY: Final = 0.5
-"""A server that applies for so much of its time makes others wait."""
+"""A server that spends this share of its time on updates makes workers wait."""
 UNEQUAL: Final = 1.5
-"""Bytes of a server, as times the mean of all, from which on it has too many."""
+"""A server with this multiple of the mean traffic of all servers has too much."""
 LEAST_BYTES: Final = 1e6
-"""Bytes per second, over all servers, below which nobody waits for them."""
+"""Bytes per second of all servers below which their traffic is not a bottleneck."""
 SMALL: Final = 64 * 1024
-"""Bytes of an answer that is over sooner than its way there and back."""
+"""Bytes of an answer below which the round trip takes longer than the transfer."""
 OLD: Final = 3.0
-"""Median staleness, as times what so many workers make by themselves. One step fetched
-ahead doubles it or a little more, and was asked for."""
+"""Notable multiple of the median staleness that the number of workers alone causes. One
+prefetched step, which the user asked for, doubles it or a little more."""
 LONG_PHASE_SECONDS: Final = 10.0
-"""Seconds after which it is said of a step that it has not ended."""
+"""Seconds after which an unfinished phase of a step is reported."""
 WORST: Final = 3
-"""Limits that people are shown beside the slowest worker."""
+"""Number of limits shown in addition to the slowest worker."""
 SLOWER: Final = 0.8
-"""A worker that does less than so many times what the median does is slow."""
+"""A worker below this fraction of the median rate is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that holds the run up.
+    """A bottleneck of the run.
 
-    ``share`` is that of the task's time, 0 to 1, by which limits are compared. For an
-    imbalance it is the time that workers wait for values, times this server's part of
-    the bytes; for staleness ``1 - usual / median``.
+    ``share``, by which limits are sorted, is the share of the task's time, 0 to 1. For
+    an imbalance it is the share of time that workers wait for values, times this
+    server's part of the bytes; for staleness ``1 - usual / median``.
     """
 
     task: str
     what: str
-    """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``draw``,
-    ``queue``, ``full queue``, ``stale``, ``imbalance``; ``push``: of a worker, that its
-    eager steps wait for their pushes, of a server, that it applies them."""
+    """``compute``, ``pull of ps:1`` (``pull`` if the server is unknown), ``draw``,
+    ``queue``, ``full queue``, ``stale``, ``imbalance``; ``push``: a worker waits for
+    the pushes of eager steps, or a server is busy with updates."""
     share: float
     words: str
     advice: str
@@ -57,10 +56,10 @@ class Limit:
 
 
 def limits(metrics: Mapping[str, Any]) -> list[Limit]:
-    """What holds a run up, worst first.
+    """Finds the bottlenecks of a run, the worst first.
 
     Args:
-        metrics: As `ClusterCoordinator.metrics` gives them.
+        metrics: The result of `ClusterCoordinator.metrics`.
     """
     tasks = metrics.get("tasks", {})
     workers = _of_job(tasks, "worker")
@@ -79,10 +78,10 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
 
 
 def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The worker that does the fewest steps, and why, in words; None if nobody works.
+    """Returns the ``task`` with the fewest steps, and ``why``; None if no worker runs.
 
-    ``task`` and ``why``. With several workers of about the same speed it is the one
-    that waits most. A worker that is lost is named only where no other one works.
+    Of several workers of about the same speed it is the one that waits most. A lost
+    worker is returned only if no other worker runs.
     """
     workers = _of_job(metrics.get("tasks", {}), "worker")
     servers = _of_job(metrics.get("tasks", {}), "ps")
@@ -95,7 +94,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     if not working:
         for name, worker in workers.items():
             if worker.get("state") == "lost":
-                reason = worker.get("last_error") or "nobody knows why"
+                reason = worker.get("last_error") or "unknown reason"
                 return {"task": name, "why": f"is lost: {reason}"}
         return None
     rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
@@ -105,13 +104,13 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
     found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
     if not found:
-        return {"task": name, "why": "is held up by nothing in particular"}
+        return {"task": name, "why": "has no bottleneck"}
     return {"task": name, "why": found[0].words}
 
 
 def held_up(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What people are shown of what holds a run up: the slowest worker, then the worst
-    `limits` of others, each with ``task`` and ``why``."""
+    """Selects the bottlenecks for people: the slowest worker, then the worst `limits`
+    of other tasks, each with ``task`` and ``why``."""
     first = metrics.get("slowest")
     found = [] if first is None else [first]
     others = [
@@ -119,7 +118,8 @@ def held_up(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
         for limit in limits(metrics)
         if first is None or limit.task != first["task"]
     ]
-    return found + [{"task": each.task, "why": each.words} for each in others[:WORST]]
+    worst = [{"task": limit.task, "why": limit.words} for limit in others[:WORST]]
+    return found + worst
 
 
 def _waits(worker: Mapping[str, Any]) -> float:
@@ -170,15 +170,15 @@ def _of_worker(
 _OWN: Final = {
     "draw": (
         "waits for its dataset: draw is",
-        "let the dataset read ahead and map in parallel: dataset.map(f, "
+        "prefetch and map in parallel: dataset.map(f, "
         "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
     ),
     "compute": (
         "computes: the step itself is",
-        "that is what a worker is for: add workers, or make the step cheaper",
+        "this is the ideal bottleneck: add workers, or make the step cheaper",
     ),
 }
-"""What a worker is held up by that nobody else has to do with, and advice."""
+"""Bottlenecks of a worker that other tasks do not cause, with advice."""
 
 
 def _pull(
@@ -187,14 +187,15 @@ def _pull(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
 ) -> Limit:
-    # Whose answers ended most of its pulls; if nobody knows, who sends most.
-    blamed = _most(worker.get("slow_pulls", {})) or _most(
-        {each: server.get("bytes_out_per_s", 0.0) for each, server in servers.items()}
-    )
+    # The server that answered last most often, or else the one that sends most.
+    sent = {
+        name: server.get("bytes_out_per_s", 0.0) for name, server in servers.items()
+    }
+    blamed = _most(worker.get("slow_pulls", {})) or _most(sent)
     numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {percent(share)} of its time"
     if not blamed:
-        advice = "pull less, or fetch ahead: prefetch=1 (ZSTRAT_PREFETCH)"
+        advice = "pull less, or prefetch: prefetch=1 (ZSTRAT_PREFETCH)"
         return Limit(name, "pull", share, words, advice, numbers)
     server = servers.get(blamed, {})
     busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
@@ -205,20 +206,20 @@ def _pull(
         f"({blamed} sends {size(out)}/s)"
     )
     if busy >= BUSY:
-        words += f"; {blamed} spends {percent(busy)} of its own on updates"
+        words += f"; {blamed} spends {percent(busy)} of its time on updates"
         advice = (
-            "spread its variables over more parameter servers: a partitioner cuts "
+            "spread its variables over more parameter servers; a partitioner splits "
             "large ones"
         )
     elif pulls and out < SMALL * pulls:
-        words += f"; an answer has {size(out / pulls)}, so the way takes the time"
+        words += f"; an answer has {size(out / pulls)}, so latency dominates"
         advice = (
-            "fetch ahead: prefetch=1 (ZSTRAT_PREFETCH), read more in one step, or "
-            "bring workers and parameter servers closer together"
+            "prefetch: prefetch=1 (ZSTRAT_PREFETCH), read more in one step, or move "
+            "workers and parameter servers closer together"
         )
     else:
         advice = (
-            "add parameter servers, pull fewer bytes, or fetch ahead: prefetch=1 "
+            "add parameter servers, pull fewer bytes, or prefetch: prefetch=1 "
             "(ZSTRAT_PREFETCH)"
         )
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
@@ -236,25 +237,24 @@ def _push(
     )
     numbers = _numbers("push", worker)
     advice = (
-        "leave out eager=True, and the next step computes while updates travel; or "
+        "omit eager=True, so that the next step computes while updates are sent; or "
         "push all variables of a step in one call"
     )
-    applying = {each: server.get("busy", 0.0) for each, server in servers.items()}
-    blamed = _most(applying)
-    if blamed and applying[blamed] >= BUSY:
-        numbers["busy"] = applying[blamed]
-        busy = percent(applying[blamed])
-        words += f"; {blamed} spends {busy} of its own on updates"
+    busy = {name: server.get("busy", 0.0) for name, server in servers.items()}
+    blamed = _most(busy)
+    if blamed and busy[blamed] >= BUSY:
+        numbers["busy"] = busy[blamed]
+        words += f"; {blamed} spends {percent(busy[blamed])} of its time on updates"
     return Limit(name, "push", share, words, advice, numbers)
 
 
 def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
-    """The limit with what has not ended for long, if it is of that kind."""
+    """Adds the current phase to the limit if it has lasted for long."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
     if seconds < LONG_PHASE_SECONDS or now.get("phase") != limit.what.partition(" ")[0]:
         return limit
-    words = f"{limit.words}; step {now['step']} has been at it for {seconds:.0f} s"
+    words = f"{limit.words}; step {now['step']} has been in it for {seconds:.0f} s"
     numbers = {**limit.numbers, "so_far": seconds}
     return replace(limit, words=words, numbers=numbers)
 
@@ -262,20 +262,19 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
 def _queue(
     name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
 ) -> Limit:
-    words = f"has nothing to do for {percent(share)} of its time"
-    advice = "schedule more steps before you join or fetch; fewer workers would do"
+    words = f"is idle for {percent(share)} of its time"
+    advice = "schedule more steps before join or fetch, or use fewer workers"
     if queued:
-        words += f", though {queued} closures wait in the program"
+        words += f", although {queued} closures are queued in the program"
         advice = (
-            "let workers hold more: ClusterCoordinator(closures_in_flight=...) is too "
-            "low, or left out better; or the program's process is short of a core"
+            "increase or omit ClusterCoordinator(closures_in_flight=...); or give the "
+            "program's process another core"
         )
     elif full:
-        words += ", and the program may not schedule more"
+        words += ", and the queue of the program is full"
         advice = (
-            "its queue is short, or full of large arguments: leave out "
-            "ClusterCoordinator(max_queued=...); have workers make their batches "
-            "themselves, by a per-worker dataset"
+            "omit ClusterCoordinator(max_queued=...); if the queue is full of large "
+            "arguments, create batches on the workers, with a per-worker dataset"
         )
     numbers = _numbers("wait", worker) | {
         "waiting": float(worker.get("waiting", 0)),
@@ -285,13 +284,13 @@ def _queue(
 
 
 def _full(queued: int) -> Limit:
-    """No worker waits for it, so it is a remark."""
+    """Makes a remark with share 0, as no worker waits for it."""
     return Limit(
         "program",
         "full queue",
         0.0,
-        f"waits in schedule(): its queue is full, and {queued} closures are left in it",
-        "workers are slower than the program: see what they are at, or add some",
+        f"waits in schedule(): its queue of {queued} closures is full",
+        "workers are slower than the program: see their limits, or add workers",
         {"queued_closures": float(queued)},
     )
 
@@ -306,7 +305,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
         "push",
         busy,
         f"applies updates for {percent(busy)} of its time",
-        "spread the variables over more parameter servers (a partitioner cuts large "
+        "spread the variables over more parameter servers (a partitioner splits large "
         "ones), or push less often",
         {"busy": busy, "p50": apply.get("p50", 0.0), "p99": apply.get("p99", 0.0)},
     )
@@ -326,21 +325,21 @@ def _imbalance(
     name = _most(moved)
     if moved[name] < UNEQUAL * mean:
         return
-    waiting = [each.get("time", {}).get("pull", 0.0) for each in workers.values()]
+    waits = [worker.get("time", {}).get("pull", 0.0) for worker in workers.values()]
     yield Limit(
         name,
         "imbalance",
-        min(1.0, max(waiting, default=0.0)) * moved[name] / whole,
-        f"moves {percent(moved[name] / whole)} of the bytes of all {len(moved)} "
+        min(1.0, max(waits, default=0.0)) * moved[name] / whole,
+        f"transfers {percent(moved[name] / whole)} of the bytes of all {len(moved)} "
         f"parameter servers ({size(moved[name])}/s)",
-        "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
-        {each: float(rate) for each, rate in moved.items()},
+        "split its large variables: ParameterServerStrategy(variable_partitioner=...)",
+        {server: float(rate) for server, rate in moved.items()},
     )
 
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    # Between a pull and its push each of the other workers pushes once.
+    # Between a pull and its push every other worker pushes once.
     usual = max(1, workers - 1)
     if median <= OLD * usual:
         return
@@ -348,16 +347,16 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
         "all workers",
         "stale",
         min(1.0, 1 - usual / median),
-        f"compute from values that are {median:g} versions old (median); "
-        f"{workers} workers make about {usual} by themselves",
-        "fetch fewer steps ahead: prefetch=0 or 1 (ZSTRAT_PREFETCH); or lower the "
+        f"compute with values that are {median:g} versions old (median); "
+        f"{workers} workers alone cause about {usual}",
+        "prefetch fewer steps: prefetch=0 or 1 (ZSTRAT_PREFETCH); or lower the "
         "learning rate",
         {"p50": median, "p99": staleness.get("p99", 0.0)},
     )
 
 
 def _most(amounts: Mapping[str, float]) -> str:
-    """The name of the largest amount; "" if there is none."""
+    """Returns the name of the largest amount; "" if there is none."""
     return max(amounts, key=lambda name: (amounts[name], name), default="")
 
 
@@ -370,12 +369,12 @@ def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
 
 
 def percent(share: float) -> str:
-    """A part of a whole, 0 to 1, as people read it."""
+    """Formats a share, 0 to 1, as a percentage."""
     return f"{100 * share:.0f} %"
 
 
 def size(number: float) -> str:
-    """Bytes as people read them."""
+    """Formats a number of bytes: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -1,5 +1,5 @@
-"""The phases of a step, and of what a parameter server does with it; and what a task
-keeps of them while the time line of its run is taken.
+"""The phases of steps on workers and of requests on parameter servers, and their
+capture for a time line.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.StrEnum):
-    """What a step was at. Those of a worker overlap with those of other steps: while
-    one computes, the next one is drawn and pulled."""
+    """A phase of a step. The phases of different steps overlap on a worker: while one
+    step computes, the next one is drawn and pulled."""
 
     WAIT = "wait"
     """From the closure's arrival at the worker until its preparation begins."""
     DRAW = "draw"
     """Its preparation: arguments, elements of datasets, the program."""
     PULL = "pull"
-    """From the request for values until they are there, all levels together."""
+    """From the first request for values until all have arrived."""
     COMPUTE = "compute"
     """The program, from its start until its results are in memory."""
     PUSH = "push"
@@ -29,8 +29,8 @@ class Phase(enum.StrEnum):
     APPLY = "apply"
     """On a parameter server: from the turn of a push until it is applied."""
     SEND = "send"
-    """On a parameter server: while answers to one peer wait for their way, or for the
-    peer to read. What leaves at once is not counted."""
+    """On a parameter server: while answers to one peer wait to be sent. Answers that
+    are sent at once are not counted."""
 
 
 WORKER_PHASES: Final = (Phase.WAIT, Phase.DRAW, Phase.PULL, Phase.COMPUTE, Phase.PUSH)
@@ -38,7 +38,7 @@ PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
 class StepUnderWay(NamedTuple):
-    """A phase that a worker is at, of a step, and since when by its own clock."""
+    """The current phase of a worker: its step and its begin by the worker's clock."""
 
     phase: Phase
     step: int
@@ -47,7 +47,7 @@ class StepUnderWay(NamedTuple):
 
 class PhaseSpan(NamedTuple):
     """One phase of one step: ``began`` and ``ended`` by the clock of its process, in
-    seconds. ``step`` is -1 for what no step has asked for."""
+    seconds. ``step`` is -1 for requests of no step."""
 
     step: int
     phase: Phase
@@ -56,7 +56,7 @@ class PhaseSpan(NamedTuple):
 
 
 class TrafficPoint(NamedTuple):
-    """Bytes that the process had got and sent by then; ``at`` by its clock."""
+    """Bytes that the process received and sent until ``at``, by its clock."""
 
     at: float
     got: int
@@ -65,12 +65,12 @@ class TrafficPoint(NamedTuple):
 
 @final
 class SpanCapture:
-    """One capture, of one session. Bounded. Belongs to the loop, as its recorder does.
+    """A bounded capture of spans and traffic of one session. Belongs to the loop.
 
     Args:
-        limit: Spans that are kept, the last ones, and points of traffic.
-        until: None is kept that begins later: who asked may be gone.
-        moved: Says how many bytes the process has got, and has sent.
+        limit: Number of spans and of points of traffic to keep, the last ones.
+        until: Later spans are dropped, because the program that asked may be lost.
+        moved: Returns the bytes that the process has received and sent.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class SpanCapture:
         self.spans: Final[deque[PhaseSpan]] = deque(maxlen=limit)
         self.traffic: Final[deque[TrafficPoint]] = deque(maxlen=limit)
         self.is_cut = False
-        """Spans had to be forgotten."""
+        """Whether spans were dropped."""
 
     def add(self, phase: Phase, spans: Iterable[tuple[float, float, float]]) -> None:
-        """Steps were in a phase: number, begin and end of each."""
+        """Adds spans of a phase: step number, begin and end of each."""
         kept = self.spans
         for step, began, ended in spans:
             if began <= self.until:
@@ -92,6 +92,6 @@ class SpanCapture:
                 kept.append(PhaseSpan(int(step), phase, began, ended))
 
     def sample(self, now: float) -> None:
-        """Notes how many bytes there were until now."""
+        """Adds a point of traffic."""
         if now <= self.until:
             self.traffic.append(TrafficPoint(now, *self._moved()))

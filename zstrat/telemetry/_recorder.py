@@ -1,10 +1,9 @@
-"""What one task notes of one session: phases, staleness, rates.
+"""Records the measurements of one session of a task: phases, staleness, rates.
 
-Noting has to cost nothing beside a step of ten microseconds, so numbers are only put
-behind each other, in plain lists, by whoever has them, and sorted into histograms in
-bulk. The thread that runs steps writes into a list of its own, which travels with what
-it posts (`StepTimes`); all else belongs to the loop. Everything is bounded: the lists
-by `PENDING`, spans of a capture by what it asked for.
+Recording must be negligible for a step of ten microseconds, so numbers are only
+appended to plain lists, and sorted into histograms in bulk. The thread that runs steps
+appends to its own lists, which it posts with its results (`StepTimes`); everything else
+belongs to the loop. All lists are bounded, by `PENDING` or by the limit of a capture.
 """
 
 from __future__ import annotations
@@ -34,26 +33,25 @@ if TYPE_CHECKING:
 EVERY: Final = 0.25
 """Seconds between two digests."""
 PENDING: Final = 4096
-"""Entries after which there is one earlier."""
+"""Number of entries after which a digest is made earlier."""
 
 EAGER: Final = 256
-"""The same of eager steps, each of which may have noted hundreds of spans."""
+"""The same for eager steps, each of which may have hundreds of spans."""
 
 QUICK: Final = 2
-"""Numbers of a step that has neither drawn nor pulled: the seconds that it waited, and
-that it ran."""
+"""Numbers of a step that neither drew nor pulled: seconds that it waited and ran."""
 FULL: Final = 10
-"""Numbers of any other, and of all in a capture: its number; when it was received, and
-when its preparation had ended; the seconds that it ran; when it ended; the seconds that
-its preparation took; when its values were asked for first and were there last, and the
-seconds in between that they were awaited; how many examples it drew."""
+"""Numbers of any other step, and of all steps in a capture: step number; time of
+arrival; time of the end of its preparation; seconds that it ran; time of its end;
+seconds of its preparation; times of the first request and of the last answer of its
+values; seconds that it waited for them; number of examples."""
 
 
 @final
 @dataclass(slots=True)
 class EagerNotes:
-    """What an eager step has done while it ran: it draws, reads and pushes as it goes,
-    and its thread waits for that. Any thread may note."""
+    """The phases of an eager step, which draws, reads and pushes while it runs. Any
+    thread may append."""
 
     spans: list[tuple[Phase, float, float]] = field(default_factory=list)
     """Phase, begin and end of each draw, read and push, of the first `PENDING`."""
@@ -148,7 +146,7 @@ class Recorder:
             self.digest(now)
 
     def spent(self, phase: Phase, step: int, began: float, ended: float) -> None:
-        """A step was in a phase, but for those that `ran` tells."""
+        """Records a phase of a step other than those in `StepTimes`."""
         spans = self._spans.get(phase)
         if spans is None:
             spans = self._spans[phase] = []
@@ -159,47 +157,47 @@ class Recorder:
             self.digest(ended)
 
     def stale(self, store: str, versions: int) -> None:
-        """What a push to the store was computed from was so many versions old."""
-        found = self._stale.get(store)
-        if found is None:
-            found = self._stale[store] = []
-        found.append(versions)
-        if len(found) > PENDING:
-            # At the time of the last one: whoever tells of a push has no clock at hand.
+        """Records the age in versions of the values from which a push to the store was
+        computed."""
+        ages = self._stale.get(store)
+        if ages is None:
+            ages = self._stale[store] = []
+        ages.append(versions)
+        if len(ages) > PENDING:
+            # With the time of the last digest, as the caller does not know the time.
             self.digest(self._digested)
 
     def count(self, name: str, amount: float, now: float) -> None:
-        """Counts so many more of something of which the rate is told."""
+        """Adds an amount to a rate."""
         self._rate(name, now).add(amount, now)
 
     def start(self, totals: Mapping[str, float], now: float) -> None:
-        """The session begins when the sums that somebody else keeps, for longer than
-        it, are these."""
+        """Begins the session; ``totals`` are the current values of counters that are
+        kept elsewhere and are older than the session."""
         self._began = now
         for name, total in totals.items():
             self._rates[name] = Rate(now, total)
 
     def reach(self, totals: Mapping[str, float], now: float) -> None:
-        """Notes what has been counted elsewhere: the totals by now."""
+        """Updates rates from the current totals of counters kept elsewhere."""
         for name, total in totals.items():
             self._rate(name, now).reach(total, now)
 
     def _rate(self, name: str, now: float) -> Rate:
         rate = self._rates.get(name)
         if rate is None:
-            # From the begin of the session: what comes for the first time was zero
-            # until now.
+            # Since the start of the session: the total was zero until now.
             rate = self._rates[name] = Rate(now if self._began is None else self._began)
         return rate
 
     def plain(
         self, now: float, under_way: StepUnderWay | None = None
     ) -> dict[str, Plain]:
-        """All of it, as plain data: ``phases`` and ``staleness`` as `Windowed.plain`
-        by phase and store, ``rates`` per second, ``time``, the shares of the time of
-        the thread that runs steps (or of the loop that applies pushes), and ``stalls``:
-        those in which it waited for each server; ``now``: ``phase``, ``step`` and
-        ``seconds`` of what is under way."""
+        """Returns everything as plain data: ``phases`` and ``staleness`` as
+        `Windowed.plain` by phase and store; ``rates`` per second; ``time``: shares of
+        the time of the step thread, or of the loop that applies pushes; ``stalls``:
+        shares in which it waited for each server; ``now``: ``phase``, ``step`` and
+        ``seconds`` of the current phase."""
         self.digest(now)
         present: dict[str, Plain] = {}
         if under_way is not None:
@@ -223,32 +221,32 @@ class Recorder:
         }
 
     def begin_capture(self, capture: SpanCapture, now: float) -> None:
-        """From now on spans, and what was moved by then, are kept there, too."""
+        """Begins to copy spans and traffic into the capture."""
         self.digest(now)
         self._capture = capture
         capture.sample(now)
         self.on_capture(True)
 
     def end_capture(self, now: float) -> SpanCapture:
-        """Ends what `begin_capture` began; returns what was kept, in no order.
+        """Ends and returns the capture; its spans are not sorted.
 
         Raises:
-            NotFoundError: There was no capture.
+            NotFoundError: There is no capture.
         """
         self.digest(now)
         capture, self._capture = self._capture, None
         self.on_capture(False)
         if capture is None:
-            raise NotFoundError("no capture is under way: the session began anew")
+            raise NotFoundError("no capture is running: the session was restarted")
         capture.sample(now)
         return capture
 
     def digest(self, now: float) -> None:
-        """Sorts what was noted into histograms and rates."""
+        """Sorts the recorded numbers into histograms and rates."""
         self._digested = now
         if self._began is None:
             self._began = now
-        # Whoever began it may be gone and never end it.
+        # The program that began the capture may be lost and never end it.
         if self._capture is not None and now > self._capture.until:
             self.on_capture(False)
         steps = self._steps
@@ -377,8 +375,8 @@ def _ignore(_: object) -> None:
 
 
 def log_file() -> str:
-    """Path of the file that standard error, which is the log, goes to; "" if it goes
-    elsewhere, and where there is no /proc."""
+    """Returns the path of the log, the file of standard error; "" if standard error is
+    not a file, or without /proc."""
     try:
         if not stat.S_ISREG(os.fstat(2).st_mode):
             return ""
@@ -388,8 +386,8 @@ def log_file() -> str:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, shared pages included; 0 while nobody can
-    look, as all its descriptors are in use."""
+    """Returns the resident memory of this process, with shared pages; 0 while all its
+    file descriptors are in use."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except FileNotFoundError:  # not Linux

@@ -1,13 +1,12 @@
-"""What the tasks of a run tell of themselves, put together for whoever looks at it.
+"""Combines the reports of the tasks of a run into its metrics.
 
-Law of the file: plain data in, plain data out. What a task has not told, or has told in
-a form that nobody knows, is absent or zero, and never an error: who looks at a run must
-not stop it.
+Law of the file: plain data in, plain data out. Missing or malformed values of a task
+are absent or zero in the result, never an error: observing a run must not stop it.
 
-Several looks, each of the seconds before it, become one (`over`): a minute tells more
-than ten seconds do, of a dataset that stalls now and then, or a server that is slow
-while another job runs. Histograms add up, rates and shares have a mean, and of what
-there is a number for now, such as memory, the last one counts.
+`over` combines several samples of a task, each of the seconds before it, because a
+minute shows more than ten seconds, such as a dataset that stalls now and then. It adds
+histograms, averages rates and shares, and takes the last value of gauges such as
+memory.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ WORKER: Final = "worker"
 PS: Final = "ps"
 
 Window = tuple[str, str]
-"""A task, and one of its phases, or a store that it pushes to."""
+"""A task and one of its phases, or a task and a store to which it pushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """One task as the program, or an observer, knows it.
+    """The last report of a task to the program or to an observer.
 
-    ``values`` is what it reported last: the parts of `METRICS`, and ``phases``,
-    ``staleness``, ``time``, ``stalls``, ``now``, ``transports``, ``program`` and
-    ``log``; empty if nothing, and of a task that is lost its ``log`` alone.
+    ``values`` has the parts of `METRICS`, and ``phases``, ``staleness``, ``time``,
+    ``stalls``, ``now``, ``transports``, ``program`` and ``log``. It is empty before the
+    first report, and has only ``log`` for a lost task.
     """
 
     state: str
@@ -50,11 +49,11 @@ class TaskReport:
 
 
 def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
-    """``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``, ``tasks`` and
-    ``slowest``, as `ClusterCoordinator.metrics` has them.
+    """Computes ``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``,
+    ``tasks`` and ``slowest`` of `ClusterCoordinator.metrics`.
 
     Args:
-        tasks: By name: "worker:0", "ps:1".
+        tasks: The reports by task name, such as "worker:0".
     """
     phases = HistogramTable(_windows(tasks, "phases"))
     stale = HistogramTable(_windows(tasks, "staleness"), Unit.COUNTS)
@@ -66,7 +65,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         for store in _part(tasks[name].values, "staleness")
     )
     program = _last_program(tasks[name].values for name in workers)
-    made: dict[str, Plain] = {
+    metrics: dict[str, Plain] = {
         "steps_per_s": sum(entries[name]["steps_per_s"] for name in workers),
         "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
         or None,
@@ -79,8 +78,8 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         "staleness": {**ages.summary(), "buckets": ages.buckets()},
         "tasks": entries,
     }
-    made["slowest"] = slowest(made)
-    return made
+    metrics["slowest"] = slowest(metrics)
+    return metrics
 
 
 def _task(
@@ -90,7 +89,7 @@ def _task(
     stale: HistogramTable[Window],
 ) -> dict[str, Plain]:
     values, job = task.values, _job(name)
-    made: dict[str, Plain] = {
+    entry: dict[str, Plain] = {
         "state": task.state,
         "address": task.address,
         "last_error": task.last_error,
@@ -99,8 +98,8 @@ def _task(
         **task_numbers(job, values),
     }
     if job == WORKER:
-        made["examples_per_s"] = made["examples_per_s"] or None
-        made |= {
+        entry["examples_per_s"] = entry["examples_per_s"] or None
+        entry |= {
             "phases": _summaries(name, WORKER_PHASES, phases),
             "time": _shares(values, "time"),
             "now": _now(_part(values, "now")),
@@ -112,24 +111,24 @@ def _task(
         }
     if job == PS:
         busy = _number(_part(values, "time").get(Phase.APPLY))
-        made |= {**_summaries(name, PS_PHASES, phases), "busy": busy}
-    return made
+        entry |= {**_summaries(name, PS_PHASES, phases), "busy": busy}
+    return entry
 
 
 def _last_program(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
-    """What the worker knows of the program that was handed closures last: what the
-    others know is older."""
-    known = [part for each in workers if (part := _part(each, "program"))]
-    return min(known, key=lambda part: _number(part.get("seconds")), default={})
+    """Returns the newest information about the program, that of the worker to which it
+    dispatched closures last."""
+    parts = [part for values in workers if (part := _part(values, "program"))]
+    return min(parts, key=lambda part: _number(part.get("seconds")), default={})
 
 
-def _now(told: Mapping[str, Plain]) -> dict[str, Plain] | None:
-    if not told:
+def _now(phase: Mapping[str, Plain]) -> dict[str, Plain] | None:
+    if not phase:
         return None
     return {
-        "phase": str(told.get("phase")),
-        "step": int(_number(told.get("step"))),
-        "seconds": _number(told.get("seconds")),
+        "phase": str(phase.get("phase")),
+        "step": int(_number(phase.get("step"))),
+        "seconds": _number(phase.get("seconds")),
     }
 
 
@@ -137,26 +136,26 @@ def _job(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _part(told: Mapping[str, Plain], name: str) -> dict[str, Plain]:
-    part = told.get(name)
+def _part(values: Mapping[str, Plain], name: str) -> dict[str, Plain]:
+    part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def _number(value: Plain) -> float:
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if known else 0.0
+    is_finite = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_finite else 0.0
 
 
-def _shares(told: Mapping[str, Plain], name: str) -> dict[str, float]:
-    return {what: _number(share) for what, share in _part(told, name).items()}
+def _shares(values: Mapping[str, Plain], name: str) -> dict[str, float]:
+    return {what: _number(share) for what, share in _part(values, name).items()}
 
 
 def _windows(tasks: Mapping[str, TaskReport], part: str) -> dict[Window, Plain]:
-    """The windows of each `Windowed.plain` in that part of what the tasks told."""
+    """Returns the recent windows of all `Windowed.plain` in a part of the reports."""
     return {
         (name, key): windowed["recent"]
-        for name, each in tasks.items()
-        for key, windowed in _part(each.values, part).items()
+        for name, task in tasks.items()
+        for key, windowed in _part(task.values, part).items()
         if isinstance(windowed, dict) and "recent" in windowed
     }
 
@@ -171,33 +170,35 @@ _WINDOWED = {"phases": Unit.SECONDS, "staleness": Unit.COUNTS}
 _AVERAGED = ("rates", "time", "stalls")
 
 
-def over(looks: Sequence[TaskReport]) -> TaskReport:
-    """One task as all looks together have seen it; at the last one it is as it is.
+def over(samples: Sequence[TaskReport]) -> TaskReport:
+    """Combines the samples of one task; its state is that of the last sample.
 
     Raises:
-        ValueError: There was no look.
+        ValueError: There is no sample.
     """
-    if not looks:
-        raise ValueError("no look at the task")
-    known = {str(n): look for n, look in enumerate(looks) if look.values}
-    last = looks[-1]
+    if not samples:
+        raise ValueError("samples=[]: expected one report or more")
+    known = {str(n): sample for n, sample in enumerate(samples) if sample.values}
+    last = samples[-1]
     if not known:
         return last
-    told = [look.values for look in known.values()]
-    made: dict[str, Plain] = dict(told[-1])
+    reported = [sample.values for sample in known.values()]
+    combined: dict[str, Plain] = dict(reported[-1])
     for part, unit in _WINDOWED.items():
         table = HistogramTable(_windows(known, part), unit)
-        made[part] = {
+        combined[part] = {
             name: {"recent": table.merged((n, name) for n in known).plain()}
-            for name in _names(told, part)
+            for name in _names(reported, part)
         }
     for part in _AVERAGED:
-        made[part] = {
-            name: sum(_number(_part(each, part).get(name)) for each in told) / len(told)
-            for name in _names(told, part)
+        combined[part] = {
+            name: sum(_number(_part(values, part).get(name)) for values in reported)
+            / len(reported)
+            for name in _names(reported, part)
         }
-    return replace(last, values=made)
+    return replace(last, values=combined)
 
 
-def _names(told: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
-    return list(dict.fromkeys(name for each in told for name in _part(each, part)))
+def _names(reported: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
+    names = (name for values in reported for name in _part(values, part))
+    return list(dict.fromkeys(names))

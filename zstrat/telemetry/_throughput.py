@@ -1,4 +1,4 @@
-"""How much per second, of late: in ten seconds, or more where steps take longer."""
+"""Recent rates: over ten seconds, or more if steps take longer."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 RECENT: Final = 10
-"""Seconds that a window is long, and how many parts it consists of."""
+"""Length of a window in seconds, and its number of parts."""
 STEADY: Final = 1.5
-"""Times a window, in which something comes as often as a window has parts."""
+"""Events are steady if `RECENT` of them came within this multiple of a window."""
 GAPS: Final = 3
-"""Where less comes, it is as long as so many gaps between what comes."""
+"""Length of a window for rare events, as a multiple of the gap between them."""
 
 
 def window(times: Sequence[float], now: float) -> float:
-    """Seconds that are to be looked back: `RECENT`, or more where what is looked at
-    comes less often: a step of a minute is seen a minute later, too.
+    """Returns the length of the window in seconds: `RECENT`, or more for rare events: a
+    step that takes a minute is still in the window a minute later.
 
     Args:
-        times: When something came of late, in that order, once a second at the most.
+        times: Times of recent events, ascending, at most one per second.
     """
     return max(float(RECENT), GAPS * usual_gap(times, now))
 
 
 def usual_gap(times: Sequence[float], now: float) -> float:
-    """Seconds from one to the next at the most, but for one: that was a pause; 0 if
-    there is no other. Where it comes about once a second by now, gaps before that do
-    not count: an evaluation after each epoch is no step that takes as long."""
+    """Returns the second longest gap between events, as the longest may be a pause; 0
+    if there is only one. If events come about once a second now, earlier gaps do not
+    count: an evaluation after an epoch is not a long step."""
     late = times[-RECENT - 1 :]
     if len(late) > RECENT and now - late[0] <= STEADY * RECENT:
         times = late
@@ -46,7 +46,7 @@ def usual_gap(times: Sequence[float], now: float) -> float:
 MARK: Final = 1.0
 """Seconds between two marks."""
 MARKS: Final = 32
-"""Where eight workers end a step of a minute within some seconds, four times."""
+"""Number of marks: enough for four steps of a minute of eight workers."""
 
 
 class _Mark(NamedTuple):
@@ -59,8 +59,8 @@ class _Mark(NamedTuple):
 
 @final
 class Throughput:
-    """What was counted per second of late. Keeps no timer: whoever counts says what
-    time it is, and leaves a mark about once in `MARK` seconds."""
+    """The recent rate of a counter. It has no timer: the caller passes the time, and
+    makes a mark about once in `MARK` seconds."""
 
     __slots__ = ("_marks", "next_mark")
 
@@ -93,11 +93,11 @@ class Throughput:
 
 @final
 class Rate:
-    """A sum that only grows, and how much of it came per second of late.
+    """A counter that only grows, with its recent rate.
 
     Args:
-        since: The time from which on it is counted,
-        total: and what it is then.
+        since: The time at which counting starts.
+        total: The value at that time.
     """
 
     __slots__ = ("_throughput", "total")
@@ -108,12 +108,12 @@ class Rate:
         self._throughput.mark(since, total, total)
 
     def add(self, amount: float, now: float) -> None:
-        """Counts what came just now."""
+        """Adds an amount now."""
         if amount:
             self.reach(self.total + amount, now)
 
     def reach(self, total: float, now: float) -> None:
-        """Somebody else counts, and has come to ``total`` by now."""
+        """Sets the counter, which is kept elsewhere, to ``total``."""
         if total == self.total:
             return
         before, self.total = self.total, total
@@ -128,16 +128,16 @@ class Rate:
 
 @final
 class TimeShares:
-    """What a thread, or a loop, spends its time with of late (`window`)."""
+    """The shares of recent time that a thread or loop spends on each activity."""
 
     __slots__ = ("_ring",)
 
     def __init__(self) -> None:
         self._ring: deque[tuple[int, Counter[str]]] = deque(maxlen=RECENT + 1)
-        """Seconds of the clock, and seconds spent that were told in each."""
+        """Second of the clock -> seconds spent, by name, that were added in it."""
 
     def add(self, name: str, seconds: float, now: float) -> None:
-        """Adds what was spent with this until now."""
+        """Adds seconds that were spent until now."""
         if not seconds:
             return
         second = math.floor(now)
@@ -148,12 +148,11 @@ class TimeShares:
     def shares(
         self, now: float, under_way: StepUnderWay | None = None
     ) -> dict[str, float]:
-        """The parts of the time by name, together one at the most: what is not told is
-        not spent with any of them. What took long is told when it ends, and may fill
-        more than the window.
+        """Returns the share of the time by name; the sum is at most one. A long phase
+        is added when it ends, and may be longer than the window.
 
         Args:
-            under_way: What has not ended, and is told when it does.
+            under_way: The current phase, which is not added yet.
         """
         ring = list(self._ring)
         since = math.floor(now) - window([second for second, _ in ring], now)

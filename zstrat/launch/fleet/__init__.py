@@ -1,47 +1,47 @@
-"""A fleet: the tasks of one run on the hosts of an engine, kept up and ended together.
+"""A fleet: the tasks of one run on the machines of an engine, which are restarted when
+they fail and end together.
 
-What a fleet is does not depend on where its tasks run: which task is where, fresh keys
-for this run by role, a log for each task, a start that succeeds as a whole or fails by
-name, restarts at the same address (at most so many within a window), and an end with
-the workers first. `FleetState` decides all that without I/O; `Fleet` carries it out on
-one thread; an `Engine` knows three things and nothing else: how to start the process of
-a task somewhere, how to hear of its address and its end, and how to end it.
+All fleets have in common: an assignment of tasks to hosts, new keys for each run, a log
+for each task, a start that succeeds for all tasks or fails, restarts at the same
+address (at most a number within a window), and an end with the workers first.
+`FleetState` decides all this without I/O; `Fleet` carries it out on one thread. An
+`Engine` only starts the process of a task, reports its address and its end, and ends
+it.
 
 To write an engine:
 
     class MyEngine:
-        name = "my engine"  # for words to a person
+        name = "my engine"  # for messages
 
-        def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask: ...
+        def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask: ...
         def close(self) -> None: ...
 
-- ``start`` returns at once, on the thread of the fleet, what ends the process that it
-  began: ``drain()`` (finish what was accepted, then end) and ``kill()`` (now). Both
-  return at once, and may be called when the process is gone.
-- ``hear.bound(address)`` is called once when the task serves, with the address at which
-  others reach it; ``hear.ended(End(...))`` exactly once, whatever happened, also after
-  ``kill``. Both take any thread, and never block.
-- ``launch`` says all: which task, where (a word of the engine's own, such as a host),
-  the keys of its role as file name -> text, variables, and the address that it had
-  before (``bind``), "" the first time. An engine that cannot have the same address
-  again reports another one: ``fleet.resolver`` is asked again and tells it.
-- An `End` with a ``mistake`` is not tried again: it would end so again.
+- ``start`` is called on the thread of the fleet and returns at once. It returns an
+  object that ends the process: ``drain()`` (finish the accepted requests, then end) and
+  ``kill()``. Both return at once, also when the process has ended already.
+- Call ``events.bound(address)`` once the task serves, with the address at which others
+  reach it, and ``events.ended(TaskEnd(...))`` exactly once, whatever happened, also
+  after ``kill``. Both may be called from any thread, and never block.
+- ``launch`` has the task, its host as the engine names it, the keys of its role as file
+  name -> text, variables, and its last address (``bind``), "" the first time. An engine
+  that cannot use the same address reports another one, which ``fleet.resolver`` returns
+  from then on.
+- A `TaskEnd` with a ``mistake`` is not followed by a restart.
 
-Engines whose process is a command with standard streams (ssh, srun) are `Piped` ones:
-they say the words of the command. Those that hold `zs.Server` in an actor make it of
-`TaskLaunch.keys` by `write_keys`.
+Engines whose process is a command with standard streams (ssh, srun) derive from `Piped`
+and only build the command line. Engines that run `zs.Server` in an actor write the keys
+of `TaskLaunch.keys` with `write_keys`.
 """
 
 from zstrat.launch._runtime_dir import share as share
+from zstrat.launch._runtime_dir import write_keys as write_keys
 
-from ._beside import run_beside as run_beside
 from ._dask import dask as dask
-from ._engine import End as End
 from ._engine import Engine as Engine
 from ._engine import FleetTask as FleetTask
+from ._engine import TaskEnd as TaskEnd
 from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
-from ._keys import write_keys as write_keys
 from ._piped import TaskHost as TaskHost
 from ._ray import ray as ray
 from ._slurm import GPUS_BY_NODE as GPUS_BY_NODE

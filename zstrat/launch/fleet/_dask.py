@@ -1,8 +1,8 @@
-"""A fleet on Dask: an actor in a worker of Dask for each task.
+"""A fleet on Dask: each task is started by an actor in a Dask worker.
 
-Dask has no place that is kept: when one of its workers is gone, its nanny starts
-another one, at another address, and its actors are lost. So a task that is started
-again goes to the same machine, to its port, as long as Dask has a worker there.
+When a Dask worker ends, its nanny starts another one at another address, and its actors
+are lost. A restarted task goes to the same machine and port as long as there is a Dask
+worker on that machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import UnavailableError
 
-from ._engine import End, distribute_tasks
+from ._engine import TaskEnd, assign
 from ._fleet import Fleet
 from ._piped import TaskHost
 
@@ -28,73 +28,75 @@ if TYPE_CHECKING:
     from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
 
 ARRIVAL: Final = 60.0
-"""Seconds for Dask to have a worker again: its nanny starts one within some."""
-AT_ONCE: Final = 5.0
-"""Seconds for an order to reach an actor."""
+"""Seconds to wait for a Dask worker; a nanny starts one within seconds."""
+CALL_TIMEOUT: Final = 5.0
+"""Seconds for a call of an actor's method."""
 
 
 def host_of(address: str) -> str:
-    """The machine of ``tcp://10.0.0.7:40123``; of this process for ``inproc://...``."""
+    """Returns the host of ``tcp://10.0.0.7:40123``; loopback for ``inproc://...``."""
     scheme, _, rest = address.partition("://")
     return rest.rpartition(":")[0].strip("[]") if scheme != "inproc" else "127.0.0.1"
 
 
 @final
 class _DaskTask:
-    """One actor and the thread that listens to it."""
+    """One actor, and the thread that waits for its results."""
 
     def __init__(
-        self, engine: DaskEngine, launch: TaskLaunch, hear: TaskEvents
+        self, engine: DaskEngine, launch: TaskLaunch, events: TaskEvents
     ) -> None:
-        self._engine, self._launch, self._hear = engine, launch, hear
+        self._engine, self._launch, self._events = engine, launch, events
         self._actor: Any = None
         self._is_ending = threading.Event()
-        name = f"zstrat hears {launch.task.name}"
-        threading.Thread(target=self._live, name=name, daemon=True).start()
+        name = f"zstrat reads {launch.task.name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def drain(self) -> None:
-        self._tell("drain")
+        self._call("drain")
 
     def kill(self) -> None:
-        self._tell("kill")
+        self._call("kill")
 
-    def _tell(self, what: str) -> None:
+    def _call(self, name: str) -> None:
         self._is_ending.set()
         if (actor := self._actor) is not None:
-            order = actor.drain if what == "drain" else actor.kill
-            work = threading.Thread(target=_quietly, args=(order,), daemon=True)
-            work.start()
+            method = actor.drain if name == "drain" else actor.kill
+            thread = threading.Thread(
+                target=_ignore_errors, args=(method,), daemon=True
+            )
+            thread.start()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
-            end = self._lived()
+            end = self._run_actor()
         except Exception as error:
-            # To the fleet. It is Dask's, of many kinds: the actor was lost.
+            # Reported to the fleet: any error of Dask means that the actor is lost.
             words = " ".join(f"{type(error).__name__} {error}".split())
-            end = End("was lost with its worker of Dask", why=words)
-        self._hear.ended(end)
+            end = TaskEnd("was lost with its Dask worker", why=words)
+        self._events.ended(end)
 
-    def _lived(self) -> End:
-        held = self._engine.hold(self._launch)
-        self._actor = actor = held.result()
+    def _run_actor(self) -> TaskEnd:
+        future = self._engine.submit(self._launch)
+        self._actor = actor = future.result()
         if self._is_ending.is_set():
             self.kill()
         if address := actor.address().result():
-            self._hear.bound(address)
-        end: End = actor.over().result()
-        held.release()
+            self._events.bound(address)
+        end: TaskEnd = actor.over().result()
+        future.release()
         return end
 
 
-def _quietly(order: Any) -> None:
-    # An actor that is gone has ended, and whoever listens to it says so.
+def _ignore_errors(method: Any) -> None:
+    # A lost actor has ended already, which its thread reports.
     with contextlib.suppress(Exception):
-        order().result(AT_ONCE)
+        method().result(CALL_TIMEOUT)
 
 
 @final
 class DaskEngine:
-    """Starts each task in an actor on a machine of Dask."""
+    """Starts each task by an actor in a Dask worker."""
 
     name = "Dask"
 
@@ -102,25 +104,25 @@ class DaskEngine:
         self._client = client
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        """How many tasks each worker of Dask was given."""
-        self._places: dict[str, str] = {}
-        """The machine that each task was put on last."""
+        """Number of tasks that each Dask worker received."""
+        self._hosts: dict[str, str] = {}
+        """The last host of each task."""
 
-    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
-        return _DaskTask(self, launch, hear)
+    def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
+        return _DaskTask(self, launch, events)
 
     def close(self) -> None:
-        """Nothing is left: the actors are forgotten with their tasks."""
+        """Does nothing: actors are released with their tasks."""
 
-    def hold(self, launch: TaskLaunch) -> Any:
-        """A future of an actor that has begun to start the task. Blocks until there is
-        a worker of Dask."""
+    def submit(self, launch: TaskLaunch) -> Any:
+        """Submits an actor that starts the task; returns its future. Blocks until there
+        is a Dask worker."""
         before = host_of(f"tcp://{launch.bind}") if launch.bind else launch.task.where
         worker = self._worker(before)
         host = host_of(worker)
         return self._client.submit(
             TaskHost,
-            self._beside(launch, host),
+            self._launch_on(host, launch),
             host,
             actor=True,
             workers=[worker],
@@ -128,25 +130,25 @@ class DaskEngine:
             pure=False,
         )
 
-    def _beside(self, launch: TaskLaunch, host: str) -> TaskLaunch:
-        """The launch on that machine; on another one than was planned the task is one
-        more beside those of its job that are there."""
+    def _launch_on(self, host: str, launch: TaskLaunch) -> TaskLaunch:
+        """Adapts the launch to its host: on another host than planned the task is
+        counted with the tasks of its job there."""
         task = launch.task
         with self._lock:
-            self._places[task.name] = host
+            self._hosts[task.name] = host
             if host == task.where:
                 return launch
-            there = [name for name, at in self._places.items() if at == host]
-        count = sum(name.startswith(f"{task.job}:") for name in there)
-        return dataclasses.replace(launch, beside=count, place=count - 1)
+            names = [name for name, other in self._hosts.items() if other == host]
+        count = sum(name.startswith(f"{task.job}:") for name in names)
+        return dataclasses.replace(launch, on_host=count, rank=count - 1)
 
     def _worker(self, host: str) -> str:
-        """The address of that on ``host`` with the fewest tasks, or of any."""
+        """Chooses the Dask worker on ``host`` with the fewest tasks, or else on any."""
         self._client.wait_for_workers(1, timeout=ARRIVAL)
-        there: list[str] = list(self._client.nthreads())
-        near = [each for each in there if host_of(each) == host]
+        workers: list[str] = list(self._client.nthreads())
+        on_host = [worker for worker in workers if host_of(worker) == host]
         with self._lock:
-            chosen = min(near or there, key=lambda each: self._counts[each])
+            chosen = min(on_host or workers, key=lambda worker: self._counts[worker])
             self._counts[chosen] += 1
         return chosen
 
@@ -161,37 +163,37 @@ def dask(
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
 ) -> Fleet:
-    """Parameter servers and workers on the machines of a cluster of Dask.
+    """Starts parameter servers and workers on the machines of a Dask cluster.
 
         with zs.launch.dask(client, num_ps=2, num_workers=8) as cluster:
             strategy = zs.ParameterServerStrategy(cluster)
 
-    The tasks are processes of their own beside the workers of Dask, which go on with
-    what they have to do; they are distributed to these in turn, and each run has keys
-    of its own. What they log is where the workers of Dask log.
+    The tasks run as separate processes on the machines of the Dask workers, which can
+    still be used for other work. Each run has its own keys. The tasks log where the
+    Dask workers log.
 
     Args:
-        client: A `distributed.Client`, a synchronous one.
-        num_ps, num_workers: How many of each.
-        restarts, window: A task that ends by itself, or is lost with its worker of
-            Dask, is started again on its machine, at its address, so often at most
-            within so many seconds. On another machine, if Dask has no worker there any
-            more: then ``cluster.resolver`` tells its new address.
+        client: A synchronous `distributed.Client`.
+        num_ps, num_workers: Number of parameter servers and workers.
+        restarts, window: A task that fails or is lost with its Dask worker is restarted
+            at its address, at most ``restarts`` times within ``window`` seconds. If its
+            machine has no Dask worker, it moves to another machine, and
+            ``cluster.resolver`` returns its new address.
         env: Variables for the tasks.
         settings: Timeouts; default: from ``ZSTRAT_*``.
 
     Raises:
         ImportError: Dask's ``distributed`` is not installed.
-        TypeError: ``client`` is something else.
-        ValueError: A number cannot be.
+        TypeError: ``client`` is not a synchronous client.
+        ValueError: A number is below 1.
         UnavailableError: Dask has no worker, or a task ended before it was ready.
-        DeadlineExceededError: A task was not ready in ``timeouts.connect``.
+        DeadlineExceededError: A task was not ready within ``timeouts.connect``.
     """
     try:
         import distributed
     except ImportError as error:
         raise ImportError(
-            "Dask is not installed here: pip install 'zstrat[dask]'"
+            "Dask is not installed: pip install 'zstrat[dask]'"
         ) from error
     if not isinstance(client, distributed.Client) or client.asynchronous:
         raise TypeError(
@@ -203,7 +205,7 @@ def dask(
         )
     return Fleet(
         DaskEngine(client),
-        _distribute_tasks(client.nthreads(), num_ps, num_workers),
+        _tasks(client.nthreads(), num_ps, num_workers),
         restarts=restarts,
         window=window,
         env=env,
@@ -212,18 +214,16 @@ def dask(
     )
 
 
-def _distribute_tasks(
-    workers: Iterable[str], num_ps: int, num_workers: int
-) -> list[FleetTask]:
-    """The tasks, to the machines of Dask's workers in turn.
+def _tasks(workers: Iterable[str], num_ps: int, num_workers: int) -> list[FleetTask]:
+    """Assigns the tasks round robin to the machines of the Dask workers.
 
     Raises:
         UnavailableError: There is no worker.
     """
-    hosts = [host_of(each) for each in workers]
+    hosts = [host_of(worker) for worker in workers]
     if not hosts:
         raise UnavailableError(
-            "the cluster of Dask has no worker: start one (dask worker ADDRESS), or "
+            "the Dask cluster has no workers: start one (dask worker ADDRESS), or "
             "scale the cluster and wait for it (client.wait_for_workers(1))"
         )
-    return distribute_tasks(num_ps, num_workers, itertools.cycle(hosts))
+    return assign(num_ps, num_workers, itertools.cycle(hosts))

@@ -1,4 +1,4 @@
-"""What a fleet asks of an engine, and what an engine tells a fleet."""
+"""The interface between a fleet and the engines that start its tasks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
 
-LONGEST_SAID: Final = 2**16
-"""Bytes of a log that are looked at for the reason of an end."""
+LOG_TAIL: Final = 2**16
+"""Bytes at the end of a log that are searched for the cause of a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetTask:
-    """One task, and where it is to run: a word of the engine, such as a host. ``port``
-    is the one that it listens at there, 0 for any that is free."""
+    """A task and the place where it runs: ``where`` is a name that the engine knows,
+    such as a host; ``port`` is the port it listens on, 0 for a free one."""
 
     job: str
     index: int
@@ -34,57 +34,61 @@ class FleetTask:
         return f"{self.job}:{self.index}"
 
 
-def distribute_tasks(
-    num_ps: int, num_workers: int, places: Iterable[str]
-) -> list[FleetTask]:
-    """The tasks, each at the next of the places, parameter servers first."""
+def assign(num_ps: int, num_workers: int, hosts: Iterable[str]) -> list[FleetTask]:
+    """Assigns each task to the next of the hosts, parameter servers first."""
     names = [("ps", n) for n in range(num_ps)]
     names += [("worker", n) for n in range(num_workers)]
-    pairs = zip(names, places, strict=False)
+    pairs = zip(names, hosts, strict=False)
     return [FleetTask(job, index, where) for (job, index), where in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskLaunch:
-    """All that an engine is told to start a task.
+    """Everything that an engine needs to start a task.
 
-    ``bind`` is the address that the task had before, "" the first time. ``keys`` are
-    the files of its key folder, name -> text: the secret of its role and all public
-    halves. ``env`` are variables for it. ``beside`` is how many tasks of its job are on
-    the same host, which share its cores and GPUs, ``place`` its own number among them.
-    ``log`` is the file that takes what it prints; None: it goes where this process's
-    own errors go. ``logged`` is the size of that file, in bytes, when this attempt
-    began: what is in it is of others. ``launcher_timeout``: the task ends if it has not
-    heard of this program for so many seconds, as it may be cut off.
+    Args:
+        bind: The last address of the task, "" the first time.
+        keys: The files of its key folder, name -> text: the secret key of its role and
+            all public keys.
+        env: Environment variables of the task.
+        on_host: Number of tasks of its job on its host, which share cores and GPUs.
+        rank: Its rank among them.
+        log: The file for its output; None: standard error of this process.
+        logged: Size of that file in bytes when this attempt began; the bytes before are
+            of earlier attempts.
+        launcher_timeout: Seconds without a heartbeat of this program after which the
+            task ends.
     """
 
     task: FleetTask
     bind: str
     keys: Mapping[str, str]
     env: Mapping[str, str]
-    beside: int
-    place: int
+    on_host: int
+    rank: int
     log: Path | None
     logged: int = 0
     launcher_timeout: float = Timeouts().launcher
 
-    def said(self) -> str:
-        """The log of this attempt so far, its last 64 KiB; "" if it is elsewhere."""
+    def log_tail(self) -> str:
+        """Reads the last 64 KiB that this attempt logged; "" without a log file."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self.logged, size - LONGEST_SAID))
-            return file.read(LONGEST_SAID).decode("utf-8", "replace")
+            file.seek(max(self.logged, size - LOG_TAIL))
+            return file.read(LOG_TAIL).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How a process ended.
+class TaskEnd:
+    """The end of a process.
 
-    ``words`` go behind the name of the task: "ended with exit code 1". ``code`` is 0
-    for a task that drained, None where nobody knows. ``why`` says more, and what to do.
-    ``mistake`` is what is wrong with the run as a whole, for which no second try helps.
+    Args:
+        words: Follow the name of the task in messages: "ended with exit code 1".
+        code: The exit code, 0 for a task that drained; None if it is unknown.
+        why: The cause and a remedy, if known.
+        mistake: An error of the whole run, which a restart does not fix.
     """
 
     words: str
@@ -94,46 +98,45 @@ class End:
 
 
 class TaskEvents(Protocol):
-    """Who hears of one process. Takes any thread, and never blocks."""
+    """Receives the events of one process. Callable from any thread; never blocks."""
 
     def bound(self, address: str) -> None:
-        """The task serves, and others reach it there. Told once at most, and before its
-        end."""
+        """The task serves at this address. Called at most once, and before `ended`."""
         ...
 
-    def ended(self, end: End) -> None:
-        """The task is gone. Told exactly once."""
+    def ended(self, end: TaskEnd) -> None:
+        """The process has ended. Called exactly once."""
         ...
 
 
 class RunningTask(Protocol):
-    """What ends a process. Both return at once; its end is heard of."""
+    """Ends a process. Both methods return at once; `TaskEvents.ended` follows."""
 
     def drain(self) -> None:
-        """Has it finish what it accepted, and end."""
+        """Makes the task finish its accepted requests and end."""
         ...
 
     def kill(self) -> None:
-        """Ends the task now, whatever it does."""
+        """Kills the task."""
         ...
 
 
 class Engine(Protocol):
-    """Starts processes somewhere. Called on one thread, that of the fleet, which lives
-    as long as they do."""
+    """Starts processes on machines. Called only on the thread of the fleet, which lives
+    as long as the processes."""
 
     name: str
-    """For words to a person: "ssh"."""
+    """The name of the engine in messages, such as "ssh"."""
 
-    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
+    def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
         """Begins to start a task; returns at once.
 
         Raises:
-            ZstratError, OSError: It cannot even begin; ``hear`` is not called. The
-                fleet takes it for a mistake.
+            ZstratError, OSError: The start failed at once; ``events`` is not called,
+                and the fleet does not try again.
         """
         ...
 
     def close(self) -> None:
-        """All processes have ended, or were given up."""
+        """Frees resources, after all processes have ended or were given up."""
         ...

@@ -1,7 +1,7 @@
-"""Carries out what a fleet decides: one thread that hears engines and obeys orders.
+"""Carries out the decisions of `FleetState` on one thread.
 
-The thread lives as long as the tasks: the kernel takes the end of the thread that
-started a child for the death of its parent, and ends the child.
+The thread lives as long as the tasks: for the kernel, the end of the thread that
+started a child is the death of its parent, for which it kills the child.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch._child import KeptLogs, quoted_end
-from zstrat.launch._runtime_dir import RunFolder
+from zstrat.launch._runtime_dir import RunFolder, RunKeys
 from zstrat.launch._started_tasks import StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
-from ._engine import End, FleetTask, TaskLaunch
-from ._keys import RunKeys
+from ._engine import FleetTask, TaskEnd, TaskLaunch
 from .state import (
     BeginFailed,
     DrainTask,
-    FleetNote,
     FleetOver,
     FleetReady,
     FleetStage,
     FleetState,
     FleetTimeouts,
     KillTask,
+    LogTask,
     StartTask,
     TaskPhase,
 )
@@ -56,28 +55,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.launch")
 
-Say = Callable[[float], "Iterable[FleetOrder]"]
-"""What happened, told to the state with the time; returns its orders."""
+Event = Callable[[float], "Iterable[FleetOrder]"]
+"""Reports an event to the state, with the time; returns the orders of the state."""
 
 
-class _Heard:
-    """Tells the fleet of one attempt of one task."""
+class _AttemptEvents:
+    """Reports the events of one attempt of one task to the thread of the fleet."""
 
     def __init__(self, thread: FleetThread, task: str, attempt: int) -> None:
         self._thread, self._task, self._attempt = thread, task, attempt
 
     def bound(self, address: str) -> None:
         state = self._thread.state
-        self._thread.say(lambda now: state.bound(self._task, self._attempt, address))
+        self._thread.put(lambda now: state.bound(self._task, self._attempt, address))
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: TaskEnd) -> None:
         state = self._thread.state
-        self._thread.say(lambda now: state.ended(self._task, self._attempt, end, now))
+        self._thread.put(lambda now: state.ended(self._task, self._attempt, end, now))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """All that the tasks of a fleet are started with."""
+    """The tasks of a fleet, with their keys, variables and logs."""
 
     tasks: Mapping[str, FleetTask]
     keys: RunKeys
@@ -87,18 +86,18 @@ class FleetPlan:
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
-        beside = [
-            each
-            for each in self.tasks.values()
-            if (each.job, each.where) == (task.job, task.where)
+        on_host = [
+            other
+            for other in self.tasks.values()
+            if (other.job, other.where) == (task.job, task.where)
         ]
         return TaskLaunch(
             task,
             bind,
             self.keys.of(task.job),
             self.env,
-            len(beside),
-            beside.index(task),
+            len(on_host),
+            on_host.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
             self.launcher_timeout,
@@ -111,10 +110,11 @@ class FleetPlan:
 
 
 class FleetThread:
-    """The thread of a fleet: it alone touches the state, the engine and its processes.
+    """The thread of a fleet, the only one that uses the state, the engine and its
+    processes.
 
-    ``ready`` is done when all tasks serve, or fails with why they do not; ``over`` when
-    nothing runs any more.
+    ``ready`` is settled when all tasks serve, or fails if they cannot; ``over`` is
+    settled when no task runs.
     """
 
     def __init__(
@@ -124,36 +124,36 @@ class FleetThread:
         self.ready: Promise[None] = Promise()
         self.over: Promise[None] = Promise()
         self.failed: set[str] = set()
-        """Tasks that ended with an error of their own."""
+        """Tasks that ended with an error that the fleet did not cause."""
         self._engine = engine
         self._running: dict[str, RunningTask] = {}
-        self._said: queue.SimpleQueue[Say] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         # A daemon thread: the interpreter must not wait for it before it runs the
-        # exit handlers, which end the tasks in an orderly way.
+        # exit handlers, which end the tasks.
         name = f"zstrat fleet by {engine.name}"
         self._thread = SteadyThread(self._work, name=name)
 
     def begin(self) -> None:
-        self.say(self.state.begin)
+        self.put(self.state.begin)
         self._thread.start()
 
-    def say(self, say: Say) -> None:
-        """From any thread; never blocks. Bounded: a task says two things, and what the
-        program asks for waits to be done."""
-        self._said.put(say)
+    def put(self, event: Event) -> None:
+        """Queues an event, from any thread; never blocks. The queue is bounded: each
+        attempt has two events, and calls of the program wait for their effect."""
+        self._events.put(event)
 
     def end(self) -> None:
-        """Ends all tasks and then the thread; returns when that is done."""
-        self.say(self.state.stop)
+        """Ends all tasks, then the thread, and waits for that."""
+        self.put(self.state.stop)
         self._thread.join()
-        if self.over.is_there:  # else Ctrl-C kept it from beginning
+        if self.over.is_there:  # otherwise Ctrl-C prevented the start of the thread
             self.over.get()
 
     def kill(self, task: str) -> None:
         def now_kill(now: float) -> Iterable[FleetOrder]:
             return [KillTask(task)]
 
-        self.say(now_kill)
+        self.put(now_kill)
 
     def _work(self) -> None:
         try:
@@ -162,24 +162,24 @@ class FleetThread:
                 look = self.state.next_look()
                 wait = None if look is None else max(0.0, look - now)
                 try:
-                    say: Say = self._said.get(timeout=wait)
+                    event: Event = self._events.get(timeout=wait)
                 except queue.Empty:
-                    say = self.state.tick
-                for order in say(time.monotonic()):
-                    self._obey(order)
+                    event = self.state.tick
+                for order in event(time.monotonic()):
+                    self._carry_out(order)
             self._engine.close()
         except BaseException as error:
-            # To whoever waits: a defect of zstrat, or of the engine.
-            log.exception("the fleet ends: a defect")
+            # Raised to the waiting threads: a defect of zstrat or of the engine.
+            log.exception("internal error: killing all tasks of the fleet")
             for running in self._running.values():
                 running.kill()
-            for waited in (self.ready, self.over):
-                if not waited.is_there:
-                    waited.fail(error)
+            for promise in (self.ready, self.over):
+                if not promise.is_there:
+                    promise.fail(error)
         else:
             self.over.settle(None)
 
-    def _obey(self, order: FleetOrder) -> None:
+    def _carry_out(self, order: FleetOrder) -> None:
         match order:
             case StartTask(task, attempt, bind):
                 self._start(task, attempt, bind)
@@ -189,56 +189,57 @@ class FleetThread:
             case KillTask(task):
                 if task in self._running:
                     self._running[task].kill()
-            case FleetNote(words, task, is_failure):
+            case LogTask(message, task, is_failure):
                 if is_failure:
                     self.failed.add(task)
-                log.warning("%s", words)
+                log.warning("%s", message)
             case FleetReady():
                 self.ready.settle(None)
             case BeginFailed(error, task):
                 self.failed.add(task)
                 self.ready.fail(error)
             case FleetOver():
-                pass  # the loop sees it
+                pass  # the loop checks the stage
             case _:
                 assert_never(order)
 
     def _start(self, task: str, attempt: int, bind: str) -> None:
-        hear = _Heard(self, task, attempt)
+        events = _AttemptEvents(self, task, attempt)
         try:
             launch = self.plan.launch(task, bind)
-            self._running[task] = self._engine.start(launch, hear)
+            self._running[task] = self._engine.start(launch, events)
         except (ZstratError, OSError, ValueError) as error:
             words = f"{task} cannot be started by {self._engine.name}: {error}"
             mistake = (
                 error if isinstance(error, ZstratError) else UnavailableError(words)
             )
             self._running.pop(task, None)
-            hear.ended(End(f"could not be started: {error}", mistake=mistake))
+            events.ended(TaskEnd(f"could not be started: {error}", mistake=mistake))
 
 
 class Fleet(StartedTasks[FleetTask]):
     """Parameter servers and workers on the machines of an engine.
 
-    A context manager; without ``with`` the tasks end when the object is collected or
-    the program ends, however it ends. A task that ends by itself is started again at
-    its address, ``restarts`` times at most within ``window`` seconds.
+    A context manager; without ``with`` the tasks end when the object is garbage
+    collected, or when the program ends or is killed. A task that fails is restarted at
+    its address, at most ``restarts`` times within ``window`` seconds.
 
     Args:
-        engine: What starts processes. The fleet closes it.
-        tasks: Which tasks there are, and where each is to run.
+        engine: Starts the processes. The fleet closes it.
+        tasks: The tasks and the host of each.
         env: Variables for the tasks.
         logs: "files" in the folder of the fleet, or "terminal".
-        directory: Folder for keys and logs, kept afterwards without the keys; default:
-            a new one of mode 0700 that is removed at the end. The log of a task that
-            ended with an error is kept elsewhere, and a warning at the end says where.
+        directory: Folder for keys and logs; afterwards it is kept without the keys.
+            Default: a temporary folder of mode 0700. If a task fails, its log is moved
+            out of the temporary folder, and a warning at the end names the path.
         settings: Timeouts; default: from ``ZSTRAT_*``.
 
     Raises:
         UnavailableError: A task could not be started, or ended before it was ready;
-            quotes the end of its log, and says where it is kept. All others have ended.
-        VersionMismatchError: There is another zstrat, protocol or Python.
-        DeadlineExceededError: A task was not ready in ``timeouts.connect``.
+            quotes its log and names the path of the log. All other tasks have ended.
+        VersionMismatchError: A host has another version of zstrat, its protocol or
+            Python.
+        DeadlineExceededError: A task was not ready within ``timeouts.connect``.
     """
 
     def __init__(
@@ -258,28 +259,28 @@ class Fleet(StartedTasks[FleetTask]):
         occupy_descriptors()
         settings = settings or settings_from(environment())
         times = settings.timeouts
-        told = {
+        variables = {
             **daemon_variables(settings),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             **(env or {}),
         }
         drain = times.drain + 2 * GRACE
-        if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
-            drain += float(told["ZSTRAT_HANDOVER"])
+        if variables.get("ZSTRAT_STATE"):  # a ps then saves its state
+            drain += float(variables["ZSTRAT_HANDOVER"])
         timeouts = FleetTimeouts(times.connect, drain, restarts, window)
         state = FleetState([task.name for task in tasks], timeouts)
         folder = RunFolder(directory)
         self.directory = folder.path
         keys = RunKeys(self.directory / "keys")
         self.settings = dataclasses.replace(settings, keys=keys.folder, insecure=False)
-        """What a strategy is given to be let in; it takes them by itself if it is given
-        this object."""
+        """The settings with which a strategy connects to this fleet. A strategy that is
+        made of this object uses them automatically."""
         self.engine = engine.name
         by_name = {task.name: task for task in tasks}
         plan = FleetPlan(
             by_name,
             keys,
-            told,
+            variables,
             self.directory if logs == "files" else None,
             times.launcher,
         )
@@ -291,12 +292,11 @@ class Fleet(StartedTasks[FleetTask]):
 
     @property
     def resolver(self) -> FunctionClusterResolver:
-        """What a strategy is given to reach this fleet, if not the object itself.
-
-        Of a fleet that is closed later it goes on to tell where the tasks were.
+        """A resolver for strategies, which also accept this object itself. After the
+        fleet is closed it still returns the last addresses.
 
         Raises:
-            ClosedError: The fleet was closed.
+            ClosedError: The fleet is closed.
         """
         self._check_open()
         return FunctionClusterResolver(lambda: self.spec)
@@ -308,27 +308,28 @@ class Fleet(StartedTasks[FleetTask]):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Tasks that ended by themselves with an error, whatever became of them."""
+        """Tasks that failed at least once, also if they were restarted."""
         return tuple(sorted(self._thread.failed))
 
     def where(self, task: str) -> str:
-        """The host of ``task``, as the engine calls it."""
+        """Returns the host of ``task``, as the engine names it."""
         return self._task(task).where
 
     def is_running(self, task: str) -> bool:
-        """Whether it serves, as far as is known here."""
+        """Whether ``task`` serves, by the last report of the engine."""
         return self._thread.state.phase(self._task(task).name) is TaskPhase.SERVING
 
     def attempt(self, task: str) -> int:
-        """How often ``task`` was started."""
+        """Returns how often ``task`` was started."""
         return self._thread.state.attempt(self._task(task).name)
 
     def kill(self, task: str) -> None:
-        """Ends ``task`` as a power cut does; it is started again as after one."""
+        """Kills ``task``; it is restarted as after a crash."""
         self._thread.kill(self._task(task).name)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all tasks have ended for good; false if that takes longer."""
+        """Waits until all tasks have ended for good; False after ``timeout``
+        seconds."""
         if not self._thread.over.wait(timeout):
             return False
         self._thread.over.get()
@@ -345,19 +346,19 @@ class Fleet(StartedTasks[FleetTask]):
             quotes = [self._quote(task) for task in sorted(self._thread.failed)]
             self.stop()
             words = "; ".join([str(error), *filter(None, quotes)])
-            plain = VersionMismatchError, DeadlineExceededError
-            kind = type(error) if isinstance(error, plain) else UnavailableError
+            kept = VersionMismatchError, DeadlineExceededError
+            kind = type(error) if isinstance(error, kept) else UnavailableError
             raise kind(words) from None
-        except BaseException:  # to the caller, who has no fleet that he could stop
+        except BaseException:  # to the caller, who has no object to stop
             self.stop()
             raise
 
     def _quote(self, task: str) -> str:
-        """The end of its log, which is kept."""
+        """Quotes the end of the log of a task, and keeps the log."""
         path = self._log_file(task)
         if path is None or not path.exists():
             return ""
-        return quoted_end(self._thread.kept.take(path))
+        return quoted_end(self._thread.kept.keep(path))
 
     def _address(self, task: str) -> str:
         return self._thread.state.address(task)
@@ -373,5 +374,5 @@ def _end(thread: FleetThread, remove: Path) -> None:
         for task in sorted(thread.failed):
             file = thread.plan.log(task)
             if file is not None and file.exists():
-                log.warning("%s: its log is kept: %s", task, thread.kept.take(file))
+                log.warning("%s: its log is kept: %s", task, thread.kept.keep(file))
         shutil.rmtree(remove, ignore_errors=True)

@@ -1,19 +1,16 @@
 """Engines whose processes are commands with standard streams: this machine, ssh, srun.
 
-The command runs `zstrat.daemons.launched` somewhere, and ends when that does. Its
-standard input and output are the conversation with the daemon (see there), its standard
-error is the log of the task, into which the kernel writes it: what the command itself
-has to say, that it cannot reach a host, say, is there, too. The conversation is the
-heartbeat of the launcher: the daemon drains when its standard input ends, however we
-end, and when it has heard nothing for long, as on a host that is cut off. So it is sent
-an empty line now and then, by a thread of its own: we may be busy, or stopped for a
-while.
+The command runs `zstrat.daemons.launched` and ends with it. The launcher talks to the
+daemon over its standard input and output. Standard error is the log of the task, which
+therefore also has the errors of the command itself, such as an unreachable host. A
+thread writes an empty line to standard input now and then, as a heartbeat: the daemon
+drains when standard input closes, or when no heartbeat arrives for long, as on a host
+that is cut off from the network.
 
-Engines that have actors (Ray, Dask) make a `TaskHost` in the actor, which is on the
-machine where the task is to be: it starts the daemon there as a process of its own,
-with its own jax, and talks to it in the same way. So the daemon is a daemon as
-anywhere, whatever the process of the engine has loaded, and ends with that process,
-however it ends.
+Engines with actors (Ray, Dask) make a `TaskHost` in an actor on the machine of the
+task. It starts the daemon as a process of its own, independent of the libraries that
+the process of the actor has loaded, and talks to it in the same way. The daemon ends
+with the process of the actor.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from zstrat.launch._child import end_words, inherited
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
-from ._engine import End
+from ._engine import TaskEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,64 +50,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST_LINE: Final = 2**16
-"""Bytes of one line of the conversation; what a shell prints before it is cut there."""
+"""Bytes of one line from the daemon; longer output of a shell before it is split."""
 
 BEATS: Final = 10
-"""So often a daemon hears of us in the time after which it takes us for gone."""
+"""Number of heartbeats to a daemon within the launcher's timeout."""
 
 
 class Piped(ABC):
-    """An engine of commands; a subclass says which command, and where others reach what
-    it starts."""
+    """An engine of commands; a subclass builds the command line and knows the addresses
+    of the hosts."""
 
     name: str
 
     @abstractmethod
     def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
-        """The words that run ``daemon`` where the task is to be."""
+        """Builds the command line that runs ``daemon`` on the host of the task."""
 
     @abstractmethod
     def host(self, task: FleetTask) -> str:
-        """The host of the address at which others reach the task."""
+        """Returns the host in the address at which others reach the task."""
 
     @abstractmethod
     def python(self, task: FleetTask) -> str:
-        """The interpreter there."""
+        """Returns the Python interpreter on the host of the task."""
 
     def env(self, task: FleetTask) -> Mapping[str, str]:
-        """Variables that tasks find there, where the fleet has no others for them."""
+        """Returns variables for the task, with lower priority than those of the
+        fleet."""
         return {}
 
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
-        """What the exit code of the command says beyond its number, and what to do."""
+        """Returns the meaning of an exit code of the command, with a remedy."""
         return ""
 
     def turn(self, task: FleetTask) -> AbstractContextManager[object]:
-        """Held from the start of a command until it answers, for hosts that take few
-        newcomers at a time."""
+        """Returns a lock to hold from the start of a command until it answers, for
+        hosts that accept few new connections at a time."""
         return contextlib.nullcontext()
 
     @final
-    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
+    def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
         before = launch.bind or f":{launch.task.port}"
         bind = _bind(self.host(launch.task), before)
-        # -P: the folder in which it happens to run must not shadow modules.
+        # -P: modules in the working folder must not shadow those of the daemon.
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
         daemon += ["--launcher-timeout", str(launch.launcher_timeout)]
-        return _Conversation(self, launch, hear, self.command(launch, daemon))
+        return _Conversation(self, launch, events, self.command(launch, daemon))
 
     @final
     def close(self) -> None:
-        """Nothing is left: every process was waited for."""
+        """Does nothing: every process was waited for."""
         return
 
 
 @final
-class _Beside(Piped):
-    """Runs the command as it is, here."""
+class _ThisHost(Piped):
+    """Runs the daemon as a child process on this host."""
 
-    name = "a process beside this one"
+    name = "a child process"
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -126,74 +124,73 @@ class _Beside(Piped):
 
 
 class TaskHost:
-    """Made in the process of the engine; its coroutines are called from the program.
+    """An actor that runs one daemon; the program calls its coroutines remotely.
 
-    What the daemon logs goes where the errors of this process go: the engine has a
-    place for these.
+    The daemon logs to standard error of the actor's process, which the engine collects.
 
     Args:
-        host: The address of this machine, as the other tasks reach it.
+        host: The address at which other tasks reach this machine.
     """
 
     def __init__(self, launch: TaskLaunch, host: str) -> None:
         self._bound: Future[str] = Future()
-        self._over: Future[End] = Future()
+        self._over: Future[TaskEnd] = Future()
         port = launch.bind.rpartition(":")[2]
         if launch.bind != host_and_port(host, port):
-            port = "0"  # of another machine, on which that one may be taken
+            port = "0"  # on another machine than before that port may be taken
         bind = launch.bind and host_and_port(host, port)
         here = dataclasses.replace(launch, log=None, bind=bind)
-        self._running = _Beside(host).start(here, self)
+        self._running = _ThisHost(host).start(here, self)
 
     def bound(self, address: str) -> None:
         self._bound.set_result(address)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: TaskEnd) -> None:
         if not self._bound.done():
             self._bound.set_result("")
         self._over.set_result(end)
 
     async def address(self) -> str:
-        """Where the task serves, once it does; "" if it has ended before."""
+        """Waits for the address of the task; "" if it ended before it served."""
         return await asyncio.wrap_future(self._bound)
 
-    async def over(self) -> End:
-        """How it ended, once it has."""
+    async def over(self) -> TaskEnd:
+        """Waits for the end of the task."""
         return await asyncio.wrap_future(self._over)
 
     async def drain(self) -> None:
-        """Has it end in an orderly way."""
+        """Makes the task finish its accepted requests and end."""
         self._running.drain()
 
     async def kill(self) -> None:
-        """Ends it now."""
+        """Kills the task."""
         self._running.kill()
 
 
 class _Conversation:
-    """One process and the thread that starts it and listens to it, until it has ended:
-    the kernel takes the end of that thread for the death of the parent."""
+    """One process, and the thread that starts it and reads its answers. The thread
+    lives until the process ends: for the kernel it is the parent."""
 
     def __init__(
-        self, engine: Piped, launch: TaskLaunch, hear: TaskEvents, words: list[str]
+        self, engine: Piped, launch: TaskLaunch, events: TaskEvents, command: list[str]
     ) -> None:
-        self._engine, self._launch, self._hear = engine, launch, hear
-        self._words = words
+        self._engine, self._launch, self._events = engine, launch, events
+        self._command = command
         self._lock = threading.Lock()
-        """Guards the next two, which other threads end it by."""
+        """Guards the next two, which `drain` and `kill` use from other threads."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = self._has_served = False
         self._over = threading.Event()
         self._mistake: ZstratError | None = None
-        name = f"zstrat hears {launch.task.name}"
-        threading.Thread(target=self._live, name=name, daemon=True).start()
+        name = f"zstrat reads {launch.task.name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def drain(self) -> None:
-        """Tells the daemon to drain: its standard input ends."""
+        """Makes the daemon drain, by closing its standard input."""
         with self._lock:
             self._is_ending = True
             if self._process is not None:
-                _hang_up(self._process)
+                _close_stdin(self._process)
 
     def kill(self) -> None:
         with self._lock:
@@ -201,39 +198,40 @@ class _Conversation:
             if self._process is not None:
                 self._process.kill()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
-            end = self._lived()
+            end = self._run_process()
         except Exception as error:
-            # To the fleet, which is told of an end in any case.
-            mistake = self._misspoke(error)
-            end = End(f"could not be started: {error}", mistake=mistake)
+            # Reported to the fleet, which needs an end in any case.
+            mistake = self._unexpected_answer(error)
+            end = TaskEnd(f"could not be started: {error}", mistake=mistake)
             self.kill()
         self._over.set()
-        self._hear.ended(end)
+        self._events.ended(end)
 
-    def _lived(self) -> End:
+    def _run_process(self) -> TaskEnd:
         with self._engine.turn(self._launch.task):
-            process = self._started()
+            process = self._start_process()
             if process is None:
-                return End("was not started: it was told to end before")
-            greeting = self._heard(lambda: _answer(process))
+                return TaskEnd("was stopped before it was started")
+            greeting = self._checked(lambda: _read_answer(process))
         if greeting is not None:
-            self._heard(lambda: self._talk(process, greeting))
+            self._checked(lambda: self._set_up(process, greeting))
         while _stream(process.stdout).read(LONGEST_LINE):
-            pass  # it has nothing more to say, but its end is heard so
+            pass  # reads to the end of the stream, which is the end of the process
         return self._ended(process)
 
-    def _heard(self, hear: Callable[[], T]) -> T | None:
-        """What was heard; None, and the end of the process, if it makes no sense."""
+    def _checked(self, read: Callable[[], T]) -> T | None:
+        """Calls ``read``; kills the process and returns None if an answer is
+        invalid."""
         try:
-            return hear()
+            return read()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._mistake = self._misspoke(error)
+            self._mistake = self._unexpected_answer(error)
             self.kill()
             return None
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
+    def _start_process(self) -> subprocess.Popen[bytes] | None:
         with contextlib.ExitStack() as stack:
             log = None
             if self._launch.log is not None:
@@ -241,104 +239,104 @@ class _Conversation:
             stack.enter_context(self._lock)
             if not self._is_ending:
                 self._process = subprocess.Popen(
-                    [*WATCHING_PARENT, *self._words],
+                    [*WATCHING_PARENT, *self._command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env=inherited(),
-                    # Ctrl-C at the terminal is for the program, which ends its tasks.
+                    # Ctrl-C in the terminal is for the program, which ends its tasks.
                     start_new_session=True,
                 )
             return self._process
 
-    def _talk(
+    def _set_up(
         self, process: subprocess.Popen[bytes], greeting: Mapping[str, object]
     ) -> None:
+        """Checks the versions, sends keys and variables, and waits for the address."""
         self._mistake = _mismatch(self._where(), greeting)
         if self._mistake is not None:
             with self._lock:
-                _hang_up(process)
+                _close_stdin(process)
             return
         launch = self._launch
         env = {**self._engine.env(launch.task), **launch.env}
-        told = {"env": env, "keys": dict(launch.keys)}
-        told["beside"] = {"count": str(launch.beside), "place": str(launch.place)}
+        setup = {"env": env, "keys": dict(launch.keys)}
+        setup["host"] = {"tasks": str(launch.on_host), "rank": str(launch.rank)}
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
-            _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
+            _stream(process.stdin).write(json.dumps(setup).encode() + b"\n")
             _stream(process.stdin).flush()
             os.set_blocking(_stream(process.stdin).fileno(), False)
-        name = f"zstrat holds {launch.task.name}"
-        threading.Thread(target=self._hold, name=name, daemon=True).start()
-        report = _answer(process)
+        name = f"zstrat heartbeat to {launch.task.name}"
+        threading.Thread(target=self._send_heartbeats, name=name, daemon=True).start()
+        report = _read_answer(process)
         if report is not None:
             self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
-            self._hear.bound(host_and_port(self._engine.host(launch.task), port))
+            self._events.bound(host_and_port(self._engine.host(launch.task), port))
 
-    def _hold(self) -> None:
-        """Lets the daemon hear of us, until it has ended or is to end."""
+    def _send_heartbeats(self) -> None:
+        """Sends heartbeats until the process has ended or is ending. A thread of its
+        own, as the program may be busy."""
         assert self._process is not None
         stdin = _stream(self._process.stdin)
         while not self._over.wait(self._launch.launcher_timeout / BEATS):
             with self._lock:
                 if stdin.closed:
                     return
-                # A full pipe: nobody reads, and it has a thousand beats to read.
+                # A full pipe has thousands of unread heartbeats: no more are needed.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(stdin.fileno(), b"\n")
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> End:
+    def _ended(self, process: subprocess.Popen[bytes]) -> TaskEnd:
         code = process.wait()
         with self._lock:
-            _hang_up(process)
+            _close_stdin(process)
         _stream(process.stdout).close()
         words = f"on {self._where()} {end_words(code)}"
-        why = "" if self._is_ending else self._why(code)
-        # A daemon that says 2 would end so again; not one that served already: what it
-        # was told was right, but its port, say, may be somebody else's just now.
+        why = ""
+        if not self._is_ending:
+            why = self._engine.why(self._launch, code, has_served=self._has_served)
+        # With exit code 2 a restart would fail again. Not if the task has served
+        # before: then its arguments are right, and its port, say, is taken just now.
         mistake = self._mistake
         if mistake is None and code == MISTAKEN and not self._launch.bind:
             mistake = UnavailableError(f"{self._launch.task.name} {words}")
-        return End(words, code, why, mistake)
+        return TaskEnd(words, code, why, mistake)
 
-    def _why(self, code: int) -> str:
-        return self._engine.why(self._launch, code, has_served=self._has_served)
-
-    def _misspoke(self, error: Exception) -> UnavailableError:
+    def _unexpected_answer(self, error: Exception) -> UnavailableError:
         return UnavailableError(
-            f"{self._launch.task.name} on {self._where()} does not talk as a daemon of "
-            f"zstrat does: {error!r}"
+            f"{self._launch.task.name} on {self._where()}: expected the answer of a "
+            f"zstrat daemon, got {error!r}"
         )
 
     def _where(self) -> str:
         return self._launch.task.where
 
 
-def _stream(found: IO[bytes] | None) -> IO[bytes]:
-    assert found is not None
-    return found
+def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
 
 
-def _hang_up(process: subprocess.Popen[bytes]) -> None:
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(BrokenPipeError):
         _stream(process.stdin).close()
 
 
-def _answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
-    """The next line that it says; None at the end. What else a shell prints before is
-    passed over."""
+def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
+    """Reads the next line of JSON, past other output of a shell; None at the end."""
     while line := _stream(process.stdout).readline(LONGEST_LINE):
         if line.startswith(b"{"):
-            found: dict[str, object] = json.loads(line)
-            return found
+            answer: dict[str, object] = json.loads(line)
+            return answer
     return None
 
 
 def _bind(host: str, before: str) -> str:
-    """What the daemon binds: all of its host, whose own network may know it by another
-    address, or by a name that means loopback there. Loopback stays loopback."""
+    """Returns the address to bind: all interfaces of the host, on which ``host`` may
+    not be a local address or may mean loopback. Loopback stays loopback."""
     port = before.rpartition(":")[2]
-    with contextlib.suppress(ValueError):  # of a name
+    with contextlib.suppress(ValueError):  # a name, not an IP address
         if ipaddress.ip_address(host).is_loopback:
             return host_and_port(host, port)
     return f"*:{port}"
@@ -347,20 +345,20 @@ def _bind(host: str, before: str) -> str:
 def _mismatch(
     where: str, greeting: Mapping[str, object]
 ) -> VersionMismatchError | None:
-    """Why the daemon there cannot work with this program, or None."""
-    mine = hello("chief", 0, 1)
-    theirs = greeting["versions"]
-    if not isinstance(theirs, dict):
-        raise TypeError(f"versions: {theirs!r:.80}")
-    pairs = [("protocol", str(greeting["protocol"]), str(mine.protocol))]
-    pairs.append(("zstrat", theirs.get("zstrat", "none"), mine.versions["zstrat"]))
-    pythons = theirs.get("python", "none"), mine.versions["python"]
-    minors = [".".join(each.split(".")[:2]) for each in pythons]
+    """Returns an error if the versions of the daemon do not fit this program."""
+    here = hello("chief", 0, 1)
+    there = greeting["versions"]
+    if not isinstance(there, dict):
+        raise TypeError(f"versions: {there!r:.80}")
+    pairs = [("protocol", str(greeting["protocol"]), str(here.protocol))]
+    pairs.append(("zstrat", there.get("zstrat", "none"), here.versions["zstrat"]))
+    pythons = there.get("python", "none"), here.versions["python"]
+    minors = [".".join(version.split(".")[:2]) for version in pythons]
     pairs.append(("Python", minors[0], minors[1]))
     wrong = [f"{what} {a} (here {b})" for what, a, b in pairs if a != b]
     if not wrong:
         return None
     return VersionMismatchError(
-        f"{where} has {', '.join(wrong)}: install the same there, or name the "
-        "interpreter that has it"
+        f"{where} has {', '.join(wrong)}: install the same versions there, or set "
+        "`python` to an interpreter that has them"
     )

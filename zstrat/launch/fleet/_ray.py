@@ -1,8 +1,8 @@
 """A fleet on Ray: parameter servers in one placement group, each worker in its own.
 
-A placement group keeps the machine of a task: a task that is started again comes back
-there, to its port. What starts again is the fleet, as on every engine, and not Ray
-(``max_restarts``), which would bring an actor back without a word to the program.
+A placement group reserves the resources of a task, so that a restarted task comes back
+to its machine and its port. The fleet restarts tasks, as on every engine, and not Ray
+(``max_restarts``), which would restart an actor without notifying the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import share
 
-from ._engine import End, FleetTask
+from ._engine import FleetTask, TaskEnd
 from ._fleet import Fleet
 from ._piped import TaskHost
 
@@ -31,25 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 SETTLING: Final = 2.0
-"""Seconds for each worker beyond those that are needed to find a place, too: Ray gives
-out what it has within a fraction of that."""
+"""Seconds to wait for the resources of each worker above the minimum; Ray assigns what
+it has within a fraction of that."""
 
 Resources = dict[str, float]
-"""As Ray has them: "CPU", "GPU", "memory" in bytes, and names of one's own."""
+"""Resources of Ray: "CPU", "GPU", "memory" in bytes, and custom names."""
 
 
 def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError(
-            "Ray is not installed here: pip install 'zstrat[ray]'"
-        ) from error
+        raise ImportError("Ray is not installed: pip install 'zstrat[ray]'") from error
     return ray
 
 
 class RayHost(TaskHost):
-    """On the machine where Ray has put this actor, by the address that Ray knows."""
+    """A `TaskHost` in a Ray actor, which finds its own address and GPUs."""
 
     def __init__(self, launch: TaskLaunch) -> None:
         context = _ray().get_runtime_context()
@@ -60,27 +58,27 @@ class RayHost(TaskHost):
 
 
 def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
-    """With the GPUs that Ray gave to its actor, none if it gave none: they are divided
-    already, and only the cores are not."""
-    env = {GPUS_VARIABLE: ",".join(gpus), "NPROC": str(share(launch.beside))}
-    return dataclasses.replace(launch, env={**env, **launch.env}, beside=1, place=0)
+    """Adds the GPUs that Ray assigned to the actor, and its share of the cores, which
+    Ray does not divide."""
+    env = {GPUS_VARIABLE: ",".join(gpus), "NPROC": str(share(launch.on_host))}
+    return dataclasses.replace(launch, env={**env, **launch.env}, on_host=1, rank=0)
 
 
 def _addresses(ray: Any) -> dict[str, str]:
-    """The addresses of the machines, by their names in Ray."""
-    return {each["NodeID"]: str(each["NodeManagerAddress"]) for each in ray.nodes()}
+    """Returns the addresses of the machines by their Ray node ids."""
+    return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
 
 
 @final
 class _RayTask:
-    """One actor, until its task has ended."""
+    """The actor of a task, until the task has ended."""
 
-    def __init__(self, ray: Any, actor: Any, hear: TaskEvents) -> None:
-        self._ray, self._hear = ray, hear
+    def __init__(self, ray: Any, actor: Any, events: TaskEvents) -> None:
+        self._ray, self._events = ray, events
         self._actor: Any = actor
-        """None once the task has ended: Ray ends an actor that nobody knows any more,
-        and its place is free. (It may not be killed by a callback, which is Ray's own
-        thread.)"""
+        """None once the task has ended: Ray ends an actor without references, which
+        frees its resources. (A callback, which runs on a thread of Ray, must not kill
+        it.)"""
         actor.address.remote().future().add_done_callback(self._bound)
         actor.over.remote().future().add_done_callback(self._ended)
 
@@ -89,44 +87,44 @@ class _RayTask:
             actor.drain.remote()
 
     def kill(self) -> None:
-        # The daemon ends with the process of the actor, by the kernel's hand.
+        # The kernel kills the daemon when the process of the actor ends.
         if (actor := self._actor) is not None:
             self._ray.kill(actor)
 
     def _bound(self, answer: Future[str]) -> None:
         if answer.exception() is None and answer.result():
-            self._hear.bound(answer.result())
+            self._events.bound(answer.result())
 
-    def _ended(self, answer: Future[End]) -> None:
+    def _ended(self, answer: Future[TaskEnd]) -> None:
         self._actor = None
         lost = answer.exception()
         if lost is None:
-            self._hear.ended(answer.result())
+            self._events.ended(answer.result())
         else:
             words = " ".join(str(lost).split())
-            self._hear.ended(End("was lost with its actor", why=words))
+            self._events.ended(TaskEnd("was lost with its actor", why=words))
 
 
 @final
 class RayEngine:
-    """Starts each task in an actor, in the place that was reserved for it."""
+    """Starts each task by an actor on its reserved resources."""
 
     name = "Ray"
 
     def __init__(
-        self, ray: Any, places: Mapping[str, tuple[Any, int]], groups: list[Any]
+        self, ray: Any, bundles: Mapping[str, tuple[Any, int]], groups: list[Any]
     ) -> None:
-        self._ray, self._places, self._groups = ray, places, groups
+        self._ray, self._bundles, self._groups = ray, bundles, groups
 
-    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
-        group, bundle = self._places[launch.task.name]
+    def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
+        group, bundle = self._bundles[launch.task.name]
         strategies = self._ray.util.scheduling_strategies
         strategy = strategies.PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=bundle
         )
         wanted = dict(group.bundle_specs[bundle])
-        if launch.bind and not group.wait(0):  # its machine is gone, and no other found
-            words = "Ray has no room for %s with %s now: it waits until there is some"
+        if launch.bind and not group.wait(0):  # its machine is lost
+            words = "Ray has no free resources for %s (%s): waiting until it has some"
             log.warning(words, launch.task.name, wanted)
         host = self._ray.remote(RayHost).options(
             scheduling_strategy=strategy,
@@ -135,10 +133,10 @@ class RayEngine:
             memory=wanted.pop("memory", None),
             resources=wanted,
         )
-        return _RayTask(self._ray, host.remote(launch), hear)
+        return _RayTask(self._ray, host.remote(launch), events)
 
     def close(self) -> None:
-        """Gives the places back."""
+        """Releases the reserved resources."""
         while self._groups:
             self._ray.util.remove_placement_group(self._groups.pop())
 
@@ -155,29 +153,30 @@ def ray(
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
 ) -> Fleet:
-    """Parameter servers and workers on a cluster of Ray, for this program.
+    """Starts parameter servers and workers on a Ray cluster.
 
         with zs.launch.ray(num_ps=2, num_workers=(2, 16)) as cluster:
             strategy = zs.ParameterServerStrategy(cluster)
 
-    Ray is initialized if it is not. Each run has keys of its own. What the tasks log is
-    in Ray's logs of their actors, which Ray shows in the program, too.
+    Initializes Ray if necessary. Each run has its own keys. The logs of the tasks are
+    those of their actors, which Ray also shows in the program.
 
     Args:
-        num_ps: How many.
-        num_workers: How many; or (least, most): as many as there is room for now.
-        ps_resources, worker_resources: Of each, as Ray has them; default: {"CPU": 1}.
-        wait: Seconds that Ray has to find room. Give it more where machines are started
-            on demand.
-        restarts, window: A task that ends by itself is started again on its machine, at
-            its address, so often at most within so many seconds. On another machine, if
-            that one is gone: then ``cluster.resolver`` tells its new address.
+        num_ps: Number of parameter servers.
+        num_workers: Number of workers; or (least, most): as many as Ray has free
+            resources for now.
+        ps_resources, worker_resources: Ray resources of each task; default: {"CPU": 1}.
+        wait: Seconds to wait for the resources. Use more if machines are started on
+            demand.
+        restarts, window: A task that fails is restarted at its address, at most
+            ``restarts`` times within ``window`` seconds. If its machine is lost, it
+            moves to another one, and ``cluster.resolver`` returns its new address.
         env: Variables for the tasks.
         settings: Timeouts; default: from ``ZSTRAT_*``.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: A number cannot be.
+        ValueError: A number is invalid.
         UnavailableError: Ray has not enough room; says what there is and what it lacks.
             Or a task ended before it was ready.
         DeadlineExceededError: A task was not ready in ``timeouts.connect``.
@@ -194,15 +193,15 @@ def ray(
         workers = [
             reserved.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
         ]
-        there = reserved.found(ps, workers, least)
-        places = {f"ps:{n}": (ps, n) for n in range(num_ps)}
-        places |= {f"worker:{n}": (group, 0) for n, group in enumerate(there)}
+        ready = reserved.wait_ready(ps, workers, least)
+        bundles = {f"ps:{n}": (ps, n) for n in range(num_ps)}
+        bundles |= {f"worker:{n}": (group, 0) for n, group in enumerate(ready)}
         tasks = [
-            FleetTask(*_named(name), reserved.host(*place))
-            for name, place in places.items()
+            FleetTask(*_job_and_index(name), reserved.host(*bundle))
+            for name, bundle in bundles.items()
         ]
         return Fleet(
-            RayEngine(engine, places, reserved.groups),
+            RayEngine(engine, bundles, reserved.groups),
             tasks,
             restarts=restarts,
             window=window,
@@ -210,72 +209,73 @@ def ray(
             logs="terminal",
             settings=settings,
         )
-    except BaseException:  # to the caller, who has no fleet that would give them back
-        reserved.give_back()
+    except BaseException:  # to the caller, who has no fleet that would release them
+        reserved.release()
         raise
 
 
 class _PlacementGroups:
-    """Placement groups: asked for all at once, then waited for."""
+    """Placement groups of Ray, all requested at once."""
 
     def __init__(self, ray: Any, deadline: float) -> None:
         self._ray, self._deadline = ray, deadline
         self.groups: list[Any] = []
 
     def group(self, bundles: list[Resources]) -> Any:
-        """Asks for a group, which is there later."""
-        made = self._ray.util.placement_group(bundles, strategy="SPREAD")
-        self.groups.append(made)
-        return made
+        """Requests a group; returns before it is ready."""
+        group = self._ray.util.placement_group(bundles, strategy="SPREAD")
+        self.groups.append(group)
+        return group
 
-    def found(self, ps: Any, workers: list[Any], least: int) -> list[Any]:
-        """The groups of workers that are there, once that of ``ps`` and ``least`` of
-        them are; the others are given back.
+    def wait_ready(self, ps: Any, workers: list[Any], least: int) -> list[Any]:
+        """Waits for the group of ``ps`` and ``least`` groups of workers; returns the
+        ready groups of workers and releases the others.
 
         Raises:
-            UnavailableError: There are not so many in time.
+            UnavailableError: Too few groups were ready in time.
         """
         if not ps.wait(self._left()):
             raise self._too_small("the parameter servers", ps.bundle_specs)
-        there = [group for group in workers[:least] if group.wait(self._left())]
+        ready = [group for group in workers[:least] if group.wait(self._left())]
         for group in workers[least:]:
             if not group.wait(min(self._left(), SETTLING)):
-                break  # they are alike: if this one has no place, the next has none
-            there.append(group)
-        if len(there) < least:
-            what = f"{least} workers, only for {len(there)},"
+                break  # the groups are equal: the next one would not be ready either
+            ready.append(group)
+        if len(ready) < least:
+            what = f"{least} workers, only for {len(ready)},"
             raise self._too_small(what, workers[0].bundle_specs)
-        for group in [each for each in workers if each not in there]:
+        for group in [group for group in workers if group not in ready]:
             self._ray.util.remove_placement_group(group)
             self.groups.remove(group)
-        if len(there) < len(workers):
-            log.info("Ray has room for %d of %d workers", len(there), len(workers))
-        return there
+        if len(ready) < len(workers):
+            words = "Ray has free resources for %d of %d workers"
+            log.info(words, len(ready), len(workers))
+        return ready
 
     def host(self, group: Any, bundle: int) -> str:
-        """The address of the machine of a bundle."""
+        """Returns the address of the machine of a bundle."""
         table = self._ray.util.placement_group_table(group)
         node = table["bundles_to_node_id"][bundle]
-        return _addresses(self._ray).get(node, "a machine that is gone")
+        return _addresses(self._ray).get(node, "a lost machine")
 
-    def give_back(self) -> None:
-        """Idempotent."""
+    def release(self) -> None:
+        """Removes all groups. Idempotent."""
         while self.groups:
             self._ray.util.remove_placement_group(self.groups.pop())
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _too_small(self, what: str, each: list[Resources]) -> UnavailableError:
+    def _too_small(self, what: str, bundles: list[Resources]) -> UnavailableError:
         free = {
             name: amount
             for name, amount in self._ray.available_resources().items()
             if not name.startswith(("node:", "object_store")) and "_group_" not in name
         }
         return UnavailableError(
-            f"Ray has no room for {what} with {each[0]} each; free are {free}: add "
-            "machines, ask for fewer or less (ps_resources=, worker_resources=), or "
-            "wait= longer where machines are started on demand"
+            f"Ray has too few free resources for {what} with {bundles[0]} each; free: "
+            f"{free}. Add machines, request less (ps_resources=, worker_resources=), "
+            "or set a longer wait= if machines are started on demand"
         )
 
 
@@ -284,10 +284,10 @@ def _span(workers: int | tuple[int, int]) -> tuple[int, int]:
         case int(least), int(most) if 1 <= least <= most:
             return least, most
     raise ValueError(
-        f"num_workers={workers!r}: expected a number from 1 on, or (least, most)"
+        f"num_workers={workers!r}: expected a number, 1 or more, or (least, most)"
     )
 
 
-def _named(name: str) -> tuple[str, int]:
+def _job_and_index(name: str) -> tuple[str, int]:
     job, _, index = name.partition(":")
     return job, int(index)

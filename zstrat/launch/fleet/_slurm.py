@@ -1,8 +1,8 @@
-"""A fleet in an allocation of Slurm: a step for each task, by `srun`.
+"""A fleet in a Slurm allocation: each task is a job step, started by `srun`.
 
-Steps overlap: a task that ends is started again on its node while the others hold
-theirs, and the batch script itself needs a core, too. The launcher's heartbeat goes
-over the pipes of srun; besides, all steps end with the job.
+Steps overlap, so that a task can be restarted on its node while the others run, and
+because the batch script needs a core as well. The launcher's heartbeat goes over the
+pipes of srun; besides, all steps end with the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zstrat.config import environment
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 
-from ._engine import FleetTask, distribute_tasks
+from ._engine import FleetTask, assign
 from ._fleet import Fleet
 from ._piped import Piped
 
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
     from ._engine import TaskLaunch
 
 GPUS_BY_NODE: Final = (
-    "each task is a step of its own here, to which Slurm would not give GPUs as it was "
-    "asked; ask for --gpus-per-node=N, which the workers of a node divide among them"
+    "each task is a job step of its own, for which Slurm ignores this request; use "
+    "--gpus-per-node=N instead, and the workers of a node divide its GPUs"
 )
 
 _GPUS_BY_TASK: Final = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 
 TIMEOUT: Final = 30.0
-"""Seconds for a question to Slurm's controller."""
+"""Seconds for a request to Slurm's controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What Slurm gave to this job: its number, and node -> task slots.
+    """The id of this Slurm job, and the task slots of each of its nodes.
 
-    Each task is a step of its own. A step of a job that has its GPUs by task gets one
-    of them, all steps the same one; where it has so many on several nodes together,
-    Slurm gives a step none at all. So both are refused.
+    Each task is a step of its own. GPUs per task or as a total over several nodes are
+    refused: all steps would get the same GPU, or none.
 
     Raises:
-        ValueError: This is no job of Slurm, or it cannot be read.
+        ValueError: This is not a Slurm job, or its variables are invalid.
     """
 
     job: str
@@ -58,16 +57,15 @@ class Allocation:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation:
-        """The allocation that the variables of a batch script tell of, or of a shell of
-        salloc."""
-        wanted = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
-        missing = [name for name in wanted if not env.get(name)]
+        """Reads the allocation from the variables of a batch script or of salloc."""
+        names = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
+        missing = [name for name in names if not env.get(name)]
         if missing:
             raise ValueError(
-                f"this is no allocation of Slurm ({missing[0]} is not set): submit the "
-                "program with `zstrat slurm`, or start it in one of salloc or sbatch"
+                f"not inside a Slurm allocation ({missing[0]} is not set): submit the "
+                "program with `zstrat slurm`, or run it inside sbatch or salloc"
             )
-        job, nodes, tasks = (env[name] for name in wanted)
+        job, nodes, tasks = (env[name] for name in names)
         hosts, counts = expand_hostlist(nodes), expand_tasks_per_node(tasks)
         by_task = [name for name in _GPUS_BY_TASK if name in env]
         if len(hosts) > 1 and "SLURM_GPUS" in env:
@@ -79,10 +77,10 @@ class Allocation:
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
     def tasks(self, num_ps: int, num_workers: int) -> list[FleetTask]:
-        """Who runs where: distributed to the nodes in turn, parameter servers first.
+        """Assigns the tasks round robin to the nodes, parameter servers first.
 
         Raises:
-            ValueError: A number cannot be, or there is no room for so many.
+            ValueError: A number is invalid, or there are too few slots.
         """
         counts = num_ps, num_workers
         if not all(isinstance(n, int) for n in counts) or num_ps < 1 or num_workers < 0:
@@ -91,30 +89,29 @@ class Allocation:
                 "and 0 or more"
             )
         wanted = num_ps + num_workers
-        turns = max(self.slots.values(), default=0)
-        places = [
+        rounds = max(self.slots.values(), default=0)
+        nodes = [
             node
-            for turn in range(turns)
+            for number in range(rounds)
             for node, count in self.slots.items()
-            if turn < count
+            if number < count
         ]
-        if len(places) < wanted:
+        if len(nodes) < wanted:
             by_node = ", ".join(f"{node}: {n}" for node, n in self.slots.items())
             raise ValueError(
-                f"job {self.job} has room for {len(places)} tasks ({by_node}), and "
-                f"{num_ps} ps and {num_workers} workers are {wanted}: ask Slurm "
-                f"for --ntasks={wanted}"
+                f"job {self.job} has {len(nodes)} task slots ({by_node}), but {num_ps} "
+                f"ps and {num_workers} workers need {wanted}: use --ntasks={wanted}"
             )
-        return distribute_tasks(num_ps, num_workers, places)
+        return assign(num_ps, num_workers, nodes)
 
 
 @final
 class SlurmEngine(Piped):
-    """Runs each daemon as a step of the job that this process is in.
+    """Runs each daemon as a step of the Slurm job of this process.
 
     Raises:
-        UnavailableError: There is no `srun` here, or the controller does not say where
-            the nodes are.
+        UnavailableError: `srun` is missing, or the controller does not return the
+            addresses of the nodes.
     """
 
     name = "slurm"
@@ -126,10 +123,10 @@ class SlurmEngine(Piped):
 
     def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
         task = launch.task
-        words = [self._srun, "--exact", "--overlap", "-N1", "-n1", "-w", task.where]
-        # What sites set for steps of many tasks would end this one's job, or hide it.
-        words += ["--kill-on-bad-exit=0", "--quiet", "--mpi=none", *self._cpus]
-        return [*words, f"--job-name={task.job}-{task.index}", *daemon]
+        command = [self._srun, "--exact", "--overlap", "-N1", "-n1", "-w", task.where]
+        # Overrides defaults of sites, by which a failed step would end the whole job.
+        command += ["--kill-on-bad-exit=0", "--quiet", "--mpi=none", *self._cpus]
+        return [*command, f"--job-name={task.job}-{task.index}", *daemon]
 
     def host(self, task: FleetTask) -> str:
         return self._addresses[task.where]
@@ -140,55 +137,60 @@ class SlurmEngine(Piped):
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         if has_served:
             return ""
-        if code in (126, 127) or "No module named" in launch.said():
-            return f"{sys.executable} has no zstrat on {launch.task.where}"
+        if code in (126, 127) or "No module named" in launch.log_tail():
+            return (
+                f"{sys.executable} is missing or has no zstrat on {launch.task.where}; "
+                "install zstrat in a folder that all nodes share"
+            )
         return ""
 
 
 def slurm_program(name: str) -> str:
-    """One of Slurm's.
+    """Returns the path of a command of Slurm.
 
     Raises:
-        UnavailableError: It is not here.
+        UnavailableError: The command is not installed.
     """
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise UnavailableError(
-            f"there is no program {name!r} here: run this where Slurm's commands are, "
-            "on a login node or in a job"
+            f"Slurm command {name!r} not found: run this on a machine with Slurm's "
+            "commands, such as a login node, or in a job"
         )
-    return found
+    return path
 
 
 def requeue(job: str) -> str:
-    """Has Slurm start the job anew; what it says if it does not, else "". This process
-    may be ended by it."""
-    asked = [slurm_program("scontrol"), "requeue", job]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    """Requeues the Slurm job, which may end this process; returns the error of Slurm,
+    or "" if it succeeded."""
+    command = [slurm_program("scontrol"), "requeue", job]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip() or f"exit code {done.returncode}" * bool(done.returncode)
 
 
 def _addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Where each node is reached: NodeAddr, which need not be its name."""
-    asked = [slurm_program("scontrol"), "show", "node", "--oneliner", ",".join(nodes)]
+    """Returns the address (NodeAddr) of each node, which may differ from its name."""
+    command = [slurm_program("scontrol"), "show", "node", "--oneliner", ",".join(nodes)]
     try:
-        said = subprocess.run(
-            asked, capture_output=True, text=True, check=True, timeout=TIMEOUT
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=TIMEOUT
         ).stdout
     except subprocess.CalledProcessError as error:
         raise UnavailableError(
-            f"Slurm does not say where {', '.join(nodes)} are: {error.stderr.strip()}"
+            f"scontrol failed to show the addresses of {', '.join(nodes)}: "
+            f"{error.stderr.strip()}"
         ) from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(
             f"Slurm's controller did not answer scontrol within {TIMEOUT:g} s"
         ) from None
-    found = {}
-    for line in said.splitlines():
-        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "NodeName" in facts:
-            found[facts["NodeName"]] = facts.get("NodeAddr", facts["NodeName"])
-    return {node: found.get(node, node) for node in nodes}
+    addresses = {}
+    for line in output.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "NodeName" in fields:
+            name = fields["NodeName"]
+            addresses[name] = fields.get("NodeAddr", name)
+    return {node: addresses.get(node, node) for node in nodes}
 
 
 def slurm(
@@ -202,45 +204,48 @@ def slurm(
     directory: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
 ) -> Fleet:
-    """Parameter servers and workers on the nodes of this job, for this program.
+    """Starts parameter servers and workers on the nodes of this Slurm job.
 
         with zs.launch.slurm(num_ps=2, num_workers=8) as cluster:
             strategy = zs.ParameterServerStrategy(cluster)
 
-    For a program that runs in a batch script, or in a shell of salloc, itself: without
-    srun. `zstrat slurm` submits one that need not know of Slurm at all. Each run has
-    keys of its own, which go to the nodes through srun.
+    Call it from a program that a batch script or a shell of salloc runs directly,
+    without srun. `zstrat slurm` submits programs that need no code for Slurm. Each run
+    has its own keys, which are sent to the nodes through srun.
 
     Args:
-        num_ps, num_workers: How many of each; the allocation has room for all.
-        restarts, window: A task that ends by itself is started again at its address, so
-            often at most within so many seconds.
-        env: Variables for the tasks, over those of this process. The folder of the
-            program comes before a ``PYTHONPATH``.
+        num_ps, num_workers: Number of parameter servers and workers. The allocation
+            needs a task slot for each.
+        restarts, window: A task that fails is restarted at its address, at most
+            ``restarts`` times within ``window`` seconds.
+        env: Variables for the tasks, in addition to those of this process. The folder
+            of the program is put in front of ``PYTHONPATH``.
         logs: "files" in ``directory``, or "terminal".
-        directory: Folder for keys and logs, kept; default: a new one, removed at the
-            end but for the logs of tasks that ended with an error.
+        directory: Folder for keys and logs, which is kept; default: a temporary folder,
+            from which only the logs of failed tasks are kept.
         settings: Timeouts; default: from ``ZSTRAT_*``.
 
     Raises:
-        ValueError: This is no allocation, or too small a one.
-        UnavailableError: There is no Slurm here, or a task ended before it was ready;
-            quotes what was said.
-        DeadlineExceededError: A task was not ready in ``timeouts.connect``.
+        ValueError: This is not a Slurm allocation, or it has too few task slots.
+        UnavailableError: Slurm is not installed, or a task ended before it was ready;
+            quotes the output.
+        DeadlineExceededError: A task was not ready within ``timeouts.connect``.
     """
-    found = environment()
-    allocation = Allocation.of(found)
+    process_env = environment()
+    allocation = Allocation.of(process_env)
     tasks = allocation.tasks(num_ps, num_workers)
-    engine = SlurmEngine(list(allocation.slots), found.get("SLURM_CPUS_PER_TASK", ""))
-    told = dict(env or {})
-    paths = [own_folder(), told.get("PYTHONPATH") or found.get("PYTHONPATH", "")]
-    told["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    cpus = process_env.get("SLURM_CPUS_PER_TASK", "")
+    engine = SlurmEngine(list(allocation.slots), cpus)
+    variables = dict(env or {})
+    path = variables.get("PYTHONPATH") or process_env.get("PYTHONPATH", "")
+    paths = [own_folder(), path]
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return Fleet(
         engine,
         tasks,
         restarts=restarts,
         window=window,
-        env=told,
+        env=variables,
         logs=logs,
         directory=directory,
         settings=settings,

@@ -1,10 +1,10 @@
-"""A fleet on hosts that ssh reaches: the `ssh` program itself, with its own settings.
+"""A fleet on hosts that ssh reaches, by the `ssh` program and its configuration.
 
-There is one ssh client for each task. Nothing asks for a password: a key that ssh finds
-without a person, or an agent, lets it in. The launcher's heartbeat goes over the
-connection. When the client or this program ends, the daemon's standard input ends
-there, and its parent, the ssh server's process for this client, which takes a daemon
-along that does not hear it.
+There is one ssh client per task. ssh must not need a password: it has to find a key, or
+an agent. The launcher's heartbeat goes over the connection. When the client or this
+program ends, the standard input of the daemon closes; its parent, the process of the
+ssh server for this client, ends as well, for which the kernel kills a daemon that
+hangs.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ if TYPE_CHECKING:
     from ._engine import FleetTask, TaskLaunch
     from .hosts import SshHost
 
-ASKED: Final = 30.0
-"""Seconds that ssh has to say what its configuration says: that may run programs."""
+CONFIG_TIMEOUT: Final = 30.0
+"""Seconds for `ssh -G` to print its configuration, which may run programs."""
 
 AT_A_TIME: Final = 6
-"""Clients that knock at one host together: from ten on, an ssh server turns some away
-that it does not know yet (MaxStartups)."""
+"""Number of clients that connect to one host at the same time: from ten unauthenticated
+connections on, an ssh server refuses some (MaxStartups)."""
 
-_USUAL: Final = (
+_OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=8",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
 )
-"""Behind the user's own options, which are the ones that count then."""
+"""After the user's options, which take precedence, as ssh uses the first value."""
 
 
 @final
 class SshEngine(Piped):
-    """Runs each daemon behind an ssh client of its own.
+    """Runs each daemon with an ssh client of its own.
 
     Raises:
-        UnavailableError: There is no program ``ssh`` here, or it does not answer.
-        ValueError: ssh does not take the options of a host; quotes it. Or some hosts,
-            but not all, have loopback addresses.
+        UnavailableError: The program ``ssh`` is missing or does not answer.
+        ValueError: ssh rejects the options of a host. Or some hosts, but not all, have
+            loopback addresses.
     """
 
     name = "ssh"
 
     def __init__(self, hosts: Sequence[SshHost], program: str = "ssh") -> None:
-        found = shutil.which(program)
-        if found is None:
+        path = shutil.which(program)
+        if path is None:
             raise UnavailableError(
-                f"there is no program {program!r} here: install OpenSSH's client "
+                f"program {program!r} not found: install the OpenSSH client "
                 "(on Debian and Ubuntu: apt install openssh-client)"
             )
-        self._program = found
+        self._program = path
         self._hosts = {host.name: host for host in hosts}
         self._addresses = {host.name: self._address(host) for host in hosts}
         _refuse_loopback(self._addresses)
@@ -76,11 +76,11 @@ class SshEngine(Piped):
 
     def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
         host = self._hosts[launch.task.where]
-        usual = [word for option in _USUAL for word in ("-o", option)]
-        # -T: no terminal, whose line ends and echo would be in the conversation.
-        words = [self._program, "-T", "-x", *host.words(), *usual]
-        # exec: no shell stays in between, whose child would outlive it.
-        return [*words, "--", host.name, f"exec {shlex.join(daemon)}"]
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        # -T: no terminal, whose line ends and echo would corrupt the conversation.
+        command = [self._program, "-T", "-x", *host.options_of_ssh(), *options]
+        # exec: without a shell in between, which the daemon would outlive.
+        return [*command, "--", host.name, f"exec {shlex.join(daemon)}"]
 
     def host(self, task: FleetTask) -> str:
         return self._addresses[task.where]
@@ -98,51 +98,58 @@ class SshEngine(Piped):
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         where = launch.task.where
         python = self._hosts[where].python
-        if code == 255 and has_served:  # as ssh says of a signal, too
-            return f"it was killed there, or ssh lost {where}"
+        if code == 255 and has_served:  # ssh returns 255 also after a signal
+            return f"it was killed, or ssh lost the connection to {where}"
         if code == 255:
-            return f"ssh does not reach {where}, or is not let in"
+            return f"ssh could not connect to {where} or log in; try: ssh {where}"
         if code in (126, 127):
-            return f"there is no {python}; set `python` of {where} to one with zstrat"
-        if not has_served and "No module named" in launch.said():
             return (
-                f"{python} has no zstrat, or another one; install it there, or set "
-                f"`python` of {where}"
+                f"{python} not found; set `python` of {where} to an interpreter with "
+                "zstrat"
+            )
+        if not has_served and "No module named" in launch.log_tail():
+            return (
+                f"{python} has no zstrat, or another version; install it on {where}, "
+                f"or set `python` of {where}"
             )
         return ""
 
     def _address(self, host: SshHost) -> str:
-        """The address of a host as ssh's configuration has it, if the user does not
-        say."""
+        """Returns the configured address of a host, or the one that ssh uses."""
         if host.address:
             return host.address
-        words = [self._program, *host.words(), "-G", "--", host.name]
+        command = [self._program, *host.options_of_ssh(), "-G", "--", host.name]
         try:
-            asked = subprocess.run(
-                words, capture_output=True, text=True, check=False, timeout=ASKED
+            result = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=CONFIG_TIMEOUT,
             )
         except subprocess.TimeoutExpired:
             raise UnavailableError(
-                f"{shlex.join(words)} did not answer within {ASKED:g} s: see what "
-                "ssh's configuration runs for this host, or set its `address`"
+                f"{shlex.join(command)} did not answer within {CONFIG_TIMEOUT:g} s: "
+                "check the programs in ssh's configuration of this host, or set its "
+                "`address`"
             ) from None
-        for line in asked.stdout.splitlines():
+        for line in result.stdout.splitlines():
             if line.startswith("hostname "):
                 return line.removeprefix("hostname ")
         raise ValueError(
-            f"ssh does not take the options of {host.name}: "
-            f"{asked.stderr.strip() or 'it does not say why'}"
+            f"ssh rejects the options of {host.name}: "
+            f"{result.stderr.strip() or f'exit code {result.returncode}'}"
         )
 
 
 def _refuse_loopback(addresses: Mapping[str, str]) -> None:
-    """Refuses loopback for some of several hosts: tasks on the others would look for
-    theirs on their own host."""
-    at_home = [name for name, address in addresses.items() if is_loopback(address)]
-    if at_home and len(at_home) < len(addresses):
+    """Refuses loopback addresses for some of several hosts, as the others cannot reach
+    them."""
+    local = [name for name, address in addresses.items() if is_loopback(address)]
+    if local and len(local) < len(addresses):
         raise ValueError(
-            f"{', '.join(at_home)} would be reached at loopback, which is another host "
-            "for the others: set `address` to one where they reach it"
+            f"{', '.join(local)} has a loopback address, which the other hosts cannot "
+            "reach: set `address` to one that they can reach"
         )
 
 
@@ -159,38 +166,40 @@ def ssh(
     settings: Settings | None = None,
     program: str = "ssh",
 ) -> Fleet:
-    """Parameter servers and workers on hosts that ssh reaches, for this program.
+    """Starts parameter servers and workers on hosts that ssh reaches.
 
         with zs.launch.ssh(["node1", "node2"], num_ps=2, num_workers=8) as cluster:
             strategy = zs.ParameterServerStrategy(cluster)
 
-    Each run has keys of its own, which go to the hosts through ssh. All tasks end with
-    the ``with``, with this program, and with their ssh clients.
+    Each run has its own keys, which are sent to the hosts through ssh. All tasks end
+    with the ``with`` block, with this program, and with their ssh clients.
 
     Args:
-        hosts: A TOML file (docs/engines.md), or names as ssh knows them; tasks are
-            distributed to them in turn.
-        num_ps, num_workers: How many of each; default: as the file says.
-        restarts, window: A task that ends by itself is started again at its address, so
-            often at most within so many seconds.
+        hosts: A TOML file (docs/engines.md), or names that ssh knows. Tasks are
+            assigned to the hosts round robin.
+        num_ps, num_workers: Number of parameter servers and workers; default: the
+            numbers in the file.
+        restarts, window: A task that fails is restarted at its address, at most
+            ``restarts`` times within ``window`` seconds.
         env: Variables for the tasks.
         logs: "files" in ``directory``, or "terminal".
-        directory: Folder for keys and logs, kept; default: a new one, removed at the
-            end but for the logs of tasks that ended with an error.
+        directory: Folder for keys and logs, which is kept; default: a temporary folder,
+            from which only the logs of failed tasks are kept.
         settings: Timeouts; default: from ``ZSTRAT_*``.
         program: The ssh client.
 
     Raises:
-        ValueError: An argument or the file cannot be.
-        UnavailableError: A host does not answer, does not let us in, has no zstrat, or
-            a task ended there before it was ready; quotes what was said.
-        VersionMismatchError: A host has another zstrat, protocol or Python.
-        DeadlineExceededError: A task was not ready in ``timeouts.connect``.
+        ValueError: An argument or the file is invalid.
+        UnavailableError: A host does not answer, refuses the login, has no zstrat, or a
+            task ended there before it was ready; quotes the output.
+        VersionMismatchError: A host has another version of zstrat, its protocol or
+            Python.
+        DeadlineExceededError: A task was not ready within ``timeouts.connect``.
     """
-    found = hosts_of(hosts)
-    tasks = found.tasks(num_ps, num_workers)
+    cluster = hosts_of(hosts)
+    tasks = cluster.tasks(num_ps, num_workers)
     used = {task.where for task in tasks}
-    engine = SshEngine([host for host in found.hosts if host.name in used], program)
+    engine = SshEngine([host for host in cluster.hosts if host.name in used], program)
     return Fleet(
         engine,
         tasks,

@@ -1,4 +1,5 @@
-"""Hosts of one's own, and which tasks they get: a file, or names in a list."""
+"""The hosts of an ssh fleet, from a TOML file or a list of names, and the assignment of
+tasks to them."""
 
 from __future__ import annotations
 
@@ -24,15 +25,19 @@ JOBS: Final = ("ps", "worker")
 
 @dataclass(frozen=True, slots=True)
 class SshHost:
-    """A host, and how ssh gets there.
+    """A host and its ssh options.
 
-    ``name`` is what ssh is told. Others reach its tasks at ``address``; "": the host
-    name that ssh's own configuration has for it. ``options`` are those of ``ssh -o``.
-    ``python`` is the interpreter there that has zstrat, ``jobs`` what may run there.
-    ``ps`` and ``workers`` are how many of each run there, -1: those whose turn it is.
-    ``ports`` is a range, as in "7000-7009", that its tasks take theirs from, in their
-    order; "": free ones. ``gpus`` are those that its workers divide among them, None:
-    all that they see.
+    Args:
+        name: The host name for ssh.
+        address: The address at which other tasks reach it; "": the host name in ssh's
+            configuration.
+        options: Options for ``ssh -o``.
+        python: The Python interpreter with zstrat on that host.
+        jobs: The jobs that may run there.
+        ps, workers: Number of tasks of each job; -1: a share of the remaining tasks.
+        ports: A range such as "7000-7009", from which its tasks take ports in order;
+            "": free ports.
+        gpus: The GPUs that its workers divide; None: all visible ones.
     """
 
     name: str
@@ -50,121 +55,121 @@ class SshHost:
     gpus: tuple[str, ...] | None = None
 
     def own(self, job: str) -> int:
-        """How many tasks of a job it says that it has, -1 if it says nothing."""
+        """Returns the configured number of tasks of a job, -1 if there is none."""
         return self.ps if job == "ps" else self.workers
 
     def port_range(self) -> range:
-        """The ports of its tasks; empty if they take free ones.
+        """Parses the ports of its tasks; empty if they use free ports.
 
         Raises:
-            ValueError: It is written otherwise.
+            ValueError: ``ports`` has another form.
         """
         if not self.ports:
             return range(0)
         first, dash, last = self.ports.partition("-")
-        found = range(int(first), int(last if dash else first) + 1)
-        if not found or found[0] < 1 or found[-1] >= 2**16:
+        ports = range(int(first), int(last if dash else first) + 1)
+        if not ports or ports[0] < 1 or ports[-1] >= 2**16:
             raise ValueError(self.ports)
-        return found
+        return ports
 
-    def words(self) -> list[str]:
-        """The options of ssh for this host."""
-        found: list[str] = []
+    def options_of_ssh(self) -> list[str]:
+        """Builds the command line options of ssh for this host."""
+        options: list[str] = []
         given = ("-F", self.config), ("-i", self.identity), ("-l", self.user)
         for option, value in given:
             if value:
-                # ssh is called without a shell, which would put a home in place of ~.
+                # ssh runs without a shell, which would expand ~.
                 path = os.path.expanduser(value) if option != "-l" else value
-                found += [option, path]
-        found += ["-p", str(self.port)] if self.port else []
+                options += [option, path]
+        options += ["-p", str(self.port)] if self.port else []
         for option in self.options:
-            found += ["-o", option]
-        return found
+            options += ["-o", option]
+        return options
 
 
 @dataclass(frozen=True, slots=True)
 class SshHosts:
-    """Hosts, and how many tasks the file wants on them; None: it does not say."""
+    """Hosts and the numbers of tasks in their file, None if it has none."""
 
     hosts: tuple[SshHost, ...]
     ps: int | None = None
     workers: int | None = None
 
     def tasks(self, num_ps: int | None, num_workers: int | None) -> list[FleetTask]:
-        """Who runs where. Hosts that say how many tasks they have get so many, the
-        others the rest, distributed in turn, the workers behind the ps.
+        """Assigns tasks to hosts. Hosts with a configured number of tasks get that
+        number; the rest is assigned round robin to the others, ps before workers.
 
         Raises:
-            ValueError: Nobody says how many, no host takes a job, or a host has fewer
-                ports than tasks.
+            ValueError: A number of tasks is missing, no host accepts a job, or a host
+                has fewer ports than tasks.
         """
-        ps = self._places("ps", self.ps if num_ps is None else num_ps, 0)
-        # Workers go on where the servers ended, so that hosts are filled evenly.
+        ps = self._assign("ps", self.ps if num_ps is None else num_ps, 0)
+        # Workers continue after the last ps, so that hosts are filled evenly.
         begin = sum(self._own("ps").get(where) is None for where in ps)
         wanted = self.workers if num_workers is None else num_workers
-        workers = self._places("worker", wanted, begin)
+        workers = self._assign("worker", wanted, begin)
         tasks = [FleetTask("ps", n, where) for n, where in enumerate(ps)]
         tasks += [FleetTask("worker", n, where) for n, where in enumerate(workers)]
         return self._with_ports(tasks)
 
     def _own(self, job: str) -> dict[str, int]:
-        """How many tasks of a job each host has, of those that say so."""
-        return {each.name: each.own(job) for each in self.hosts if each.own(job) >= 0}
+        """Returns the configured numbers of tasks of a job by host."""
+        return {host.name: host.own(job) for host in self.hosts if host.own(job) >= 0}
 
-    def _places(self, job: str, count: int | None, begin: int) -> list[str]:
-        """The host of each task of a job; the first ``begin`` had a turn already."""
+    def _assign(self, job: str, count: int | None, begin: int) -> list[str]:
+        """Returns the host of each task of a job; round robin starts at ``begin``."""
         own, least = self._own(job), 1 if job == "ps" else 0
         fixed = sum(own.values())
         if count is None and own:
             count = fixed
         if count is None or count < least:
-            said = "nobody says how many" if count is None else str(count)
+            got = "not specified" if count is None else f"got {count}"
             raise ValueError(
-                f"tasks of job {job!r}: {said}: expected {least} or more; say --ps and "
-                "--workers (num_ps=, num_workers=), or ps and workers in the file"
+                f"number of tasks of job {job!r}: {got}, expected {least} or more; "
+                "pass --ps and --workers (num_ps=, num_workers=), or set ps and "
+                "workers in the file"
             )
         if count < fixed:
-            said = ", ".join(f"{name}: {number}" for name, number in own.items())
+            numbers = ", ".join(f"{name}: {number}" for name, number in own.items())
             raise ValueError(
-                f"{count} tasks of job {job!r}, and hosts say that they have {fixed} "
-                f"({said}): expected so many or more"
+                f"number of tasks of job {job!r}: got {count}, but the hosts are "
+                f"configured for {fixed} ({numbers}): expected {fixed} or more"
             )
-        takers = [h.name for h in self.hosts if job in h.jobs and h.name not in own]
-        if count > fixed and not takers:
+        free = [h.name for h in self.hosts if job in h.jobs and h.name not in own]
+        if count > fixed and not free:
             raise ValueError(
-                f"no host takes job {job!r}, and {count - fixed} of {count} are left: "
-                "see `jobs`, `ps` and `workers` of the hosts"
+                f"no host accepts {count - fixed} of {count} tasks of job {job!r}: "
+                "check `jobs`, `ps` and `workers` of the hosts"
             )
-        places = [name for name, number in own.items() for _ in range(number)]
-        turns = range(begin, begin + count - fixed)
-        return places + [takers[turn % len(takers)] for turn in turns]
+        hosts = [name for name, number in own.items() for _ in range(number)]
+        rest = range(begin, begin + count - fixed)
+        return hosts + [free[number % len(free)] for number in rest]
 
     def _with_ports(self, tasks: list[FleetTask]) -> list[FleetTask]:
-        """On hosts with a range of ports each task gets the next one."""
+        """Gives each task the next port of its host's range, if there is one."""
         left = {host.name: list(host.port_range()) for host in self.hosts if host.ports}
-        placed = []
+        with_ports = []
         for task in tasks:
             ports = left.get(task.where)
             if ports == []:
-                count = sum(each.where == task.where for each in tasks)
+                count = sum(other.where == task.where for other in tasks)
                 raise ValueError(
-                    f"ports of {task.where}: expected {count} or more, one a task"
+                    f"ports of {task.where}: expected {count} or more, one per task"
                 )
             port = ports.pop(0) if ports else 0
-            placed.append(dataclasses.replace(task, port=port))
-        return placed
+            with_ports.append(dataclasses.replace(task, port=port))
+        return with_ports
 
 
 def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
-    """The hosts of a TOML file, or of names.
+    """Reads the hosts of a TOML file, or makes hosts of a list of names.
 
     Raises:
-        ValueError: The file cannot be read, or says what cannot be; names file and key.
+        ValueError: The file cannot be read or has an invalid value.
     """
     if isinstance(given, (str, os.PathLike)):
         return _hosts_in(os.fspath(given), read_toml(given))
-    found = tuple(SshHost(name) for name in given)
-    return _checked("hosts", SshHosts(found))
+    return _checked("hosts", SshHosts(tuple(SshHost(name) for name in given)))
 
 
 def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
@@ -173,7 +178,7 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
     counts = {key: rest.pop(key, None) for key in ("ps", "workers")}
     if not isinstance(named, dict) or not named:
         raise ValueError(
-            f"{file}: expected a table for each host, such as [hosts.node1]"
+            f"{file}: no hosts: expected a table for each host, such as [hosts.node1]"
         )
     for key, count in counts.items():
         if count is not None and (
@@ -191,45 +196,48 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
     return _checked(file, SshHosts(tuple(hosts), ps, workers))
 
 
-def _host(file: str, name: str, said: Mapping[str, object]) -> SshHost:
+def _host(file: str, name: str, table: Mapping[str, object]) -> SshHost:
     kinds = {field.name: field.default for field in dataclasses.fields(SshHost)}
-    told: dict[str, object] = {}
-    for key, value in said.items():
+    values: dict[str, object] = {}
+    for key, value in table.items():
         if key == "name" or key not in kinds:
             known = ", ".join(sorted(kinds.keys() - {"name"}))
-            raise ValueError(f"{file}: {key!r} is no setting of a host: only {known}")
+            raise ValueError(
+                f"{file}: unknown key {key!r} of a host: expected one of {known}"
+            )
         is_list = kinds[key] is None or isinstance(kinds[key], tuple)
         kind = list if is_list else type(kinds[key])
-        # True is an int to Python, and no setting of a host is a boolean.
+        # True is an int in Python, but no key of a host is a boolean.
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(
-                f"{file}: {key} = {value!r}: expected a {kind.__name__} there"
-            )
-        told[key] = tuple(map(str, value)) if isinstance(value, list) else value
-    return dataclasses.replace(SshHost(name), **told)  # type: ignore[arg-type]
+            raise ValueError(f"{file}: {key} = {value!r}: expected a {kind.__name__}")
+        values[key] = tuple(map(str, value)) if isinstance(value, list) else value
+    return dataclasses.replace(SshHost(name), **values)  # type: ignore[arg-type]
 
 
-def _wrong(host: SshHost) -> str:
-    """What cannot be, and what is expected; "" if all can."""
+def _problem(host: SshHost) -> str:
+    """Returns the first invalid value and what is expected; "" if all are valid."""
     if host.address and not _is_address(host.address):
-        return f"address = {host.address!r}: expected a name or an IP address, no port"
+        return (
+            f"address = {host.address!r}: expected a host name or an IP address, "
+            "without a port"
+        )
     if not 0 <= host.port < 2**16:
         return f"port = {host.port}: expected a number from 1 to 65535"
     if host.ports and not _is_range(host):
-        return f"ports = {host.ports!r}: expected a range, as in '7000-7009'"
+        return f"ports = {host.ports!r}: expected a range such as '7000-7009'"
     for key, job in (("ps", "ps"), ("workers", "worker")):
         if host.own(job) < -1 or (host.own(job) > 0 and job not in host.jobs):
             return f"{key} = {host.own(job)}, jobs = {[*host.jobs]}: expected 0 or more"
     if not host.python.strip() or host.python.startswith("~"):
         return (
-            f"python = {host.python!r}: expected a path from / on, or a program in "
-            "PATH there (no shell puts a home in place of ~)"
+            f"python = {host.python!r}: expected an absolute path, or a program in "
+            "PATH of that host (~ is not expanded)"
         )
     gpus = list(host.gpus or ())
     if visible_gpus({GPUS_VARIABLE: ",".join(gpus)}) != gpus or len({*gpus}) < len(
         gpus
     ):
-        return f"gpus = {gpus}: expected different numbers, or names as in 'GPU-...'"
+        return f"gpus = {gpus}: expected distinct numbers, or names such as 'GPU-...'"
     return ""
 
 
@@ -239,34 +247,32 @@ def _is_range(host: SshHost) -> bool:
     return False
 
 
-def _is_address(said: str) -> bool:
+def _is_address(text: str) -> bool:
     with contextlib.suppress(ValueError):
-        ipaddress.ip_address(said)
+        ipaddress.ip_address(text)
         return True
     return (
-        re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", said) is not None
+        re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", text) is not None
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether others take this address for themselves."""
+    """Whether the address means the own host on every host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
-def _checked(file: str, found: SshHosts) -> SshHosts:
-    names = [host.name for host in found.hosts]
+def _checked(file: str, cluster: SshHosts) -> SshHosts:
+    names = [host.name for host in cluster.hosts]
     if not names or len(set(names)) != len(names):
-        raise ValueError(f"{file}: expected one or more different hosts, got {names}")
-    for host in found.hosts:
-        # It becomes an argument of ssh, which would take "-oProxyCommand=..." for an
-        # option.
+        raise ValueError(f"{file}: expected one or more distinct hosts, got {names}")
+    for host in cluster.hosts:
+        # The name is an argument of ssh, to which "-oProxyCommand=..." is an option.
         if not host.name or host.name.startswith("-") or not host.name.isprintable():
-            raise ValueError(f"{file}: {host.name!r:.80} is no name of a host")
+            raise ValueError(f"{file}: {host.name!r:.80} is not a host name")
         if set(host.jobs) - set(JOBS):
             raise ValueError(f"{file}: jobs of {host.name}: expected some of {JOBS}")
-        wrong = _wrong(host)
-        if wrong:
-            raise ValueError(f"{file}: {host.name}: {wrong}")
-    return found
+        if problem := _problem(host):
+            raise ValueError(f"{file}: {host.name}: {problem}")
+    return cluster

@@ -1,15 +1,20 @@
-"""Decides what a fleet does: `message, now -> orders`, without I/O and without a clock.
+"""Decides what a fleet does: `event, now -> orders`, without I/O and without a clock.
 
-A task waits, is started, serves, and ends. Until all have served once the fleet is
-beginning: the first that ends then fails the whole fleet, because what cannot start is
-for its user to mend. Later a task that ends is started again where it was, at once the
-first time, then after longer and longer pauses; one that ended more than ``restarts``
-times within ``window`` seconds is given up, with words, and the others go on. A task
-that drained (exit code 0) was told to by somebody who may, and stays down, with words.
+A task is waiting, starting, serving, or down:
 
-An end is decided in two waves, workers and whatever is not a parameter server first:
-what they still push needs the servers. A wave that does not end in time is killed, and
-one that even then is not gone is given up.
+    WAITING --> STARTING --> SERVING --> DOWN
+       ^                                  |
+       +------------- restart ------------+
+
+While the fleet starts, the first task that ends fails the whole fleet, because a task
+that cannot start needs its user. Later, a task that ends is restarted on its host: at
+once the first time, then after growing pauses. A task that ended more than ``restarts``
+times within ``window`` seconds is not restarted, and the others continue. A task that
+drained (exit code 0) was ended on purpose, and is not restarted either.
+
+A fleet ends in two waves, parameter servers last, as the last pushes of the workers
+need them. A wave that does not end in time is killed; if even that is not reported in
+time, it counts as ended.
 """
 
 from __future__ import annotations
@@ -26,20 +31,19 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
 
-    from ._engine import End
+    from ._engine import TaskEnd
 
 FIRST_PAUSE: Final = 1.0
-"""Seconds before the second restart within a window; each one after it waits twice as
-long as the one before."""
+"""Seconds before the second restart within a window; doubles with each restart."""
 LONGEST_PAUSE: Final = 30.0
-"""Seconds beyond which it grows no more: a machine that came back is used soon."""
-GONE: Final = 5.0
-"""Seconds that a killed task has to be gone."""
+"""Upper bound of the pause, so that a machine that came back is used soon."""
+KILL_TIMEOUT: Final = 5.0
+"""Seconds within which the end of a killed task has to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartTask:
-    """Start this task, as this attempt of it, at the address that it had."""
+    """Starts a task; ``bind`` is its last address, "" the first time."""
 
     task: str
     attempt: int
@@ -57,10 +61,10 @@ class KillTask:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetNote:
-    """Something that whoever looks after the run should read."""
+class LogTask:
+    """Logs a message about a task; ``is_failure``: it ended with an error."""
 
-    words: str
+    message: str
     task: str
     is_failure: bool = True
 
@@ -72,7 +76,7 @@ class FleetReady:
 
 @dataclass(frozen=True, slots=True)
 class BeginFailed:
-    """The fleet could not begin; its tasks are being ended."""
+    """The fleet could not start; its tasks are ending."""
 
     error: ZstratError
     task: str
@@ -84,27 +88,28 @@ class FleetOver:
 
 
 FleetOrder = (
-    StartTask | DrainTask | KillTask | FleetNote | FleetReady | BeginFailed | FleetOver
+    StartTask | DrainTask | KillTask | LogTask | FleetReady | BeginFailed | FleetOver
 )
 
 
 class TaskPhase(Enum):
-    WAITING = "waits to be started"
-    STARTING = "is being started"
-    SERVING = "serves"
-    DOWN = "ended"
+    WAITING = "waiting"
+    STARTING = "starting"
+    SERVING = "serving"
+    DOWN = "down"
 
 
 class FleetStage(Enum):
-    BEGINNING = "begins"
-    RUNNING = "runs"
-    ENDING = "ends"
+    BEGINNING = "starting"
+    RUNNING = "running"
+    ENDING = "ending"
     OVER = "over"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetTimeouts:
-    """How long a fleet waits, in seconds, and how often it tries again."""
+    """Timeouts of a fleet in seconds, and its number of restarts per task in a
+    window."""
 
     start: float
     drain: float
@@ -123,7 +128,7 @@ class FleetTimeouts:
 
 @dataclass(slots=True)
 class _TaskState:
-    """What is known of a task. ``due``: when it is to start or to have started."""
+    """The state of a task. ``due``: when it is started, or must be serving."""
 
     phase: TaskPhase = TaskPhase.WAITING
     attempt: int = 0
@@ -134,16 +139,16 @@ class _TaskState:
 
 
 class FleetState:
-    """The tasks of a fleet, by name, and how far each is."""
+    """The states of the tasks of a fleet, by name."""
 
     def __init__(self, tasks: Iterable[str], timeouts: FleetTimeouts) -> None:
         self._tasks = {task: _TaskState() for task in tasks}
         if not self._tasks:
-            raise ValueError("a fleet of no tasks: expected one or more")
+            raise ValueError("tasks=[]: expected one task or more")
         self._timeouts = timeouts
         self._stage = FleetStage.BEGINNING
         self._wave: list[str] = []
-        """The tasks whose turn it is to end, by the deadline."""
+        """The tasks that have to end by the deadline."""
         self._deadline = 0.0
 
     @property
@@ -154,14 +159,14 @@ class FleetState:
         return self._tasks[task].phase
 
     def address(self, task: str) -> str:
-        """Where it served last; "" if it never did."""
+        """Returns the last address of a task; "" if it never served."""
         return self._tasks[task].address
 
     def attempt(self, task: str) -> int:
         return self._tasks[task].attempt
 
     def next_look(self) -> float | None:
-        """When `tick` has something to decide; None: not before something happens."""
+        """Returns the time at which to call `tick`; None: not before the next event."""
         if self._stage is FleetStage.OVER:
             return None
         if self._stage is FleetStage.ENDING:
@@ -175,21 +180,23 @@ class FleetState:
         return [self._start(task, now) for task in self._tasks]
 
     def bound(self, task: str, attempt: int, address: str) -> list[FleetOrder]:
-        """A process serves at an address: the fleet is ready when all do."""
+        """Handles the report that a task serves; the fleet is ready when all do."""
         known = self._tasks[task]
-        # Word of a process that was started before: its task is another one by now.
+        # A late report of an earlier attempt is ignored.
         if attempt != known.attempt or known.phase is not TaskPhase.STARTING:
             return []
         known.phase, known.address = TaskPhase.SERVING, address
         if self._stage is not FleetStage.BEGINNING:
             return []
-        if any(each.phase is not TaskPhase.SERVING for each in self._tasks.values()):
+        if any(other.phase is not TaskPhase.SERVING for other in self._tasks.values()):
             return []
         self._stage = FleetStage.RUNNING
         return [FleetReady()]
 
-    def ended(self, task: str, attempt: int, end: End, now: float) -> list[FleetOrder]:
-        """A process is gone: decides what follows."""
+    def ended(
+        self, task: str, attempt: int, end: TaskEnd, now: float
+    ) -> list[FleetOrder]:
+        """Handles the end of a task's process."""
         known = self._tasks[task]
         if attempt != known.attempt or known.phase is TaskPhase.DOWN:
             return []
@@ -197,19 +204,19 @@ class FleetState:
         match self._stage:
             case FleetStage.BEGINNING:
                 moment = "" if was_ready else " before it was ready"
-                words = f"{task} {end.words}{moment}{_because(end)}"
+                words = f"{task} {end.words}{moment}{_reason(end)}"
                 error = end.mistake or UnavailableError(words)
                 return self._fail(task, error, now)
             case FleetStage.RUNNING:
-                return self._judge(task, known, end, now)
+                return self._restart_or_give_up(task, known, end, now)
         return self._advance(now)
 
     def tick(self, now: float) -> list[FleetOrder]:
-        """Orders what is due by now."""
+        """Starts tasks that are due, and handles those that missed a deadline."""
         if self._stage is FleetStage.OVER:
             return []
         if self._stage is FleetStage.ENDING:
-            return self._press(now)
+            return self._kill_late_wave(now)
         timed = (TaskPhase.WAITING, TaskPhase.STARTING)
         due = [
             (task, known)
@@ -217,8 +224,9 @@ class FleetState:
             if known.phase in timed and known.due <= now
         ]
         if self._stage is FleetStage.BEGINNING and due:
-            task, words = due[0][0], self._late_words()
-            return self._fail(task, DeadlineExceededError(f"{task} {words}"), now)
+            task = due[0][0]
+            words = f"{task} was not ready within {self._timeouts.start:g} s"
+            return self._fail(task, DeadlineExceededError(words), now)
         orders: list[FleetOrder] = []
         for task, known in due:
             if known.phase is TaskPhase.WAITING:
@@ -228,7 +236,7 @@ class FleetState:
         return orders
 
     def stop(self, now: float) -> list[FleetOrder]:
-        """Ends all tasks, in waves; again: nothing."""
+        """Ends all tasks, in two waves. Idempotent."""
         if self._stage in (FleetStage.ENDING, FleetStage.OVER):
             return []
         self._stage = FleetStage.ENDING
@@ -244,48 +252,43 @@ class FleetState:
         known.due = now + self._timeouts.start
         return StartTask(task, known.attempt, known.address)
 
-    def _late_words(self) -> str:
-        return f"was not ready in {self._timeouts.start:g} s"
-
     def _late(self, task: str, known: _TaskState, now: float) -> list[FleetOrder]:
-        """A restart took too long: it is killed, and its end heard of as any other."""
-        words = f"{task} {self._late_words()}"
-        known.due = now + GONE
-        if known.is_killed:  # and nobody told of its end
+        """Kills a task whose restart took too long; its end is reported as usual."""
+        words = f"{task} was not ready within {self._timeouts.start:g} s"
+        known.due = now + KILL_TIMEOUT
+        if known.is_killed:  # and its end was not reported
             known.phase = TaskPhase.DOWN
-            return self._over_if_all_down([FleetNote(f"{words}: given up", task)])
+            return self._over_if_all_down([LogTask(f"{words}; giving up", task)])
         known.is_killed = True
-        return [FleetNote(words, task), KillTask(task)]
+        return [LogTask(words, task), KillTask(task)]
 
-    def _judge(
-        self, task: str, known: _TaskState, end: End, now: float
+    def _restart_or_give_up(
+        self, task: str, known: _TaskState, end: TaskEnd, now: float
     ) -> list[FleetOrder]:
-        """Whether a task of a fleet that runs is started again."""
-        # Nobody of ours: who stops a fleet has it in another stage.
+        # Not by `stop`: that changes the stage of the fleet first.
         if end.code == 0:
-            words = f"{task} {end.words}: somebody had it drain; not started again"
-            return self._over_if_all_down([FleetNote(words, task, is_failure=False)])
+            words = f"{task} {end.words}: it drained on request; not restarting it"
+            return self._over_if_all_down([LogTask(words, task, is_failure=False)])
         if end.mistake is not None:
-            words = f"{end.words}; not started again: {end.mistake}"
-            note = FleetNote(f"{task} {words}", task)
-            return self._over_if_all_down([note])
+            words = f"{task} {end.words}; not restarting it: {end.mistake}"
+            return self._over_if_all_down([LogTask(words, task)])
         window, most = self._timeouts.window, self._timeouts.restarts
         known.failures.append(now)
-        # The one just noted stops it.
+        # Ends at the latest at the failure that was just added.
         while known.failures[0] < now - window:
             known.failures.popleft()
         count = len(known.failures)
         if count > most:
-            often = f"for the {_nth(count)} time in {window:g} s{_because(end)}"
-            note = FleetNote(f"{task} {end.words} {often}; not started again", task)
-            return self._over_if_all_down([note])
+            words = f"{task} {end.words}, failure {count} within {window:g} s"
+            words += f"{_reason(end)}; not restarting it"
+            return self._over_if_all_down([LogTask(words, task)])
         pause = _pause(count)
-        words = f"{task} {end.words}{_because(end)}"
-        note = FleetNote(f"{words}; started again{_in(pause)}", task)
+        when = f" in {pause:g} s" if pause else ""
+        log = LogTask(f"{task} {end.words}{_reason(end)}; restarting it{when}", task)
         if not pause:
-            return [note, self._start(task, now)]
+            return [log, self._start(task, now)]
         known.phase, known.due = TaskPhase.WAITING, now + pause
-        return [note]
+        return [log]
 
     def _over_if_all_down(self, orders: list[FleetOrder]) -> list[FleetOrder]:
         if all(known.phase is TaskPhase.DOWN for known in self._tasks.values()):
@@ -294,7 +297,7 @@ class FleetState:
         return orders
 
     def _fail(self, task: str, error: ZstratError, now: float) -> list[FleetOrder]:
-        """Nothing is worth a drain: nobody has used it."""
+        """Kills all tasks, without a drain: no program has used them yet."""
         self._stage, self._wave = FleetStage.ENDING, self._up(self._tasks)
         return self._over_if_all_down([BeginFailed(error, task), *self._kill(now)])
 
@@ -303,47 +306,39 @@ class FleetState:
         return [task for task in tasks if self._tasks[task].phase in up]
 
     def _advance(self, now: float) -> list[FleetOrder]:
-        """The next wave, if the one before has ended."""
+        """Drains the next wave if the one before has ended."""
         if self._up(self._wave):
             return []
-        # Workers first: what they push on their way out still finds its servers.
+        # Workers first, as their last pushes need the parameter servers.
         first = [task for task in self._tasks if not task.startswith("ps:")]
         self._wave = self._up(first) or self._up(self._tasks)
         self._deadline = now + self._timeouts.drain
         return self._over_if_all_down([DrainTask(task) for task in self._wave])
 
-    def _press(self, now: float) -> list[FleetOrder]:
-        """The wave is late: killed, or given up if that was done."""
+    def _kill_late_wave(self, now: float) -> list[FleetOrder]:
+        """Kills the wave at its deadline; tasks that were killed count as ended."""
         if now < self._deadline:
             return []
-        deaf = [task for task in self._up(self._wave) if self._tasks[task].is_killed]
-        for task in deaf:
+        lost = [task for task in self._up(self._wave) if self._tasks[task].is_killed]
+        for task in lost:
             self._tasks[task].phase = TaskPhase.DOWN
-        words = "was killed, and nobody says that it ended"
-        notes: list[FleetOrder] = [FleetNote(f"{task} {words}", task) for task in deaf]
-        return notes + self._kill(now) + self._advance(now)
+        words = f"was killed, but its end was not reported within {KILL_TIMEOUT:g} s"
+        logs: list[FleetOrder] = [LogTask(f"{task} {words}", task) for task in lost]
+        return logs + self._kill(now) + self._advance(now)
 
     def _kill(self, now: float) -> list[FleetOrder]:
-        self._deadline = now + GONE
+        self._deadline = now + KILL_TIMEOUT
         alive = [t for t in self._up(self._wave) if not self._tasks[t].is_killed]
         for task in alive:
             self._tasks[task].is_killed = True
         return [KillTask(task) for task in alive]
 
 
-def _because(end: End) -> str:
+def _reason(end: TaskEnd) -> str:
     return f": {end.why}" if end.why else ""
 
 
 def _pause(count: int) -> float:
-    """Seconds before the restart after so many failures."""
+    """Returns the seconds before the restart after this many failures."""
     longer: float = FIRST_PAUSE * 2 ** min(count - 2, 30)
     return 0.0 if count == 1 else min(longer, LONGEST_PAUSE)
-
-
-def _nth(count: int) -> str:
-    return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(count, 'th') }"
-
-
-def _in(pause: float) -> str:
-    return f" in {pause:g} s" if pause else ""

@@ -1,4 +1,4 @@
-"""The objects around the pods, for each engine of Kubernetes, and how they are written.
+"""The Kubernetes objects of a cluster, for each kind of controller, as YAML.
 
 =============  ==========================  ===========================  ==============
 engine         parameter servers           workers                      program
@@ -8,9 +8,9 @@ jobset         replicated jobs of one JobSet, which ends with the program
 tfjob          replicas of one TFJob, which ends with the program
 =============  ==========================  ===========================  ==============
 
-A pod that is gone comes back under its name, and so at its address. Exit code 75 (not
-done, and nothing is wrong) and evictions do not count as failures; 2 (told something
-that cannot be) fails the job at once.
+A replaced pod has the same name, and therefore the same address. Exit code 75 (a
+restart helps) and evictions do not count as failures; 2 (invalid arguments) fails the
+job at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _JOB_INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-in
 
 
 def kubernetes(cluster: PodCluster) -> list[Object]:
-    """A cluster made of what every Kubernetes from 1.28 on has."""
+    """Makes a cluster of standard objects, for Kubernetes 1.28 or newer."""
     addresses = _addresses(cluster)
     ps = {
         "apiVersion": "apps/v1",
@@ -62,8 +62,8 @@ def kubernetes(cluster: PodCluster) -> list[Object]:
 
 
 def jobset(cluster: PodCluster) -> list[Object]:
-    """One JobSet (jobset.sigs.k8s.io), which names the pods and makes the service."""
-    # The pods of a JobSet have the number of their replicated job, too: there is one.
+    """Makes one JobSet (jobset.sigs.k8s.io), which creates the service."""
+    # Pod names of a JobSet contain the index of the replicated job, here always 0.
     addresses = _addresses(cluster, "-0")
     replicated = [
         {
@@ -91,7 +91,7 @@ def jobset(cluster: PodCluster) -> list[Object]:
 
 
 def tfjob(cluster: PodCluster) -> list[Object]:
-    """One TFJob of Kubeflow's training operator, which sets TF_CONFIG itself."""
+    """Makes one TFJob of Kubeflow's training operator, which sets TF_CONFIG itself."""
     kinds = {"ps": "PS", "worker": "Worker", PROGRAM: "Chief"}
     replicas = {
         kind: {
@@ -122,11 +122,11 @@ KINDS: Final[Mapping[str, Callable[[PodCluster], list[Object]]]] = {
     "jobset": jobset,
     "tfjob": tfjob,
 }
-"""By the name of the engine."""
+"""The function for each engine by its name."""
 
 
 def manifests(engine: str, cluster: PodCluster) -> list[Object]:
-    """All objects of the cluster but for its Secrets.
+    """Makes all objects of the cluster except its Secrets.
 
     Raises:
         ValueError: There is no such engine.
@@ -137,11 +137,11 @@ def manifests(engine: str, cluster: PodCluster) -> list[Object]:
 
 
 def secrets_from(cluster: PodCluster, keys: Path) -> list[Object]:
-    """The Secrets of the cluster, with keys in them: one for each role, with its secret
-    key and the public keys of all.
+    """Makes the Secrets of the cluster: one for each role, with its secret key and all
+    public keys.
 
     Raises:
-        ValueError: A key that is needed is not in the folder.
+        ValueError: A key is missing in the folder.
     """
     public = {f"{name}.public" for name in key_names(keys)}
     return [
@@ -170,26 +170,28 @@ def _read(path: Path) -> bytes:
 
 
 def written(cluster: PodCluster, objects: list[Object], keys: str) -> str:
-    """The objects as YAML, below what is to be typed before they are applied.
+    """Formats the objects as YAML, after comments with the commands to run before.
 
     Args:
-        keys: The folder of the keys, for the words; "" if their Secrets are among the
-            objects.
+        keys: The folder of the keys in these commands; "" if the objects include the
+            Secrets.
 
     Raises:
         ImportError: PyYAML is not installed.
-        ValueError: The name of the folder would not stay on its line.
+        ValueError: The name of the folder has a line break.
     """
-    if not keys.isprintable():  # a new line would be YAML
-        raise ValueError(f"keys={keys!r:.80}: expected a folder whose name is one line")
+    if not keys.isprintable():  # a line break would end the comment
+        raise ValueError(
+            f"keys={keys!r:.80}: expected a folder name without line break"
+        )
     try:
         import yaml
     except ImportError as error:
         raise ImportError(
-            "manifests are written by PyYAML, which is not installed here: "
+            "manifests require PyYAML, which is not installed: "
             "pip install 'zstrat[kubernetes]'"
         ) from error
-    # What several of them share is written out, and not as a reference.
+    # Copies shared parts, for which YAML would write references.
     plain = json.loads(json.dumps(objects))
     text: str = yaml.safe_dump_all(plain, sort_keys=False, width=4096)
     return "".join(f"# {line}\n" for line in _steps(cluster, keys)) + text
@@ -202,7 +204,7 @@ def _steps(cluster: PodCluster, keys: str) -> list[str]:
     folder = shlex.quote(keys)
     public = f'for file in {folder}/*.public; do set -- "$@" --from-file="$file"; done'
     return [
-        "Once, for the keys of the cluster:",
+        "Run once, to create the keys of the cluster:",
         f"  zstrat keygen {folder}",
         f"  set --; {public}",
         *(
@@ -214,7 +216,7 @@ def _steps(cluster: PodCluster, keys: str) -> list[str]:
 
 
 def _addresses(cluster: PodCluster, middle: str = "") -> dict[str, list[str]]:
-    """Where the pods of each role are, by the names that the service gives them."""
+    """Returns the DNS names of the pods of each role."""
     name, port = cluster.name, cluster.port
     return {
         ROLES[job]: [
@@ -230,7 +232,7 @@ def _job(
     addresses: Mapping[str, list[str]],
     network: Object,
 ) -> Object:
-    """The spec of an indexed Job: its pods have names that stay."""
+    """Makes the spec of an indexed Job, whose pods keep their names."""
     count = cluster.count(job)
     return {
         "completionMode": "Indexed",
@@ -259,12 +261,13 @@ def _job(
 
 def _at_exit(container: str, code: int, action: str) -> Object:
     codes = {"containerName": container, "operator": "In", "values": [code]}
-    # The empty list: kubectl up to 1.28 demands that it is there.
+    # kubectl up to 1.28 requires the empty list.
     return {"action": action, "onExitCodes": codes, "onPodConditions": []}
 
 
 def _service(cluster: PodCluster) -> Object:
-    """Gives each pod its name before it is ready: its peers wait for it there."""
+    """Makes the service, which gives pods DNS names before they are ready, because
+    their peers wait for them at these names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -279,15 +282,15 @@ def _service(cluster: PodCluster) -> Object:
 
 
 def _budgets(cluster: PodCluster) -> list[Object]:
-    """Nobody who may wait takes a parameter server or the program away: it would cost
-    what was not saved. Workers may go at any time."""
+    """Makes disruption budgets that prevent voluntary evictions of parameter servers
+    and of the program, which would lose unsaved state. Workers may be evicted."""
     return [
         {
             "apiVersion": "policy/v1",
             "kind": "PodDisruptionBudget",
             "metadata": cluster.metadata(f"-{job}", job),
             "spec": {
-                # Not maxUnavailable, which the pods of Jobs do not know.
+                # Not maxUnavailable, which pods of Jobs do not support.
                 "minAvailable": cluster.count(job),
                 "selector": {"matchLabels": cluster.labels(job)},
             },

@@ -1,9 +1,9 @@
-"""The pods of a cluster: what runs in each, as whom, with which keys, and how it is
-probed.
+"""The pods of a cluster: their commands, users, keys and probes.
 
-Each pod is told who it is by TF_CONFIG, as TensorFlow's are, so a program needs nothing
-but `TFConfigClusterResolver`. A pod can do little: it is nobody in particular, can gain
-nothing, writes to ``/tmp`` alone, and has no token of the API server.
+TF_CONFIG describes the cluster and its own task to each pod, as in TensorFlow, so a
+program only needs `TFConfigClusterResolver`. Pods have few rights: an unprivileged
+user, no privilege escalation, a read-only file system except ``/tmp``, and no token of
+the API server.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ PROGRAM: Final = "program"
 JOBS: Final = ("ps", "worker", PROGRAM)
 DAEMONS: Final = {"ps": "zstrat-ps", "worker": "zstrat-worker"}
 ROLES: Final = {"ps": "ps", "worker": "worker", PROGRAM: "chief"}
-"""Whose key each has, and what TF_CONFIG calls it."""
+"""The role of each job: of its key, and in TF_CONFIG."""
 
 USER: Final = 1000
-"""Nobody in particular, but not root: clusters may refuse a pod that is root."""
+"""An arbitrary user id other than root, which clusters may refuse."""
 GROUP: Final = 4711
-"""Of the keys: nobody else has it (see "Kubernetes" in docs/engines.md)."""
+"""The group id of the key files, used for nothing else (see "Kubernetes" in
+docs/engines.md)."""
 TFJOBS_PORT: Final = "tfjob-port"
-"""By this name the operator of TFJob finds the port for TF_CONFIG."""
+"""The port name from which the operator of TFJob makes TF_CONFIG."""
 DRAIN: Final = {"ps": 30, "worker": 30, PROGRAM: 120}
-"""Seconds between SIGTERM and SIGKILL: of daemons above ZSTRAT_DRAIN, of the program
-for a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL: for daemons above ZSTRAT_DRAIN, for the program
+enough to save a checkpoint."""
 
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -45,22 +46,22 @@ MAX_CLUSTER_NAME: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class PodCluster:
-    """What is to run.
+    """The description of a cluster and its program.
 
     Args:
-        name: Of all its objects, which begin with it.
-        image: With zstrat, the program and what it imports.
-        ps, workers: How many of each.
-        program: The command of the program, as in ``("python", "train.py")``.
-        namespace: "" for that of whoever applies the objects.
-        resources: By job ("ps", "worker", "program"), as `resources_from` reads them.
-        port: That all daemons bind.
-        http_port: Where pods answer probes and Prometheus.
+        name: The prefix of all object names.
+        image: An image with zstrat, the program and its dependencies.
+        ps, workers: Number of parameter servers and workers.
+        program: The command line of the program, such as ``("python", "train.py")``.
+        namespace: The namespace; "": that of kubectl.
+        resources: By job ("ps", "worker", "program"), in the form of `resources_from`.
+        port: The port of all daemons.
+        http_port: The port for probes and Prometheus.
         has_keys: Whether the pods have keys, in Secrets named after cluster and role.
-        restarts: How often a pod of each job may fail before the job has.
+        restarts: Number of failed pods of a job before the job fails.
 
     Raises:
-        ValueError: Something cannot be; says what was expected.
+        ValueError: A value is invalid.
     """
 
     name: str
@@ -78,67 +79,67 @@ class PodCluster:
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.name) or len(self.name) > MAX_CLUSTER_NAME:
             raise ValueError(
-                f"name={self.name!r:.80}: expected small letters, digits and '-', a "
-                f"letter first, at most {MAX_CLUSTER_NAME}"
+                f"name={self.name!r:.80}: expected lowercase letters, digits and '-', "
+                f"beginning with a letter, at most {MAX_CLUSTER_NAME} characters"
             )
         if self.namespace and not _NAMESPACE.fullmatch(self.namespace):
             raise ValueError(
-                f"namespace={self.namespace!r:.80}: expected small letters, digits and "
-                "'-', at most 63"
+                f"namespace={self.namespace!r:.80}: expected lowercase letters, digits "
+                "and '-', at most 63 characters"
             )
         if self.restarts < 0:
             raise ValueError(f"restarts={self.restarts}: expected 0 or more")
         if not self.image or any(c.isspace() for c in self.image):
-            raise ValueError(f"image={self.image!r:.80}: expected a name of an image")
+            raise ValueError(f"image={self.image!r:.80}: expected an image name")
         if self.ps < 1 or self.workers < 1:
             raise ValueError(
                 f"ps={self.ps}, workers={self.workers}: expected 1 or more of each"
             )
         if not self.program:
-            raise ValueError("which program? Give its command, as in: python train.py")
+            raise ValueError("program=(): expected a command, such as python train.py")
         if unknown := set(self.resources) - set(JOBS):
-            raise ValueError(f"resources of {unknown}: expected those of {JOBS}")
+            raise ValueError(f"resources of {unknown}: expected jobs of {JOBS}")
         ports = (self.port, self.http_port)
         if self.port == self.http_port or not all(0 < p < 65536 for p in ports):
-            raise ValueError(f"ports {ports}: expected two different ones below 65536")
+            raise ValueError(f"ports {ports}: expected two distinct ports, 1 to 65535")
 
     def count(self, job: str) -> int:
         return {"ps": self.ps, "worker": self.workers}.get(job, 1)
 
     def labels(self, job: str = "") -> dict[str, str]:
-        """The labels of all objects of the cluster, or of the pods of one job."""
-        found = {"app.kubernetes.io/part-of": "zstrat"}
-        found["app.kubernetes.io/instance"] = self.name
-        return {**found, "app.kubernetes.io/component": job} if job else found
+        """Returns the labels of all objects, or of the pods of one job."""
+        labels = {"app.kubernetes.io/part-of": "zstrat"}
+        labels["app.kubernetes.io/instance"] = self.name
+        return {**labels, "app.kubernetes.io/component": job} if job else labels
 
     def metadata(self, suffix: str = "", job: str = "") -> Object:
-        made: Object = {"name": f"{self.name}{suffix}"}
+        metadata: Object = {"name": f"{self.name}{suffix}"}
         if self.namespace:
-            made["namespace"] = self.namespace
-        return {**made, "labels": self.labels(job)}
+            metadata["namespace"] = self.namespace
+        return {**metadata, "labels": self.labels(job)}
 
     def secret(self, job: str) -> str:
         return f"{self.name}-{ROLES[job]}"
 
 
 def resources_from(text: str) -> dict[str, str]:
-    """The resources that ``cpu=4,memory=8Gi,nvidia.com/gpu=1`` says.
+    """Parses resources such as ``cpu=4,memory=8Gi,nvidia.com/gpu=1``.
 
     Raises:
-        ValueError: It is written otherwise.
+        ValueError: The text has another form, or names a resource twice.
     """
     pairs = [part.partition("=") for part in text.split(",") if part]
     for name, _, amount in pairs:
         if not _RESOURCE.fullmatch(name) or not _QUANTITY.fullmatch(amount):
             raise ValueError(
-                f"resources {text!r:.80}: expected NAME=AMOUNT,..., as in "
+                f"resources {text!r:.80}: expected NAME=AMOUNT,..., such as "
                 "cpu=4,memory=8Gi,nvidia.com/gpu=1"
             )
-    found = {name: amount for name, _, amount in pairs}
-    if len(found) < len(pairs):
-        twice = next(n for n in found if sum(n == name for name, _, _ in pairs) > 1)
-        raise ValueError(f"resources {text!r:.80}: {twice} is there more than once")
-    return found
+    amounts = {name: amount for name, _, amount in pairs}
+    if len(amounts) < len(pairs):
+        twice = next(n for n in amounts if sum(n == name for name, _, _ in pairs) > 1)
+        raise ValueError(f"resources {text!r:.80}: {twice} is given more than once")
+    return amounts
 
 
 def pod(
@@ -150,17 +151,18 @@ def pod(
     addresses: Mapping[str, list[str]] | None = None,
     extra: Object | None = None,
 ) -> Object:
-    """The template of the pods of one job.
+    """Makes the template of the pods of one job.
 
     Args:
-        container: Its name; "": that of the job. An operator finds it by this name.
+        container: The name of the container, by which an operator finds it; "": the
+            name of the job.
         index: The field of a pod that has its index; "" for the program.
-        addresses: For TF_CONFIG, by role; None where the engine sets it.
+        addresses: The addresses for TF_CONFIG by role; None if the engine sets it.
         extra: More fields of the pods' spec.
     """
     spec: Object = {
         "automountServiceAccountToken": False,
-        # Kubernetes would set ZSTRAT_..._PORT for services of such names.
+        # Otherwise Kubernetes sets ZSTRAT_..._PORT for services of such names.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": DRAIN[job],
         "securityContext": {
@@ -189,7 +191,7 @@ def _container(
         made["command"] = [DAEMONS[job], "--bind", f"*:{cluster.port}"]
         made["command"] += ["--http", f"*:{cluster.http_port}"]
     else:
-        # Kubernetes would put its variables in: $(HOME), and $$ is one dollar to it.
+        # Kubernetes expands $(HOME) in commands; $$ is a literal dollar sign.
         made["command"] = [word.replace("$", "$$") for word in cluster.program]
     made["env"] = _environment(cluster, job, index, addresses)
     made["ports"] = [
@@ -202,7 +204,7 @@ def _container(
     if job in DAEMONS:
         made |= _probes()
     if wanted := cluster.resources.get(job):
-        # No limit of processor time: it would stop threads that others wait for.
+        # No CPU limit: throttling would stop threads on which others wait.
         limits = {name: each for name, each in wanted.items() if name != "cpu"}
         made["resources"] = {"requests": dict(wanted), "limits": limits}
     made["securityContext"] = {
@@ -230,7 +232,7 @@ def _environment(
             env.append(
                 {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}}
             )
-            number = "$(INDEX)"  # Kubernetes puts it in: INDEX stands above
+            number = "$(INDEX)"  # expanded by Kubernetes, as INDEX is defined above
         config = json.dumps({"cluster": addresses})[:-1]
         task = f'"task": {{"type": "{ROLES[job]}", "index": "{number}"}}'
         env.append({"name": "TF_CONFIG", "value": f"{config}, {task}}}"})
@@ -242,14 +244,14 @@ def _environment(
     if job == PROGRAM:
         http = f"*:{cluster.http_port}"
         env.append({"name": "ZSTRAT_HTTP", "value": http})
-        # Until all images are there, and all pods have a place.
+        # Pulling images and scheduling the pods may take long.
         env.append({"name": "ZSTRAT_CONNECT_TIMEOUT", "value": "1800"})
     return env
 
 
 def _probes() -> Object:
-    """The probes of a daemon. A program has none: nobody knows what it does before it
-    has a session."""
+    """Makes the probes of a daemon. A program has no probes: before it has a session it
+    may do anything."""
     healthy = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 6}
     ready = {"httpGet": {"path": "/readyz", "port": "http"}, "timeoutSeconds": 6}
     return {
@@ -263,7 +265,7 @@ def _probes() -> Object:
 def _volumes(cluster: PodCluster, job: str) -> list[Object]:
     volumes: list[Object] = [{"name": "tmp", "emptyDir": {}}]
     if cluster.has_keys:
-        # 0400: Kubernetes adds reading by the group of fsGroup, and by nobody else.
+        # 0400: Kubernetes adds read permission for the group of fsGroup only.
         secret = {"secretName": cluster.secret(job), "defaultMode": 0o400}
         volumes.append({"name": "keys", "secret": secret})
     return volumes

@@ -1,4 +1,4 @@
-"""The time line of a run: what all its tasks did when, on one clock, in one file."""
+"""The time line of a run: the activities of all its tasks on one clock, in one file."""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,13 @@
-"""What the clock of another process says, in the time of this one.
+"""Converts the clock of another process to the clock of this one.
 
-Every process has a clock of its own that only goes forward. Who asks another process
-for its time notes when the question left and when the answer came; the answer was given
-at some moment in between. Had both ways taken as long as each other, it would have been
-the middle, and what the other clock said then less the middle is the *offset*. It is
-never wrong by more than half of the round trip: that is the *error*. So of several
-round trips the shortest one counts.
+Every process has its own monotonic clock. A request for the time of another process is
+sent and answered at known local times, and the other clock was read in between. If both
+ways took equally long, it was read in the middle, and its time minus the middle is the
+*offset*. The *error* of the offset is at most half of the round trip, so the shortest
+of several round trips is used.
 
-Clocks drift, by some ten microseconds in a second at most. Two estimates, at the begin
-and at the end of what is measured, and the line between them take that into account.
+Clocks drift, by some ten microseconds per second at most. The line through two
+estimates, at the begin and at the end of a measurement, accounts for that.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ if TYPE_CHECKING:
 
 
 class RoundTrip(NamedTuple):
-    """Seconds: when the question left and the answer came by our clock, and what the
-    other one ``told`` in between."""
+    """A request for the time of another process, in seconds: ``sent`` and ``received``
+    by the local clock, ``remote`` by the other clock in between."""
 
-    asked: float
-    told: float
-    heard: float
+    sent: float
+    remote: float
+    received: float
 
     @property
     def offset(self) -> float:
-        """How far the other clock is ahead, if both ways took as long as each other."""
-        return self.told - (self.asked + self.heard) / 2
+        """How far the other clock is ahead, if both ways took equally long."""
+        return self.remote - (self.sent + self.received) / 2
 
     @property
     def error(self) -> float:
-        """The offset is not further from the true one than this."""
-        return (self.heard - self.asked) / 2
+        """The largest possible error of the offset."""
+        return (self.received - self.sent) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """``offset`` of another clock (its time less ours) at the moment ``at`` of it, and
-    how far that may be wrong. Seconds."""
+    """The ``offset`` of another clock (its time minus the local time) at its time
+    ``at``, and the largest error of the offset, in seconds."""
 
     at: float
     offset: float
@@ -50,23 +49,23 @@ class ClockReading:
 
 
 def read_clock(trips: Iterable[RoundTrip]) -> ClockReading:
-    """What the shortest of the round trips says.
+    """Makes a reading from the shortest of the round trips.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There are no round trips.
     """
     best = min(trips, key=lambda trip: trip.error)
-    return ClockReading(best.told, best.offset, best.error)
+    return ClockReading(best.remote, best.offset, best.error)
 
 
 @dataclass(frozen=True, slots=True)
 class ClockLine:
-    """Another clock in our time, by one reading or by the line through two of them.
+    """Converts times of another clock, by one reading or by the line through two.
 
     Args:
-        first: Of the begin.
-        last: Of the end; None: there was nobody to ask any more, and drift is not
-            known.
+        first: The reading at the begin.
+        last: The reading at the end; None: the process was lost, and the drift is
+            unknown.
     """
 
     first: ClockReading
@@ -74,19 +73,18 @@ class ClockLine:
 
     @property
     def error(self) -> float:
-        """How far off the offset may be: the larger error of the two readings, in
-        seconds."""
+        """The larger error of the two readings, in seconds."""
         return max(self.first.error, 0.0 if self.last is None else self.last.error)
 
     @property
     def drift(self) -> float:
-        """By how much more the other clock advances than ours, per second."""
+        """Seconds per second by which the other clock is faster than the local one."""
         last = self.last
         if last is None or last.at <= self.first.at:
             return 0.0
         return (last.offset - self.first.offset) / (last.at - self.first.at)
 
     def ours(self, theirs: float) -> float:
-        """The moment of the other clock, by ours."""
+        """Converts a time of the other clock to the local clock."""
         offset = self.first.offset + self.drift * (theirs - self.first.at)
         return theirs - offset

@@ -1,10 +1,10 @@
-"""What a program and its tasks note while a time line is taken, and how that travels.
+"""The records of a program and its tasks for a time line, and their encoding.
 
-In the program whichever thread has something to say appends to a list, which needs no
-lock; beyond its bound nothing is noted, and that is told. A task's spans travel in
-columns: a quarter of the bytes that a record for each would be, and no work for a loop.
-So does what jax has noted of a worker, on the worker's clock, with the names beside the
-columns: there are few, and most events have the same ones.
+In the program each thread appends to a list, which needs no lock; beyond its bound
+records are dropped, which the time line reports. The spans of a task are sent as
+columns, a quarter of the bytes of separate records, without a loop in Python. So are
+the events that jax recorded on a worker, on the worker's clock, with a table of their
+few distinct names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class JaxEvent(NamedTuple):
-    """``row`` is what it ran on: a thread, or a device. Seconds."""
+    """An event that jax recorded; ``row`` is its thread or device. Times in seconds."""
 
     row: str
     name: str
@@ -36,16 +36,16 @@ class JaxEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JaxEvents:
-    """What jax noted of one worker; ``words`` says how far times may be wrong, or why
-    there are none."""
+    """The events that jax recorded on one worker; ``words`` gives the error of the
+    times, or the reason why there are no events."""
 
     events: Sequence[JaxEvent]
     words: str
 
 
 def jax_columns(jax: JaxEvents) -> list[np.ndarray]:
-    """Numbers of rows and of names (uint32 [2, n]), begins and ends (float64 [2, n]),
-    and what these are called, with the words, as JSON (uint8 [m])."""
+    """Encodes events as indices of rows and names (uint32 [2, n]), begins and ends
+    (float64 [2, n]), and the rows, names and words as JSON (uint8 [m])."""
     rows: dict[str, int] = {}
     names: dict[str, int] = {}
     numbers = [
@@ -62,10 +62,10 @@ def jax_columns(jax: JaxEvents) -> list[np.ndarray]:
 
 
 def from_jax_columns(columns: Sequence[np.ndarray]) -> JaxEvents:
-    """What `jax_columns` was given.
+    """Decodes the columns of `jax_columns`.
 
     Raises:
-        ValueError: These are no such columns.
+        ValueError: The columns are malformed.
     """
     try:
         numbers, times, text = columns
@@ -77,19 +77,19 @@ def from_jax_columns(columns: Sequence[np.ndarray]) -> JaxEvents:
             )
         ]
     except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"no columns of jax's events: {error}") from None
+        raise ValueError(f"malformed columns of jax events: {error}") from None
     return JaxEvents(events, str(words))
 
 
 @final
 class ProgramNotes:
-    """What the program notes for one time line. Times are those of `time.monotonic`.
+    """The records of the program for one time line. Times are of `time.monotonic`.
 
     Args:
-        waiting, running: Closures, when it begins.
-        limit: Notes of each kind that are kept.
-        steps: After so many closures ``done`` is called, once, by whoever tells of the
-            last one; None: never.
+        waiting, running: Numbers of closures at the begin.
+        limit: Number of records of each kind to keep.
+        steps: Calls ``done`` once, after this many closures, on the thread that reports
+            the last one; None: never.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ProgramNotes:
     ) -> None:
         self._goal, self._done = steps, done
         self._is_over = False
-        """So many have ended: nothing is noted any more."""
+        """Whether ``steps`` closures have ended, after which nothing is recorded."""
         self.began: Final = began
         self.waiting: Final = waiting
         self.running: Final = running
@@ -120,7 +120,7 @@ class ProgramNotes:
         self.steps = 0
         """Closures that have ended since."""
         self.is_full = False
-        """Something was not noted any more."""
+        """Whether records were dropped."""
 
     def schedule(self, step: int, began: float, ended: float) -> None:
         """Notes a call that has put a closure into the queue."""
@@ -139,7 +139,7 @@ class ProgramNotes:
         self.steps += closures
         if self._has_room(len(self.ended)):
             self.ended.append((closures, now))
-        # First over, then told: whoever is told may end the capture at once.
+        # Set before the call, which may end the capture at once.
         if self._goal is not None and self.steps >= self._goal:
             self._is_over = True
             if self._done is not None:
@@ -159,12 +159,14 @@ class ProgramNotes:
 
 @dataclass(slots=True)
 class TaskNotes:
-    """What one task has noted, or why it is not known.
+    """The records of one task, or the reason why there are none.
 
-    ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
-    nothing that it has noted can be placed then. ``problem``: what is missing, in
-    words; "" if nothing. ``profile``: where jax's own profile of it is, and ``jax``
-    what of it is shown.
+    Args:
+        name: The task, such as "worker:0".
+        clock: None if its clock is unknown; then its spans cannot be shown.
+        problem: Describes what is missing; "" if nothing is.
+        profile: The path of jax's own profile of the task.
+        jax: The events of that profile that are shown.
     """
 
     name: str
@@ -178,14 +180,14 @@ class TaskNotes:
 
 
 def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
-    """The names of phases; and steps (int64 [n]), places among these names (uint8 [n]),
-    begins and ends (float64 [2, n]), and times, bytes got and bytes sent by then
-    (float64 [3, m])."""
+    """Encodes a capture: the names of phases; then steps (int64 [n]), indices of names
+    (uint8 [n]), begins and ends (float64 [2, n]), and times, bytes received and bytes
+    sent (float64 [3, m])."""
     names, spans = list(Phase), capture.spans
-    place = {name: number for number, name in enumerate(names)}
+    index = {name: number for number, name in enumerate(names)}
     steps = np.array([span.step for span in spans], np.int64)
-    # By place among the names that go along: another version may order them otherwise.
-    phases = np.array([place[span.phase] for span in spans], np.uint8)
+    # The names are sent as well, as another version may have another order.
+    phases = np.array([index[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
     traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
     columns: list[np.ndarray] = [steps, phases, times.reshape(-1, 2).T, traffic.T]
@@ -195,10 +197,10 @@ def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
 def from_columns(
     names: Sequence[str], columns: Sequence[np.ndarray]
 ) -> tuple[list[PhaseSpan], list[TrafficPoint]]:
-    """What `columns_of` was given.
+    """Decodes the columns of `columns_of`.
 
     Raises:
-        ValueError: These are no such columns.
+        ValueError: The columns are malformed.
     """
     try:
         steps, phases, times, traffic = [column.tolist() for column in columns]
@@ -212,5 +214,5 @@ def from_columns(
             for at, got, sent in zip(*traffic, strict=True)
         ]
     except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"no columns of spans: {error}") from None
+        raise ValueError(f"malformed columns of spans: {error}") from None
     return spans, points
