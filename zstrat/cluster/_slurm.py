@@ -141,7 +141,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 
 def _require_step(env: Mapping[str, str], tasks: int) -> None:
-    """A batch script has the variables of rank 0, and is no task of the step."""
+    """Refuses a batch script, which has the same variables as rank 0."""
     step = next((env[name] for name in _STEP if name in env), "")
     by_srun = step.isdecimal() and int(step) < _LAST_STEP
     has_step = _TASKS[0] in env or _NODES[0] in env

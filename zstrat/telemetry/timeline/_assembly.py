@@ -1,8 +1,8 @@
-"""Puts together what the tasks of a run have noted, each by its own clock.
+"""Combines the records of all tasks of a run, each with its own clock, to a time line.
 
-All becomes spans by the clock of the program. Of each step an arrow leads from the call
-that scheduled it to its run, from there to its push, and from that to what it became on
-each parameter server. A step that ran twice has two of these.
+Times are converted to the clock of the program. For each step, arrows lead from the
+call that scheduled it to its run, from there to its push, and from there to the updates
+on each parameter server. A step that ran twice has two such chains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BEFORE: Final[Mapping[str, str]] = {
     Phase.PUSH: Phase.COMPUTE,
     Phase.APPLY: Phase.PUSH,
 }
-"""From which kind of span an arrow leads to one of this kind."""
+"""Kind of span -> the kind from which an arrow leads to it."""
 
 
 def assemble(
@@ -46,16 +46,16 @@ def assemble(
     ended: float,
     about: Mapping[str, PictureValue],
 ) -> Timeline:
-    """The time line from the begin of the ``notes`` until ``ended``: what is outside
-    by more than the error of its clock is left out, and what reaches over an end is in
-    it whole.
+    """Makes the time line from the begin of the ``notes`` until ``ended``. Spans that
+    are outside by more than the error of their clock are dropped; spans that overlap an
+    end are kept as a whole.
 
     Args:
-        about: What the file says of itself beside clocks and what is missing.
+        about: Information for the file, in addition to clocks and missing records.
     """
     assembly = _Assembly(notes.began, ended, dict(about))
-    made = [assembly.program(notes), *[assembly.task(task) for task in tasks]]
-    return Timeline(made, list(assembly.arrows()), assembly.about)
+    shown = [assembly.program(notes), *[assembly.task(task) for task in tasks]]
+    return Timeline(shown, list(assembly.arrows()), assembly.about)
 
 
 @dataclass(slots=True)
