@@ -66,7 +66,10 @@ pytest_plugins = ["parts"]
 
 DURATIONS = Path(__file__).parent / "durations.txt"
 """Files of tests that take some seconds, and how many; `make durations` writes it."""
-SECONDS = {name: int(seconds) for seconds, name in map(str.split, DURATIONS.open("r"))}
+SECONDS = {
+    name: int(seconds)
+    for seconds, name in map(str.split, DURATIONS.read_text().splitlines())
+}
 SLOW = 8
 """Seconds of a file that begins early: none begins when the others have ended."""
 

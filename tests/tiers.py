@@ -8,8 +8,9 @@ import pytest
 def combined(*values, step=0):
     """All combinations of values, for ``parametrize``. `make test` tries each
     ``step``-th: so that each value is tried, with several others one after another."""
-    step = step or min(map(len, values))
+    step, rows = step or min(map(len, values)), []
     for places in itertools.product(*[range(len(each)) for each in values]):
         row = [each[place] for each, place in zip(values, places, strict=True)]
         marks = [pytest.mark.thorough] if sum(places) % step else []
-        yield pytest.param(*row, marks=marks)
+        rows.append(pytest.param(*row, marks=marks))
+    return rows

@@ -459,7 +459,18 @@ class World:
 
     def close(self):
         if self.session is not None:
+            if not self.session.portal.is_closed:
+                self.on_loop(self._validate, self.session.cluster)
             self.session.close()
+
+    def _validate(self, cluster):
+        """Each session with a task, and each store, is in a state that there can be."""
+        tasks = [*cluster.ps, *cluster.workers]
+        if cluster.replication is not None:
+            tasks += cluster.replication.processes
+            cluster.replication.placement.validate()
+        for task in tasks:
+            task.validate()
 
 
 class Watchers(dict):

@@ -235,7 +235,7 @@ def test_a_session_that_ends_first_ends_it(world, collector):
 
 @pytest.mark.parametrize("name", ["every", "steps", "seconds"])
 def test_numbers_that_are_none_are_refused(world, name):
-    with pytest.raises(ValueError, match=f"{name}=0: expected more than 0"):
+    with pytest.raises(ValueError, match=f"{name}=0"):
         zs.OpenTelemetryExport(world.coordinator(), Hangs(), **{name: 0})
 
 

@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(recovering, caplog)
     coordinator.join()
     assert len(older.fills) == 1
     assert coordinator.metrics()["steps_lost"] == 5
-    assert "ckpt-2 is left out: " in caplog.text
+    assert "ckpt-2 is skipped: " in caplog.text
 
 
 def test_another_loss_while_they_are_filled_fills_them_once_more(recovering):

@@ -16,7 +16,7 @@ def test_a_line_whose_arguments_do_not_fit_is_kept_and_raises_nothing(
     coordinator = make_world(ps=1, workers=1).coordinator()
     monkeypatch.setattr(logging, "raiseExceptions", False)
     logging.getLogger("zstrat.coordinator").warning("%d of %d", "one")
-    words = "%d of %d (and arguments that do not fit: ('one',))"
+    words = "%d of %d (with arguments that do not fit: ('one',))"
     assert ["program", "WARNING", words] in logs_of(coordinator)
 
 
@@ -34,7 +34,7 @@ def test_a_task_that_came_back_was_lost(make_world):
     assert "the machine is gone" in told()[1]
     world.on_loop(world.workers[0].come_back)
     world.until(lambda: told()[0] == "open")
-    assert told()[1].startswith("was lost, and is back: ")
+    assert told()[1].startswith("was lost, and has returned: ")
 
 
 def test_a_time_line_that_cannot_end_keeps_nothing_from_being_closed(

@@ -173,7 +173,7 @@ def test_a_name_that_is_not_known_yet(start):
     """As in Kubernetes, where a pod starts before its name is in DNS."""
     daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7")
     assert daemon.process.wait(100) == 75
-    assert "nobody knows the name 'ps-0.ps.invalid'" in daemon.words()
+    assert "the name 'ps-0.ps.invalid' cannot be resolved" in daemon.words()
 
 
 def test_other_machines_need_keys(start):

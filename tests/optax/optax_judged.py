@@ -47,8 +47,8 @@ _BEFORE_REASONS = (
     r"^\S+:\d+ \(in \w+\): ",
     r"^optimizer '\w+' ",
     r"^cannot be applied to its tree, .*?\}\): ",
-    r"^looks at more than one row at a time, so it cannot move the parts of ",
-    r"^mixes variables, which live on parameter servers, each by itself: ",
+    r"^looks at more than one row at a time, so it cannot update the parts of ",
+    r"^mixes variables, but parameter servers update each variable by itself: ",
 )
 """What refusals say in the same way; the list is about the rest."""
 

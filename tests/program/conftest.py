@@ -1,4 +1,4 @@
-"""A storage that is a dict of numpy arrays, and variables that live in it."""
+"""`DictStorage`: a storage that is a dict of numpy arrays."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def asked_tuple_of_optax(beside):
         asked_tuple_of_optax,
     ],
 )
-def test_a_body_that_compares_with_what_it_reaches(storage, asked):
+def test_a_body_that_compares_captured_variables_is_not_shared(storage, asked):
     a, b = (storage.variable(np.float32(n)) for n in (1, 2))
     beside = types.ModuleType("beside")
     beside.mine = b

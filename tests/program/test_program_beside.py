@@ -1,4 +1,4 @@
-"""A step of variables on this process's devices and of tables that live elsewhere."""
+"""Steps with variables on devices of this process and tables on parameter servers."""
 
 from __future__ import annotations
 

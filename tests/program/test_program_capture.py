@@ -129,7 +129,7 @@ def test_a_read_after_a_write_sees_what_was_written(storage, op, operands):
     np.testing.assert_allclose(storage.values[v.spec.key], 2 * expected, rtol=1e-6)
 
 
-def test_what_is_assigned_and_then_read_is_not_pulled(storage):
+def test_a_read_after_an_assignment_needs_no_pull(storage):
     v = storage.variable(np.float32(7))
 
     @zs.function
@@ -362,7 +362,7 @@ def test_a_body_runs_once_where_it_is_called(storage):
     assert (step.trace_count, rows.trace_count) == (1, 1)
 
 
-def test_python_that_changes_is_as_it_was_in_the_trace(storage):
+def test_python_values_are_those_of_the_trace(storage):
     """As of ``tf.function``: a number of numpy's is the same in all steps."""
     v, captured = storage.variable(np.float32(0)), {"count": 0}
 

@@ -490,7 +490,7 @@ def functions_of_the_library():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_there_what_it_is_here(there, name):
+def test_shipped_classes_behave_as_the_originals(there, name):
     fib.cache_clear()
     assert there[name] == repr(CASES[name]())
 
@@ -498,7 +498,7 @@ def test_it_is_there_what_it_is_here(there, name):
 # What comes back, and what does not travel
 
 
-def test_a_class_that_comes_home_is_the_one_that_left():
+def test_a_class_that_returns_is_the_original():
     method = Net.__call__
     (net,), config = zs.load(*zs.dump(([NET], Config)))
     assert (type(net), config) == (Net, Config)

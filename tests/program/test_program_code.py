@@ -1,4 +1,4 @@
-"""Code and data between processes: by value what is the user's, with words else."""
+"""Shipping code and data: user code by value, and errors for the rest."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_resources_travel_as_numbers():
         zs.load(code)
 
 
-def test_what_cannot_be_pickled_is_named_with_its_path():
+def test_errors_name_the_path_to_a_part_that_cannot_be_pickled():
     class Session:
         def __init__(self):
             self.name, self.lock = "mine", threading.Lock()
@@ -316,7 +316,7 @@ def test_code_of_another_python_is_refused():
 
 
 @pytest.mark.parametrize("junk", [b"", b"zs1", b"garbage", pickle.dumps(1)])
-def test_what_is_no_code_is_refused(junk):
+def test_bytes_that_are_not_code_are_refused(junk):
     with pytest.raises(ProtocolError):
         zs.load(junk)
 

@@ -1,5 +1,4 @@
-"""Rows that are divided: integers are cut off towards zero, and are integers still;
-what updates of rows mean for other dtypes."""
+"""Division of rows truncates integers towards zero; updates of rows of other dtypes."""
 
 import contextlib
 
@@ -240,7 +239,7 @@ def test_many_rows_of_one_index():
         ("complex64", "scatter_max"),
     ],
 )
-def test_what_has_no_meaning_for_a_dtype_is_refused(where, when, dtype, name):
+def test_operations_that_a_dtype_lacks_are_refused(where, when, dtype, name):
     with one_device().scope() if where == "on a device" else contextlib.nullcontext():
         v = zs.Variable(np.ones((2, 1), dtype), name="v")
 

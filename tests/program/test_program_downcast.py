@@ -1,4 +1,4 @@
-"""Ids and indices of 64 bits where jax computes with 32: none names another row."""
+"""Ids and indices of 64 bits while jax computes with 32: none hits another row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements that steps draw: planned with the body, none lost and none twice."""
+"""Draws of elements by steps: none is lost, and none is drawn twice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_same_iterator_twice_is_one_iterator():
     assert step.trace_count == 2
 
 
-def test_elements_of_another_shape_are_planned_anew_and_lose_nothing():
+def test_elements_of_another_shape_get_a_new_plan_and_none_is_lost():
     @zs.function
     def step(it):
         return jnp.sum(next(it))

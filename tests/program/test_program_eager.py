@@ -1,4 +1,4 @@
-"""Eager steps do what captured ones do, as they come to it."""
+"""Eager steps have the effects of captured steps, at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_run_eager_goes_through_the_given_storage(storage):
     assert storage.values[v.spec.key] == 3.0
 
 
-def test_an_eager_step_is_given_what_a_captured_one_is():
+def test_eager_and_captured_steps_get_equal_arguments():
     def body(tree, n, flag, word, *, key):
         assert (flag, word, list(tree)) == (True, "w", ["x"])
         tree["own"] = 1  # nobody else sees it

@@ -1,4 +1,4 @@
-"""What ``zs.embedding_lookup`` and its kin give, beside numpy."""
+"""``zs.embedding_lookup`` and its variants, compared with numpy."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_values_in_lists_with_traced_numbers(storage):
         np.testing.assert_array_equal(table.numpy()[[4, 7]], TABLE[[4, 7]] + 1)
 
 
-def test_what_is_not_asked_for_does_not_travel(storage):
+def test_only_requested_rows_are_sent(storage):
     sharded = [storage.variable(TABLE[n::3], f"d{n}") for n in range(3)]
     zs.function(lambda i: zs.embedding_lookup(sharded, i, partition_strategy="mod"))(
         IDS
@@ -170,9 +170,9 @@ def test_refusals(storage):
         partition_strategy="mod",
     )
     refused(ValueError, "is a scalar", count, IDS)
-    refused(ValueError, "must be integers, not float64", table, IDS * 1.0)
-    refused(ValueError, "must be integers, not float64", TABLE, IDS * 1.0)
-    refused(ValueError, "must be integers, not bool", table, IDS > 3)
+    refused(ValueError, "must be integers, got float64", table, IDS * 1.0)
+    refused(ValueError, "must be integers, got float64", TABLE, IDS * 1.0)
+    refused(ValueError, "must be integers, got bool", table, IDS > 3)
     refused(IndexError, "no row 11", table, [3, 11])
     refused(IndexError, r"\b1\b", TABLE, [-1])
     refused(ValueError, "max_norm", table, IDS, -1.0)
@@ -441,7 +441,7 @@ def test_refusals_of_ragged_ids():
     refused("weights must be floats", (ids, mask), np.ones((1, 3), "f"))
     refused("weights must be floats", (ids, mask), np.ones((1, 2), int))
     refused("combiner must be one of", (ids, mask), combiner="max")
-    with pytest.raises(ValueError, match="rows of int32 cannot be combined"):
+    with pytest.raises(ValueError, match="int32"):
         zs.embedding_lookup_sparse(np.arange(3, dtype=np.int32), (ids, mask))
 
 

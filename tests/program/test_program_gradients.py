@@ -203,7 +203,7 @@ def test_refusals(storage, params):
         zs.grad(loss, variables=[])
 
 
-def test_it_is_shipped_with_its_variables(params):
+def test_a_method_is_shipped_with_its_variables(params):
     differentiated = zs.value_and_grad(plain_loss)
     step = zs.function(lambda batch: differentiated(params, 2.0, batch))
     loaded = zs.load(zs.dump_code(step))

@@ -67,7 +67,7 @@ def test_elements_of_towers(kind, foreign):
     assert found == wanted(kind)
 
 
-def test_what_cannot_be_written_to_is_not_copied():
+def test_read_only_elements_are_not_copied():
     text = np.array(["a", "b"])
     text.setflags(write=False)
     assert kept(text) is text

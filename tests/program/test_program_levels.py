@@ -1,4 +1,4 @@
-"""The lookups of a level as one batch, and what depends on what in a program.
+"""The lookups of a level as one batch, and data flow in a program.
 
 Expected rows are those that numpy takes from the whole table.
 """

@@ -1,4 +1,4 @@
-"""Rows of tables in steps: what is asked for when, and what comes of it.
+"""Lookups of rows in steps: the requests, their order, and the results.
 
 Expected rows are those that numpy takes from the whole table.
 """

@@ -1,4 +1,4 @@
-"""What cannot travel goes by its name in a file, if workers have the same file."""
+"""References by name, to objects in files that workers have, too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_pytree_class_registered_by_functions_goes_by_name(beside):
     assert jax.tree.leaves(got) == [4.0]
 
 
-def test_another_source_or_none_is_an_error_that_names_module_and_place(beside):
+def test_a_missing_or_other_source_is_an_error_that_names_module_and_place(beside):
     module, path = beside
     code, tree = zs.dump_code(module), zs.dump(([module.Point(1)], 2))
     del sys.modules["zs_beside"]

@@ -1,4 +1,4 @@
-"""Each refusal: its words, and the user's line in it."""
+"""Errors of what a step cannot do: each names the user's line."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_a_known_step_takes_no_traced_argument(storage):
         jax.vmap(lambda x: zs.prepare(step, ({"x": x},), {}))(jnp.ones(2))
 
 
-def test_what_is_no_step_function():
+def test_objects_that_are_not_step_functions_are_refused():
     async def waits():
         """Cannot be traced."""
 
@@ -399,7 +399,7 @@ def test_a_variable_where_jax_takes_arrays(storage, given, run):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_other_errors_of_an_eager_step_stay_what_they_are():
+def test_other_errors_of_an_eager_step_are_unchanged():
     @zs.function(eager=True)
     def step():
         raise ValueError("mine")

@@ -1,4 +1,4 @@
-"""Updates of rows in steps: what is summed, what travels, and who counts it.
+"""Updates of rows in steps: sums, the rows that are sent, and counts of steps.
 
 Expected rows are those that numpy makes of the whole table.
 """

@@ -1,4 +1,4 @@
-"""What names a program: traces are counted, repeated ones are warned about."""
+"""Keys of programs: which calls share a trace, and warnings of retraces."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_changing_elements_are_named_too():
         step(it)
 
 
-def test_a_trace_for_other_processes_is_no_argument_of_the_user(storage):
+def test_a_trace_for_other_processes_is_not_an_argument_of_the_user(storage):
     variable = storage.on_devices(np.float32(1))
     step = zs.function(lambda x: variable.assign_add(x))
 
@@ -219,7 +219,7 @@ def test_each_kind_of_random_numbers_is_a_program(args):
 
 
 @pytest.mark.filterwarnings("error")
-def test_another_kind_of_random_numbers_is_told():
+def test_another_kind_of_random_numbers_is_named_in_the_warning():
     step = zs.function(lambda x: x)
     for n in range(1, 5):
         step(np.ones(n, np.float32))

@@ -1,4 +1,4 @@
-"""Programs cut at their collectives: what runs when, and that it is all there."""
+"""Programs cut at their collectives: the stage of each equation."""
 
 import jax
 import jax.numpy as jnp

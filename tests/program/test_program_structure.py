@@ -85,8 +85,8 @@ def test_other_pytrees_rebuild_with_the_treedef_of_the_trace(tree):
     [True, 5, -1, "text", [], ["?"], ["="], ["{", 1], ["{", [None, 0]], {"a": 0}, 1.5],
     ids=repr,
 )
-def test_what_is_no_structure_is_refused(broken):
-    with pytest.raises(ValueError, match="this is no"):
+def test_malformed_structures_are_refused(broken):
+    with pytest.raises(ValueError, match="malformed"):
         rebuild(broken, [np.zeros(1)])
 
 
@@ -108,7 +108,7 @@ class Labelled:
 @pytest.mark.parametrize(
     "label", [None, 1, "a", (1, "a", (2.5, b"c")), Labelled], ids=repr
 )
-def test_what_a_class_keeps_beside_its_arrays_is_rebuilt_with_it(label):
+def test_auxiliary_data_of_a_class_are_rebuilt(label):
     tree = {"one": [Labelled(np.ones(2), label)], "two": defaultdict(list, a=2)}
     structure, leaves = split(tree, _refuse)
     carried = msgpack.unpackb(msgpack.packb(structure.plain), strict_map_key=False)

@@ -142,7 +142,7 @@ def test_a_list_of_variables_has_dense_gradients(storage):
         close(of_sharded[n], b[n::3])
 
 
-def test_what_is_not_differentiated_gets_no_gradient(storage):
+def test_arguments_that_are_not_differentiated_have_no_gradient(storage):
     table, w = storage.sharded(TABLE, 2), storage.variable(W)
 
     def loss(w, untouched, ids):
@@ -168,7 +168,7 @@ def test_what_is_not_differentiated_gets_no_gradient(storage):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_read_whole_and_has_no_effect_has_zeros(storage, mode):
+def test_a_variable_that_is_read_without_effect_has_zeros(storage, mode):
     """As in jax: momentum moves a table whose batch happens to be empty."""
     table = storage.sharded(TABLE, 3)
 
@@ -200,9 +200,7 @@ def test_second_derivatives(storage):
 
 
 @pytest.mark.parametrize("mode", ["step", "eager", "outside"])
-def test_what_ids_come_with_from_an_inner_function_is_not_computed_for_them(
-    storage, mode
-):
+def test_computing_ids_skips_other_results_of_an_inner_function(storage, mode):
     """It would be from rows that are not there yet, and this loop has no end then."""
     table = storage.variable(np.ones((9, 3), np.float32))
 

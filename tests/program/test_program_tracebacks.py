@@ -1,4 +1,4 @@
-"""Errors of steps come with the user's lines; the frames of zstrat can be asked for."""
+"""Tracebacks of steps show the user's lines; a setting shows zstrat's, too."""
 
 import traceback
 
@@ -62,7 +62,7 @@ def test_an_error_that_is_raised_again_says_so_once():
     assert sum(NOTE in note for note in error.__notes__) == 1
 
 
-def test_notes_that_are_none_are_left_alone():
+def test_notes_that_are_not_a_list_stay():
     error = ValueError("own")
     error.__notes__ = 3
 
@@ -80,7 +80,7 @@ def test_all_frames(monkeypatch):
     assert not hasattr(error, "__notes__") or NOTE not in "".join(error.__notes__)
 
 
-def test_what_stops_the_program_is_left_alone():
+def test_exceptions_that_stop_the_program_keep_their_frames():
     @zs.function
     def step():
         raise KeyboardInterrupt
@@ -90,7 +90,7 @@ def test_what_stops_the_program_is_left_alone():
     assert "run_here" in function_names(caught.value)
 
 
-def test_frames_of_what_the_user_calls_stay():
+def test_frames_of_functions_that_the_user_calls_stay():
     @zs.function
     def step():
         return np.loadtxt("/nowhere")

@@ -1,4 +1,4 @@
-"""What is shipped is tried once: what would not arrive whole is named with its path.
+"""Trials of shipped objects: errors name the path to a part that would not arrive.
 
 Annotations are no strings here, because equinox reads them.
 """
@@ -38,7 +38,7 @@ def test_code_of_an_installed_metaclass_runs_once_more_for_all_trials(monkeypatc
     assert len(made) == 2
 
 
-def test_what_does_not_come_back_is_named_with_its_path():
+def test_errors_name_the_path_to_a_part_that_cannot_be_loaded():
     class Lost:
         def __reduce__(self):
             return zs.digest, (3,)
@@ -68,7 +68,7 @@ def test_a_statement_that_cannot_run_again_is_filled_into_a_blank_class():
     assert b"_make_skeleton_class" not in zs.dump_code(lambda: Lost)
 
 
-def test_what_is_another_pytree_there_is_named_with_its_path():
+def test_errors_name_the_path_to_a_part_that_becomes_another_pytree():
     class Half(eqx.Module):
         x: Any
         y: Any

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind, binding
 
 from zstrat.errors import (
@@ -29,7 +30,7 @@ def store_with(transformation, *kinds, sharded=False) -> Store:
     entries = [
         VariableEntry(k + 1, f"v{k + 1}", True, sharded) for k, _ in enumerate(kinds)
     ]
-    store.create(entries, [np.ones(*kind) for kind in kinds])
+    create_in(store, entries, [np.ones(*kind) for kind in kinds])
     return store
 
 
@@ -54,9 +55,9 @@ def test_the_same_tree_again_has_nothing_to_do_until_a_variable_is_gone():
     assert store.commit(plan) == plan_of(store, data) == Done()
     store.delete([2])
     assert plan_of(store, data) == Done()
-    store.create([VariableEntry(2, "other", True, False)], [np.ones(5, "f4")])
+    create_in(store, [VariableEntry(2, "other", True, False)], [np.ones(5, "f4")])
     with pytest.raises(NotFoundError, match=r"'other'.*'mine'"):
-        store.push(push(2, np.ones(5, "f4")))
+        push_to(store, push(2, np.ones(5, "f4")))
     with pytest.raises(InvalidArgumentError, match=r"'other'.*\[5\].*\[3\]"):
         plan_of(store, data).compute()
 
@@ -64,7 +65,7 @@ def test_the_same_tree_again_has_nothing_to_do_until_a_variable_is_gone():
 def test_variables_of_other_servers_are_no_concern_of_this_one():
     store = store_with(optax.sgd(1.0), W)
     bind(store, 1, binding(optax.sgd(1.0), {"w": ((1,), *W), "b": ((77,), *B)}))
-    store.push(push(1, np.ones(*W)))
+    push_to(store, push(1, np.ones(*W)))
     assert not value_of(store, 1).any()
     assert (
         plan_of(store, binding(optax.sgd(1.0), {"b": ((77,), *B)}).encoded()) != Done()
@@ -86,7 +87,7 @@ def test_labels_go_by_the_paths_of_the_tree():
     store = store_with(FREEZING, B, B)
     bind(store, 1, binding(FREEZING, {"a": ((1,), *B), "b": ((2,), *B)}))
     for key in (1, 2):
-        store.push(push(key, np.ones(*B)))
+        push_to(store, push(key, np.ones(*B)))
     assert value_of(store, 1).tolist() == [0] * 3
     assert value_of(store, 2).tolist() == [1] * 3
 
@@ -100,7 +101,7 @@ def test_a_variable_is_not_moved_otherwise_by_another_tree():
         bind(store, 1, binding(FREEZING, {"a": ((2,), *B)}))
     with pytest.raises(AlreadyExistsError, match="'v1'"):
         bind(store, 1, binding(FREEZING, {"a": ((1,), *B)}, "bfloat16"))
-    store.push(push(2, np.ones(*B)))
+    push_to(store, push(2, np.ones(*B)))
     assert value_of(store, 2).tolist() == [1] * 3
 
 
@@ -144,7 +145,7 @@ def test_what_is_no_tree_of_these_variables_is_refused(what):
     with pytest.raises(InvalidArgumentError):
         plan_of(store, GARBAGE[what]).compute()
     with pytest.raises(NotFoundError):
-        store.push(push(1, np.ones(*W)))
+        push_to(store, push(1, np.ones(*W)))
 
 
 def test_what_is_no_array_of_bytes_is_refused():
@@ -159,7 +160,7 @@ def test_what_is_no_array_of_bytes_is_refused():
 def test_parts_have_rows_of_their_leaf_and_no_more():
     store = store_with(optax.adam(0.1), TABLE, TABLE)
     bind(store, 1, binding(optax.adam(0.1), {"w": ((1, 2, 99), (20, 2), "f4")}))
-    store.push(push(2, np.ones(*TABLE)))
+    push_to(store, push(2, np.ones(*TABLE)))
     np.testing.assert_allclose(value_of(store, 2), np.full((6, 2), 0.9), rtol=1e-5)
     for shape in ((11, 2), (12, 3), (12,)):
         with pytest.raises(InvalidArgumentError):
@@ -167,7 +168,7 @@ def test_parts_have_rows_of_their_leaf_and_no_more():
     part = store_with(optax.lamb(0.1), TABLE)
     bind(part, 1, binding(optax.lamb(0.1), {"w": ((1, 99), (20, 2), "f4")}))
     with pytest.raises(InvalidArgumentError, match="'v1'"):
-        part.push(push(1, np.ones(*TABLE)))
+        push_to(part, push(1, np.ones(*TABLE)))
 
 
 def test_tables_of_any_height_share_programs():
@@ -177,7 +178,7 @@ def test_tables_of_any_height_share_programs():
     bind(store, 1, binding(optax.adam(0.1), tree))
     rows = (np.array([1, 3]), np.ones((2, 2), "f4"))
     heads = [Update(key, int(UpdateOp.OPTIMIZE_ROWS), 1, 2) for key in (1, 2, 3)]
-    store.push(Push(7, -1, 0, 0, heads, rows * 3))
+    push_to(store, Push(7, -1, 0, 0, heads, rows * 3))
     assert store.engine.programs == 1 + len({16, 48, 3072})  # and new slots
     for key in (1, 2, 3):
         np.testing.assert_allclose(value_of(store, key)[[1, 3]], 0.9, rtol=1e-5)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind, bind_each, binding, of_values
 from tiers import combined
 
@@ -61,7 +62,7 @@ def store_with(*names: str, dtype="f4", sharded=False, gradients_of=None) -> Sto
     store = Store(OptimizerEngine(Shelf()), task="/job:ps/task:0")
     rng = np.random.default_rng(3)
     values = [rng.normal(size=shape).astype(dtype) for shape in SHAPES.values()]
-    store.create([VariableEntry(k, f"v{k}", True, sharded) for k in SHAPES], values)
+    create_in(store, [VariableEntry(k, f"v{k}", True, sharded) for k in SHAPES], values)
     for number, name in enumerate(names, 1):
         register(store, number, name)
         bind(store, number, of_values(made(name), values_of(store), gradients_of))
@@ -112,21 +113,21 @@ def test_steps_on_the_server_are_steps_of_optax_on_the_tree(name):
     for turn in range(4):
         grads = gradients(turn)
         want, state = step(want, state, grads)
-        assert store.push(optimize(grads)).versions == [turn + 1] * len(SHAPES)
+        assert push_to(store, optimize(grads)).versions == [turn + 1] * len(SHAPES)
         for key, value in values_of(store).items():
             np.testing.assert_allclose(
                 value, want[key], rtol=2e-3, atol=2e-5, err_msg=name
             )
             assert value.dtype == np.float32
     one = np.ones(SHAPES[1], "f4")
-    store.create([VariableEntry(9, "part", True, True)], [one])
+    create_in(store, [VariableEntry(9, "part", True, True)], [one])
     bind_each(store, 1, transformation, [9])
     push = optimize({2: gradients(9)[2], 9: one})
     if name in ROWWISE:
-        assert store.push(push).applied
+        assert push_to(store, push).applied
         return
     with pytest.raises(InvalidArgumentError, match="'part'"):
-        store.push(push)
+        push_to(store, push)
     (value,) = store.read([Read(2, turn + 1), Read(9, -1)])[1]  # v2 is unchanged
     assert (value == 1).all()
 
@@ -135,13 +136,13 @@ def test_steps_on_the_server_are_steps_of_optax_on_the_tree(name):
 def test_any_shape_is_optimised(shape):
     store, transformation = store_with("adam"), ROWWISE["adam"]()
     value = np.full(shape, 2, "f4")
-    store.create([VariableEntry(9, "odd", True, False)], [value])
+    create_in(store, [VariableEntry(9, "odd", True, False)], [value])
     bind_each(store, 1, transformation, [9])
     state, step = transformation.init(value), local(transformation)
     want = value
     for _ in range(2):
         want, state = step(want, state, value)
-        store.push(optimize({9: value}))
+        push_to(store, optimize({9: value}))
     (got,) = store.read([Read(9, -1)])[1]
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -164,13 +165,13 @@ def test_rows_of_a_sharded_variable_are_optimised_as_the_whole(name):
         VariableEntry(10, "v1/0", True, True),
         VariableEntry(11, "v1/1", True, True),
     ]
-    parts.create(entries, halves)
+    create_in(parts, entries, halves)
     tree = {"v1": ((10, 11), SHAPES[1], "f4")}
     bind(parts, 1, binding(made(name), tree))
     for turn in range(3):
         grad = gradients(turn)[1]
-        whole.push(optimize({1: grad}))
-        parts.push(optimize({10: grad[:65], 11: grad[65:]}))
+        push_to(whole, optimize({1: grad}))
+        push_to(parts, optimize({10: grad[:65], 11: grad[65:]}))
     _, got = parts.read([Read(10, -1), Read(11, -1)])
     np.testing.assert_allclose(
         np.concatenate(got), values_of(whole)[1], rtol=1e-4, atol=1e-6
@@ -182,10 +183,10 @@ def test_counts_and_slots_belong_to_a_variable_and_an_optimizer():
     grads = {k: np.ones(s, "f4") for k, s in SHAPES.items()}
     start = values_of(store)
     for _ in range(2):
-        store.push(optimize({2: grads[2]}))
-    store.push(optimize({2: grads[2]}, optimizer=2))
+        push_to(store, optimize({2: grads[2]}))
+    push_to(store, optimize({2: grads[2]}, optimizer=2))
     first = values_of(store)[1]
-    store.push(optimize({1: grads[1]}))
+    push_to(store, optimize({1: grads[1]}))
     # The first Adam step is the learning rate of step 0, however far v2 has come.
     np.testing.assert_allclose(first - values_of(store)[1], 0.1, rtol=1e-3)
     assert (start[1] == first).all()
@@ -203,27 +204,29 @@ def test_updates_are_in_place_unless_somebody_reads():
     def address() -> int:
         return values_of(store)[1].__array_interface__["data"][0]
 
-    store.push(optimize(grads))
+    push_to(store, optimize(grads))
     places = set()
     for _ in range(5):
         places.add(address())
-        store.push(optimize(grads))
+        push_to(store, optimize(grads))
     assert len(places) == 1
     lease = values_of(store)[1]
     content = lease.tobytes()
-    store.push(optimize(grads))
+    push_to(store, optimize(grads))
     assert address() not in places
     assert lease.tobytes() == content
 
 
 def test_programs_are_compiled_once_per_shape_and_dtype():
     store = store_with("adam")
-    store.create([VariableEntry(9, "twin", True, False)], [np.zeros(SHAPES[1], "f4")])
+    create_in(
+        store, [VariableEntry(9, "twin", True, False)], [np.zeros(SHAPES[1], "f4")]
+    )
     bind_each(store, 1, made("adam"), [9])
     engine = store.engine
     for turn in range(3):
         grads = gradients(turn)
-        store.push(optimize({**grads, 9: grads[1]}))
+        push_to(store, optimize({**grads, 9: grads[1]}))
     assert engine.programs == 2 * len(SHAPES)
 
 
@@ -245,7 +248,7 @@ def test_gradients_of_other_dtypes_are_taken_as_optax_takes_them(value, gradient
         for turn in range(3):
             grads = {k: g for k, g in gradients(turn, gradient).items() if k in keys}
             want, state = step(want, state, grads)
-            store.push(optimize(grads))
+            push_to(store, optimize(grads))
     for key in keys:
         got, wanted = values_of(store)[key], np.asarray(want[key])
         assert got.dtype == wanted.dtype == value
@@ -263,20 +266,22 @@ def test_a_push_of_assigns_adds_and_gradients_applies_in_order_and_whole():
         updates = [Update(2, int(op), optimizer, 1) for op, optimizer, _ in parts]
         return Push(7, -1, 0, 0, updates, tuple(array for *_, array in parts))
 
-    store.push(
+    push_to(
+        store,
         push(
             (UpdateOp.ASSIGN, 0, one),
             (UpdateOp.OPTIMIZE, 1, one),
             (UpdateOp.OPTIMIZE, 1, one),
             (UpdateOp.ADD, 0, one),
             (UpdateOp.OPTIMIZE, 2, one),
-        )
+        ),
     )
     before = values_of(store)[2].copy()
     np.testing.assert_allclose(before, 1 - 0.1 - 0.1 + 1 - 0.1 * 1.9, rtol=1e-6)
     with pytest.raises(InvalidArgumentError, match="'sgd'"):
-        store.push(
-            push((UpdateOp.ADD, 0, one), (UpdateOp.OPTIMIZE, 1, np.ones(8, "f4")))
+        push_to(
+            store,
+            push((UpdateOp.ADD, 0, one), (UpdateOp.OPTIMIZE, 1, np.ones(8, "f4"))),
         )
     np.testing.assert_array_equal(values_of(store)[2], before)
 
@@ -290,11 +295,11 @@ def test_a_transformation_that_cannot_be_traced_for_a_shape_is_not_bound():
 
     store = shipped(optax.GradientTransformation(lambda p: (), update))
     entries = [VariableEntry(k, f"v{k}", True, False) for k in SHAPES]
-    store.create(entries, [np.zeros(s, "f4") for s in SHAPES.values()])
+    create_in(store, entries, [np.zeros(s, "f4") for s in SHAPES.values()])
     with pytest.raises(InvalidArgumentError, match="'mine'"):
         bind(store, 1, of_values(optax.identity(), values_of(store)))
     with pytest.raises(NotFoundError, match=r"'v1'.*'mine'"):
-        store.push(optimize(gradients(0)))
+        push_to(store, optimize(gradients(0)))
 
 
 def shipped(transformation: object) -> Store:
@@ -313,7 +318,7 @@ def test_what_is_no_transformation_or_calls_back_is_refused_with_words():
         )
 
     store = shipped(optax.stateless(called))
-    store.create([VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
+    create_in(store, [VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
     with pytest.raises(InvalidArgumentError, match="pure_call"):
         bind_each_as(store, optax.identity())
 
@@ -325,10 +330,10 @@ def bind_each_as(store: Store, transformation) -> None:
 
 def test_what_makes_a_transformation_is_one():
     store = shipped(optax.MultiSteps(optax.sgd(1.0), 2))
-    store.create([VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
+    create_in(store, [VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
     bind_each(store, 1, optax.MultiSteps(optax.sgd(1.0), 2), [1])
     for want in (0, -1, -1, -2):
-        store.push(optimize({1: np.ones(3, "f4")}))
+        push_to(store, optimize({1: np.ones(3, "f4")}))
         (value,) = store.read([Read(1, -1)])[1]
         assert (value == want).all()
 
@@ -342,11 +347,11 @@ def test_ids_name_one_optimizer_and_gradients_must_fit():
         register(store, 0, "adam")
     grads = gradients(0)
     with pytest.raises(NotFoundError, match=r"'v1'.*\b5\b"):
-        store.push(optimize(grads, optimizer=5))
+        push_to(store, optimize(grads, optimizer=5))
     with pytest.raises(InvalidArgumentError, match=r"'v2'.*'sgd'"):
-        store.push(optimize({2: np.ones(7, "i4")}))
+        push_to(store, optimize({2: np.ones(7, "i4")}))
     with pytest.raises(InvalidArgumentError, match="'v2'"):
-        store.push(optimize({2: np.ones(7, "f2")}))
+        push_to(store, optimize({2: np.ones(7, "f2")}))
     store.clear()
     assert store.statistics()["slot_bytes"] == 0
 
@@ -358,8 +363,14 @@ import numpy as np
 from zstrat.ps import OptimizerEngine, PsClient, PsService, Store
 from zstrat.wire import Done, Push, Read, Update, VariableEntry
 store = Store(OptimizerEngine(lambda code: None))
-store.create([VariableEntry(1, "v", True, False)], [np.zeros(3)])
-store.push(Push(1, 0, 0, 0, [Update(1, 1, 0, 1)], (np.ones(3),)))
+plans = [
+    lambda: store.plan_create([VariableEntry(1, "v", True, False)], [np.zeros(3)]),
+    lambda: store.plan_push(Push(1, 0, 0, 0, [Update(1, 1, 0, 1)], (np.ones(3),))),
+]
+for make in plans:
+    plan = make()
+    plan.compute()
+    store.commit(plan)
 assert store.read([Read(1, -1)])[1][0].tolist() == [1, 1, 1]
 assert not {"jax", "optax"} & set(sys.modules), "jax was imported"
 """

@@ -4,6 +4,7 @@ their own make of them."""
 import numpy as np
 import optax
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind, of_values
 
 from zstrat.ps import OptimizerEngine, Store
@@ -25,7 +26,7 @@ def store_of(transformation, shapes) -> Store:
     rng = np.random.default_rng(0)
     values = {k: rng.normal(size=s).astype("f4") for k, s in shapes.items()}
     entries = [VariableEntry(key, f"v{key}", True, False) for key in shapes]
-    store.create(entries, list(values.values()))
+    create_in(store, entries, list(values.values()))
     plan = store.plan_optimizer(1, "mine", b"mine")
     plan.compute()
     store.commit(plan)
@@ -40,7 +41,7 @@ def gradients(turn: int, shapes) -> dict[int, np.ndarray]:
 
 def push(store: Store, grads: dict[int, np.ndarray]) -> None:
     updates = [Update(key, int(UpdateOp.OPTIMIZE), 1, 1) for key in grads]
-    assert store.push(Push(7, -1, 0, 0, updates, tuple(grads.values()))).applied
+    assert push_to(store, Push(7, -1, 0, 0, updates, tuple(grads.values()))).applied
 
 
 def values_of(store: Store) -> list[bytes]:

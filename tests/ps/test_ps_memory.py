@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ps_stores import create_in
 
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps import OptimizerEngine, Store
@@ -14,7 +15,7 @@ MiB = 2**20
 def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
     store = Store(OptimizerEngine(lambda code: None), task="/job:ps/task:0")
     row = np.zeros((1, MiB // 4), np.float32)
-    store.create([VariableEntry(1, "table", True, False)], (row,))
+    create_in(store, [VariableEntry(1, "table", True, False)], (row,))
     monkeypatch.setattr(_lookups, "available_bytes", lambda: 100 * MiB)
     assert store.plan_rows([], [1], (np.zeros(24, int),)).work > 24 * MiB
     with pytest.raises(ResourceExhaustedError, match=f"of {100 * MiB} that are left"):

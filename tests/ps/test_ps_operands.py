@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind, binding
 from tiers import combined
 
@@ -73,7 +74,7 @@ class World:
             k: np.asarray(rng.normal(size=s), "f4") for k, s in SHAPES.items()
         }
         entries = [VariableEntry(k, f"v{k}", True, sharded) for k in SHAPES]
-        self.store.create(entries, list(self.values.values()))
+        create_in(self.store, entries, list(self.values.values()))
         tree = {f"v{k}": ((k,), s, "f4") for k, s in SHAPES.items()}
         self.told = binding(OPTIMIZERS[name](), tree)
         bind(self.store, 1, self.told)
@@ -108,7 +109,7 @@ class World:
             arrays += [np.arange(len(gradient))] if key in rows else []
             arrays.append(gradient)
             heads.append(Update(key, int(op), 1, 1 + (key in rows)))
-        return self.store.push(Push(7, -1, 0, 0, heads, tuple(arrays))).versions
+        return push_to(self.store, Push(7, -1, 0, 0, heads, tuple(arrays))).versions
 
     def require_equal(self, rtol=1e-5) -> None:
         _, arrays = self.store.read([Read(key, -1) for key in SHAPES])
@@ -134,7 +135,7 @@ def test_operands_change_no_variable_and_count_as_no_update():
     gradients = world.gradients(1)
     operands = world.operands(gradients)
     head = Update(2, int(UpdateOp.OPERANDS), 1, len(operands))
-    pushed = world.store.push(Push(7, 5, 0, 0, [head], operands))
+    pushed = push_to(world.store, Push(7, 5, 0, 0, [head], operands))
     assert (pushed.applied, pushed.versions) == (True, [0])
     assert world.push(gradients) == [1, 1, 1, 1, 1]  # that of variable 2 comes first
     statistics = world.store.statistics()
@@ -150,7 +151,7 @@ def test_operands_that_do_not_fit_are_refused_and_nothing_changes():
         heads = [Update(2, int(UpdateOp.OPTIMIZE), 1, 1)]
         if shared:
             heads.insert(0, Update(2, int(UpdateOp.OPERANDS), optimizer, len(shared)))
-        world.store.push(Push(7, -1, 0, 0, heads, (*shared, gradient)))
+        push_to(world.store, Push(7, -1, 0, 0, heads, (*shared, gradient)))
 
     with pytest.raises(InvalidArgumentError, match="'v2'"):
         push()

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind_each
 from tiers import combined
 
@@ -94,7 +95,7 @@ def table(seed: int, rows: int = ROWS, row=(WIDTH,), dtype="f4") -> np.ndarray:
 def create(store: Store, values: dict[int, np.ndarray], gradients=None) -> None:
     """Variables, each a tree of its own of the optimizer, if there is one."""
     entries = [VariableEntry(key, f"t{key}", True, True) for key in values]
-    store.create(entries, list(values.values()))
+    create_in(store, entries, list(values.values()))
     if 1 in store.engine:
         made = OPTIMIZERS[store.engine.get(1).name]()
         bind_each(store, 1, made, values, gradients)
@@ -128,7 +129,7 @@ def test_only_the_named_rows_and_their_slots_change(name):
     for turn in range(5):
         indices = rng.integers(0, ROWS, [7, 1, 40, 0, 9][turn])
         gradient = table(turn, len(indices))
-        assert store.push(rows_push((1, indices, gradient))).versions == [turn + 1]
+        assert push_to(store, rows_push((1, indices, gradient))).versions == [turn + 1]
         want.push(indices, gradient)
         np.testing.assert_allclose(
             value_of(store, 1), want.value, rtol=1e-4, atol=1e-6, err_msg=name
@@ -144,11 +145,11 @@ def test_whole_gradients_and_rows_share_slots(name):
     for turn in range(6):
         if turn in (1, 2, 4):
             gradient = table(turn)
-            store.push(dense_push(1, gradient))
+            push_to(store, dense_push(1, gradient))
             want.push(everything, gradient)
         else:
             indices, gradient = rng.integers(0, ROWS, 9), table(turn, 9)
-            store.push(rows_push((1, indices, gradient)))
+            push_to(store, rows_push((1, indices, gradient)))
             want.push(indices, gradient)
         np.testing.assert_allclose(
             value_of(store, 1), want.value, rtol=1e-4, atol=1e-6, err_msg=name
@@ -163,7 +164,7 @@ def test_rows_of_any_shape(row):
     for turn in range(2):
         indices = np.array([3, 0, 3, 39])
         gradient = table(turn, 4, row)
-        store.push(rows_push((1, indices, gradient)))
+        push_to(store, rows_push((1, indices, gradient)))
         want.push(indices, gradient)
     np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-4)
 
@@ -186,7 +187,7 @@ def test_rows_of_other_dtypes(value, gradient):
     for turn in range(3):
         indices = np.array([5, 2, 5, 30])
         rows = table(turn, 4, dtype=gradient)
-        store.push(rows_push((1, indices, rows)))
+        push_to(store, rows_push((1, indices, rows)))
         kept = rows.astype("f4") if (value, gradient) == ("f4", "f8") else rows
         want.push(indices, kept)
     got = value_of(store, 1)
@@ -217,7 +218,7 @@ def test_tables_of_one_push_are_updated_as_if_each_were_alone(name, monkeypatch)
             gradient = table(turn + key, len(indices), lazy.value.shape[1:])
             updates.append((key, indices, gradient))
             lazy.push(indices, gradient)
-        store.push(rows_push(*updates))
+        push_to(store, rows_push(*updates))
     for key, lazy in want.items():
         np.testing.assert_allclose(
             value_of(store, key), lazy.value, rtol=1e-4, atol=1e-6, err_msg=name
@@ -229,7 +230,7 @@ def test_one_table_twice_in_a_push_takes_two_steps():
     create(store, {1: table(0), 2: table(0)})
     first, second = np.array([1, 5]), np.array([5, 7])
     g = table(9, 2)
-    store.push(rows_push((1, first, g), (1, second, g), (2, first, g)))
+    push_to(store, rows_push((1, first, g), (1, second, g), (2, first, g)))
     want.push(first, g)
     np.testing.assert_allclose(value_of(store, 2), want.value, rtol=1e-5)
     want.push(second, g)
@@ -242,12 +243,12 @@ def test_programs_are_few_and_shared_by_tables():
     for size in [*range(1, 200, 37), 700]:
         for key in (1, 2):
             rows = rng.choice(777, size, replace=False)
-            store.push(rows_push((key, rows, table(2, size))))
+            push_to(store, rows_push((key, rows, table(2, size))))
     # 16 to 1024 rows in steps of two per doubling, and two for slots.
     assert store.engine.programs <= 12 + 2
     before = store.engine.programs
     rows = rng.choice(777, 333, replace=False)
-    store.push(rows_push((1, rows, table(2, 333)), (2, rows, table(2, 333))))
+    push_to(store, rows_push((1, rows, table(2, 333)), (2, rows, table(2, 333))))
     assert store.engine.programs == before
 
 
@@ -262,12 +263,12 @@ def test_a_reader_never_sees_a_row_change():
     places = set()
     for _ in range(3):
         places.add(address())
-        store.push(rows_push((1, indices, gradient)))
+        push_to(store, rows_push((1, indices, gradient)))
     assert len(places) == 1  # in place while nobody looks
     (lease,) = store.read([Read(1, -1)])[1]
     slots = [cell.lease() for cell in store.variables[1].slots[1].cells]
     before = [x.tobytes() for x in (lease, *slots)]
-    store.push(rows_push((1, indices, gradient)))
+    push_to(store, rows_push((1, indices, gradient)))
     assert [x.tobytes() for x in (lease, *slots)] == before
     now = value_of(store, 1)
     changed = (now != lease).any(axis=1)
@@ -280,7 +281,7 @@ def test_slots_of_a_table_larger_than_a_block_are_made_in_blocks(monkeypatch):
     # Its slots begin as the value: every row shows whether it was made.
     store, want = store_with("schedule free"), Lazy("schedule free", table(0))
     create(store, {1: table(0)})
-    store.push(rows_push((1, np.empty(0, int), np.empty((0, WIDTH), "f4"))))
+    push_to(store, rows_push((1, np.empty(0, int), np.empty((0, WIDTH), "f4"))))
     want.push(np.empty(0, int), np.empty((0, WIDTH), "f4"))
     leaves = jax.tree.leaves(want.state)
     slots = store.variables[1].slots[1]
@@ -293,11 +294,11 @@ def test_slots_of_a_table_larger_than_a_block_are_made_in_blocks(monkeypatch):
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_row_by_row_is_refused_for_rows(name):
     store = store_with(name)
-    store.create([VariableEntry(1, "v", True, False)], [table(0)])
+    create_in(store, [VariableEntry(1, "v", True, False)], [table(0)])
     bind_each(store, 1, OPTIMIZERS[name](), [1])
-    store.push(dense_push(1, table(1)))
+    push_to(store, dense_push(1, table(1)))
     with pytest.raises(InvalidArgumentError, match="'v'"):
-        store.push(rows_push((1, np.array([1]), table(1, 1))))
+        push_to(store, rows_push((1, np.array([1]), table(1, 1))))
 
 
 HOSTILE = [
@@ -317,10 +318,11 @@ def test_hostile_indices_change_nothing_and_are_named(indices, words):
     create(store, {1: table(0)})
     gradient = np.ones((*indices.shape, WIDTH), "f4")
     with pytest.raises(InvalidArgumentError, match=rf"'t1'.*{words}"):
-        store.push(
+        push_to(
+            store,
             rows_push(
                 (1, np.array([0]), np.ones((1, WIDTH), "f4")), (1, indices, gradient)
-            )
+            ),
         )
     with pytest.raises(InvalidArgumentError, match=rf"'t1': a lookup.*{words}"):
         store.plan_rows([], [1], (indices,))
@@ -330,20 +332,20 @@ def test_hostile_indices_change_nothing_and_are_named(indices, words):
 def test_gradients_of_rows_must_fit():
     store = store_with("sgd")
     create(store, {1: table(0)})
-    store.create([VariableEntry(2, "scalar", True, False)], [np.ones((), "f4")])
+    create_in(store, [VariableEntry(2, "scalar", True, False)], [np.ones((), "f4")])
     bind_each(store, 1, OPTIMIZERS["sgd"](), [2])
     one = np.array([1])
     with pytest.raises(InvalidArgumentError, match=r"\(1, 5\)"):
-        store.push(rows_push((1, one, np.ones((1, 4), "f4"))))
+        push_to(store, rows_push((1, one, np.ones((1, 4), "f4"))))
     with pytest.raises(InvalidArgumentError, match="'sgd'"):
-        store.push(rows_push((1, one, np.ones((1, WIDTH), int))))
+        push_to(store, rows_push((1, one, np.ones((1, WIDTH), int))))
     with pytest.raises(InvalidArgumentError, match=r"'scalar'.*'sgd'"):
-        store.push(rows_push((2, one, np.ones(1, "f4"))))
+        push_to(store, rows_push((2, one, np.ones(1, "f4"))))
     with pytest.raises(NotFoundError):
-        store.push(rows_push((1, one, np.ones((1, WIDTH), "f4")), optimizer=9))
+        push_to(store, rows_push((1, one, np.ones((1, WIDTH), "f4")), optimizer=9))
     push = Push(7, -1, 0, 0, [Update(1, int(UpdateOp.OPTIMIZE_ROWS), 1, 1)], (one,))
     with pytest.raises(InvalidArgumentError):
-        store.push(push)
+        push_to(store, push)
 
 
 def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch):
@@ -351,7 +353,7 @@ def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch)
     store = store_with("adagrad")
     create(store, {1: table(0)})
     rows, gradient = np.arange(ROWS), table(1)
-    store.push(rows_push((1, rows, gradient)))
+    push_to(store, rows_push((1, rows, gradient)))
     before = value_of(store, 1)
     calls, run = [], row_kinds.RowProgram.run
 
@@ -363,15 +365,15 @@ def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch)
 
     monkeypatch.setattr(row_kinds.RowProgram, "run", failing)
     with pytest.raises(RuntimeError, match="EXHAUSTED"):
-        store.push(rows_push((1, rows, gradient)))
+        push_to(store, rows_push((1, rows, gradient)))
     np.testing.assert_array_equal(value_of(store, 1), before)
     with pytest.raises(RuntimeError, match="EXHAUSTED"):
-        store.push(rows_push((1, rows, gradient)))  # its second call
+        push_to(store, rows_push((1, rows, gradient)))  # its second call
     with pytest.raises(UnavailableError, match="EXHAUSTED"):
         store.read([Read(1, -1)])
     push = Push(7, -1, 0, 0, [Update(1, int(UpdateOp.ASSIGN), 0, 1)], (table(0),))
-    store.push(push)
-    store.push(rows_push((1, rows, gradient)))
+    push_to(store, push)
+    push_to(store, rows_push((1, rows, gradient)))
     want = Lazy("adagrad", table(0))
     want.push(rows, gradient)
     np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-5)

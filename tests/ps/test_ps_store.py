@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from ps_stores import create_in, push_to
 
 from zstrat.errors import (
     AlreadyExistsError,
@@ -84,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
     def create(self):
         self.store = new_store()
         keys = sorted(SHAPES)
-        self.store.create([entry(k) for k in keys], [filled(k, 1) for k in keys])
+        create_in(self.store, [entry(k) for k in keys], [filled(k, 1) for k in keys])
         self.model = {k: filled(k, 1) for k in keys}
         self.versions = dict.fromkeys(keys, 0)
         self.applied, self.low_water = set(), 0
@@ -119,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         duplicate = step != -1 and (
             step < self.low_water or (step, part) in self.applied
         )
-        answer = self.store.push(push(*some, step=step, part=part))
+        answer = push_to(self.store, push(*some, step=step, part=part))
         assert answer.applied == (not duplicate)
         if not duplicate:
             self._apply(some)
@@ -135,7 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
     def a_push_that_is_refused_changes_nothing(self, some, bad, at, step):
         some.insert(min(at, len(some)), bad)
         with pytest.raises((InvalidArgumentError, NotFoundError)):
-            self.store.push(push(*some, step=step))
+            push_to(self.store, push(*some, step=step))
 
     @rule(key=st.sampled_from(sorted(SHAPES)), known=st.booleans())
     def read_and_keep(self, key, known):
@@ -152,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(sorted(SHAPES)))
     def create_again_changes_nothing(self, key):
-        self.store.create([entry(key)], [filled(key, 9)])
+        create_in(self.store, [entry(key)], [filled(key, 9)])
 
     @invariant()
     def the_store_is_the_model(self):
@@ -176,32 +177,34 @@ TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 @pytest.fixture
 def store() -> Store:
     store = new_store()
-    store.create([entry(2, "kernel"), entry(3)], [filled(2, 1), filled(3, 1)])
+    create_in(store, [entry(2, "kernel"), entry(3)], [filled(2, 1), filled(3, 1)])
     return store
 
 
 def test_creation_is_all_or_none(store):
     with pytest.raises(AlreadyExistsError, match=r"\b2\b.*'kernel'.*\[6\]"):
-        store.create(
-            [entry(8), entry(2, "other")], [np.zeros(1), np.float64(0).reshape(())]
+        create_in(
+            store,
+            [entry(8), entry(2, "other")],
+            [np.zeros(1), np.float64(0).reshape(())],
         )
     assert 8 not in store
     with pytest.raises(InvalidArgumentError):
-        store.create([entry(8), entry(9)], [np.zeros(1)])
+        create_in(store, [entry(8), entry(9)], [np.zeros(1)])
     with pytest.raises(InvalidArgumentError):
-        store.create([entry(8), entry(8)], [np.zeros(1)] * 2)
+        create_in(store, [entry(8), entry(8)], [np.zeros(1)] * 2)
     assert len(store) == 2
 
 
 def test_deletion_is_all_or_none_and_versions_never_return(store):
     for _ in range(3):
-        store.push(push((2, UpdateOp.ADD, (filled(2, 1),))))
+        push_to(store, push((2, UpdateOp.ADD, (filled(2, 1),))))
     with pytest.raises(NotFoundError):
         store.delete([2, 8])
     store.delete([2, 2])
     with pytest.raises(NotFoundError, match=r"task:0.*\b2\b"):
         store.read([Read(2, -1)])
-    store.create([entry(2)], [filled(2, 5)])
+    create_in(store, [entry(2)], [filled(2, 5)])
     versions, arrays = store.read([Read(2, 3)])
     assert versions == [4]
     assert (arrays[0] == 5).all()
@@ -211,20 +214,20 @@ def test_arrays_must_be_those_that_the_updates_name(store):
     good = push((2, UpdateOp.ADD, (filled(2, 1),)))
     spare = Push(7, -1, 0, 0, good.updates, (*good.arrays, filled(2, 1)))
     with pytest.raises(InvalidArgumentError):
-        store.push(spare)
+        push_to(store, spare)
     short = Push(7, -1, 0, 0, [Update(2, int(UpdateOp.ADD), 0, 2)], good.arrays)
     with pytest.raises(InvalidArgumentError, match=r"'kernel'.*\b1\b.*\b2\b"):
-        store.push(short)
+        push_to(store, short)
     named = Push(7, -1, 0, 0, [Update(2, int(UpdateOp.ADD), 5, 1)], good.arrays)
     with pytest.raises(InvalidArgumentError):
-        store.push(named)
+        push_to(store, named)
 
 
 def test_a_duplicate_of_a_deleted_variable_is_answered(store):
     one = push((2, UpdateOp.ADD, (filled(2, 1),)), step=4)
-    assert store.push(one).applied
+    assert push_to(store, one).applied
     store.delete([2])
-    answer = store.push(one)
+    answer = push_to(store, one)
     assert (answer.applied, answer.versions) == (False, [-1])
     assert store.statistics()["duplicates"] == 1
 
@@ -245,12 +248,13 @@ def test_a_plan_of_an_earlier_session_cannot_be_committed(store):
 def test_statistics_count_what_happened(store):
     store.read([Read(2, -1), Read(3, 0)])
     store.raise_mark(2)
-    store.push(
+    push_to(
+        store,
         push(
             (2, UpdateOp.ADD, (filled(2, 1),)),
             (3, UpdateOp.SUB, (filled(3, 1),)),
             step=3,
-        )
+        ),
     )
     assert store.statistics() == {
         "variables": 2,
@@ -271,40 +275,40 @@ def test_statistics_count_what_happened(store):
 
 def test_nan_is_a_value(store):
     nan = np.full(SHAPES[3], np.nan, "f4")
-    assert store.push(push((3, UpdateOp.ADD, (nan,)))).applied
+    assert push_to(store, push((3, UpdateOp.ADD, (nan,)))).applied
     assert np.isnan(store.read([Read(3, -1)])[1][0]).all()
 
 
 def test_a_step_below_the_low_water_mark_is_a_duplicate(store):
     add = 2, UpdateOp.ADD, (filled(2, 1),)
     store.raise_mark(5)
-    assert store.push(push(add, step=5)).applied
-    assert not store.push(push(add, step=4)).applied
+    assert push_to(store, push(add, step=5)).applied
+    assert not push_to(store, push(add, step=4)).applied
     store.raise_mark(3)
-    assert not store.push(push(add, step=4)).applied
-    assert store.push(push(add, step=6)).applied
+    assert not push_to(store, push(add, step=4)).applied
+    assert push_to(store, push(add, step=6)).applied
 
 
 def test_what_a_push_says_of_the_mark_of_closures_is_not_believed(store):
     """It would have the pushes of everybody else counted as duplicates."""
     add = 2, UpdateOp.ADD, (filled(2, 1),)
     store.raise_mark(2)
-    assert store.push(push(add, step=7, low_water=7)).applied
-    assert store.push(push(add, step=-1, low_water=2**62)).applied
-    assert store.push(push(add, step=3)).applied
+    assert push_to(store, push(add, step=7, low_water=7)).applied
+    assert push_to(store, push(add, step=-1, low_water=2**62)).applied
+    assert push_to(store, push(add, step=3)).applied
     assert store.statistics()["low_water"] == 2
 
 
 def test_a_step_beyond_all_that_can_be_remembered_is_refused(store):
     add = 2, UpdateOp.ADD, (filled(2, 1),)
     with pytest.raises(BusyError, match=f"step {2**62} cannot be remembered"):
-        store.push(push(add, step=2**62, low_water=2**62))
-    assert store.push(push(add, step=1)).applied
+        push_to(store, push(add, step=2**62, low_water=2**62))
+    assert push_to(store, push(add, step=1)).applied
     assert store.statistics()["remembered_steps"] == 1
 
 
 def two_values(store: Store):
-    store.create([entry(2), entry(3)], [filled(2, 1), filled(3, 1)])
+    create_in(store, [entry(2), entry(3)], [filled(2, 1), filled(3, 1)])
     return store.variables[2].cell, store.variables[3].cell
 
 
@@ -315,10 +319,10 @@ def test_a_push_to_a_value_that_was_lost_changes_nothing():
     lost.lose("XLA was out of memory")
     adds = (2, UpdateOp.ADD, [filled(2, 1)]), (3, UpdateOp.ADD, [filled(3, 1)])
     with pytest.raises(UnavailableError, match=r"task:0.*'v3'"):
-        store.push(push(*adds, step=1))
+        push_to(store, push(*adds, step=1))
     np.testing.assert_array_equal(whole.lease(), filled(2, 1))
     assign = 3, UpdateOp.ASSIGN, [filled(3, 5)]
-    assert store.push(push(adds[0], assign, adds[1], step=1)).applied
+    assert push_to(store, push(adds[0], assign, adds[1], step=1)).applied
     np.testing.assert_array_equal(whole.lease(), filled(2, 2))
     np.testing.assert_array_equal(lost.lease(), filled(3, 6))
 
@@ -335,9 +339,9 @@ def test_a_push_without_memory_for_one_of_its_values_changes_nothing(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("zstrat.ps.store._cell.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=r"task:0.*'v3'"):
-            store.push(push(*adds, step=1))
+            push_to(store, push(*adds, step=1))
     np.testing.assert_array_equal(free.lease(), filled(2, 1))
-    assert store.push(push(*adds, step=1)).applied
+    assert push_to(store, push(*adds, step=1)).applied
     np.testing.assert_array_equal(free.lease(), filled(2, 2))
     np.testing.assert_array_equal(looked_at.lease(), filled(3, 2))
     np.testing.assert_array_equal(reader, filled(3, 1))

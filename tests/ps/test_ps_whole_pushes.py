@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from ps_stores import create_in, push_to
 from ps_trees import bind_each, binding
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
@@ -38,7 +39,7 @@ def store_with(name: str, *values: np.ndarray, gradients="f4") -> Store:
     entries = [
         VariableEntry(k, f"v{k}", True, False) for k in range(1, 1 + len(values))
     ]
-    store.create(entries, values)
+    create_in(store, entries, values)
     bind_each(store, 1, OPTIMIZERS[name](), range(1, 1 + len(values)), gradients)
     return store
 
@@ -75,16 +76,16 @@ def test_one_failure_of_xla_does_not_break_updates_of_rows():
     store, twin = store_with("adam"), store_with("adam")
     update = push((1, UpdateOp.OPTIMIZE_ROWS, *ROWS))
     for each in (store, twin):
-        each.push(update)
+        push_to(each, update)
     (kind,) = store.engine.get(1).programs.rows._kinds._alike.values()
     (program,) = kind.programs.values()
     program.call = failing_once(program.call)
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.push(update)
+        push_to(store, update)
     np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
     for _ in range(2):
-        store.push(update)
-        twin.push(update)
+        push_to(store, update)
+        push_to(twin, update)
         np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
 
 
@@ -104,13 +105,13 @@ def test_slots_that_start_from_the_value_start_from_the_one_before_them(earlier,
     """The average of schedule-free begins at 5 and not at 0."""
     store, twin = store_with("schedule free"), store_with("schedule free")
     gradient = (UpdateOp.OPTIMIZE_ROWS, *ROWS) if rows else (UpdateOp.OPTIMIZE, ONES)
-    assert store.push(push((1, *earlier), (1, *gradient))).versions == [2, 2]
-    twin.push(push((1, *earlier)))
-    twin.push(push((1, *gradient)))
+    assert push_to(store, push((1, *earlier), (1, *gradient))).versions == [2, 2]
+    push_to(twin, push((1, *earlier)))
+    push_to(twin, push((1, *gradient)))
     for _ in range(2):
         np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
-        store.push(push((1, *gradient)))
-        twin.push(push((1, *gradient)))
+        push_to(store, push((1, *gradient)))
+        push_to(twin, push((1, *gradient)))
     assert (value_of(store, 1)[ROWS[0]] < 5).all()
     assert (value_of(store, 1)[ROWS[0]] > 4).all()
 
@@ -144,10 +145,10 @@ def test_gradients_of_another_dtype_than_their_variable_in_one_push(kinds):
     updates = [
         (1, op, *(ROWS if op is UpdateOp.OPTIMIZE_ROWS else [ONES])) for op in kinds
     ]
-    store.push(push((2, UpdateOp.ADD, np.ones(3, "f4")), *updates))
+    push_to(store, push((2, UpdateOp.ADD, np.ones(3, "f4")), *updates))
     assert (value_of(store, 2) == 1).all()
     for update in updates:
-        twin.push(push(update))
+        push_to(twin, push(update))
     np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
 
 
@@ -177,7 +178,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
         for module in ("store._cell", "engine._row_updates"):
             patch.setattr(f"zstrat.ps.{module}.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
-            store.push(whole)
+            push_to(store, whole)
     np.testing.assert_array_equal(value_of(store, 1), np.zeros((8, 2)))
     plan = store.plan_push(whole)
     plan._reserve()
@@ -192,7 +193,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
         plan.compute()
     store.commit(plan)
     for update in updates:
-        twin.push(push((1, *update)))
+        push_to(twin, push((1, *update)))
     np.testing.assert_allclose(value_of(store, 1), value_of(twin, 1), rtol=1e-6)
     before = np.empty(64, np.uint8)
     pin.copy(0, before)
@@ -210,7 +211,7 @@ def test_a_push_that_is_refused_late_holds_no_memory(monkeypatch):
 
     monkeypatch.setattr("zstrat.ps.store._plans.UpdateRun.prepare", refuse)
     with pytest.raises(RuntimeError, match="cannot be compiled"):
-        store.push(push((2, UpdateOp.ADD, ONES), (1, UpdateOp.OPTIMIZE, ONES)))
+        push_to(store, push((2, UpdateOp.ADD, ONES), (1, UpdateOp.OPTIMIZE, ONES)))
     assert store.statistics()["held_bytes"] == before
     assert not reader[1][0].any()
 
@@ -225,7 +226,7 @@ def test_a_push_without_memory_for_its_last_value_holds_none_for_its_first(monke
         lambda cell: _beside(cell, make if cell is first else no_memory),
     )
     with pytest.raises(MemoryError):
-        store.push(push((1, UpdateOp.ADD, ONES), (2, UpdateOp.ADD, ONES)))
+        push_to(store, push((1, UpdateOp.ADD, ONES), (2, UpdateOp.ADD, ONES)))
     assert store.statistics()["held_bytes"] == before
     del readers
 
@@ -237,17 +238,17 @@ def _beside(cell, make):
 def test_half_of_a_push_that_xla_could_not_finish_is_never_seen():
     store = store_with("adam")
     rows = (1, UpdateOp.OPTIMIZE_ROWS, *ROWS)
-    store.push(push(rows))
+    push_to(store, push(rows))
     (kind,) = store.engine.get(1).programs.rows._kinds._alike.values()
     (program,) = kind.programs.values()
     program.call = failing_once(program.call)
     before = value_of(store, 1)
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.push(push((2, UpdateOp.ADD, ONES), rows))
+        push_to(store, push((2, UpdateOp.ADD, ONES), rows))
     np.testing.assert_array_equal(value_of(store, 1), before)
     with pytest.raises(UnavailableError, match=rf"{TASK}: variable 'v2'.*assign"):
         store.read([Read(2, -1)])
-    store.push(push((2, UpdateOp.ASSIGN, FIVES)))
+    push_to(store, push((2, UpdateOp.ASSIGN, FIVES)))
     np.testing.assert_array_equal(value_of(store, 2), FIVES)
 
 
@@ -256,12 +257,12 @@ def test_a_lost_value_heals_with_an_assignment_before_its_gradient():
     store.variables.find([1])[0].cell.lose("XLA was out of memory")
     words = f"{TASK}: variable 'v1'.*XLA was out of memory"
     with pytest.raises(UnavailableError, match=words):
-        store.push(push((1, UpdateOp.OPTIMIZE, ONES), (1, UpdateOp.ASSIGN, FIVES)))
+        push_to(store, push((1, UpdateOp.OPTIMIZE, ONES), (1, UpdateOp.ASSIGN, FIVES)))
     with pytest.raises(UnavailableError, match=words):
         store.plan_rows([], [1], [ROWS[0]]).compute()
     heal = push((1, UpdateOp.ASSIGN, FIVES), (1, UpdateOp.OPTIMIZE, ONES))
     for each in (store, twin):
-        each.push(heal)
+        push_to(each, heal)
     np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
     np.testing.assert_allclose(value_of(store, 1), FIVES - 0.1, rtol=1e-5)
 
@@ -273,5 +274,5 @@ def test_a_new_variable_without_memory_is_named(monkeypatch):
     with pytest.raises(
         ResourceExhaustedError, match=f"{TASK}: variable 'table'.*64 bytes"
     ):
-        store.create(entries, [np.zeros((8, 2), "f4")])
+        create_in(store, entries, [np.zeros((8, 2), "f4")])
     assert 9 not in store

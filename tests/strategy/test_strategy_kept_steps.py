@@ -33,7 +33,7 @@ def test_two_that_begin_at_once_share_one_step():
     kept = FunctionCache(make)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(kept.of, [fn, fn])
-    assert one is other is kept.of(fn)
+    assert one is other is kept.step_of(fn)
 
 
 def test_all_may_forget_the_oldest(hurried, monkeypatch):
@@ -48,7 +48,7 @@ def test_all_may_forget_the_oldest(hurried, monkeypatch):
 
     def run(number):
         fns = [eval(f"lambda: {number}") for _ in range(20)]  # each has its own code
-        return {run_as(kept.of(fn).step, fn, (), {}) for fn in fns}
+        return {run_as(kept.step_of(fn).step, fn, (), {}) for fn in fns}
 
     with ThreadPoolExecutor(THREADS) as threads:
         found = list(threads.map(run, range(THREADS)))

@@ -84,19 +84,6 @@ def test_what_the_replica_wrote_is_read(two):
         assert values(after) == [101, 102]
 
 
-def test_the_number_is_the_replicas(two):
-    @jax.jit
-    def plus_number(x):
-        return x + number()
-
-    def replica():
-        meet()
-        return plus_number(jnp.ones(1))
-
-    for run in ways(two):
-        assert values(run(replica)) == [[1], [2]]
-
-
 def test_the_count_of_replicas_is_the_strategys(two):
     one, three = (
         zs.MirroredStrategy([f"CPU:{n}" for n in range(count)]) for count in (1, 3)

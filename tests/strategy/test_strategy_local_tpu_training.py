@@ -331,3 +331,11 @@ def test_values_that_were_placed_by_hand(tpu_resolver):
     result = strategy.run(zs.function(lambda x: x + 1), args=(distributed,))
     results = strategy.experimental_local_results(result)
     assert [float(value) for value in results] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_result_that_is_wanted_at_replicas_of_several_devices(make_tpu):
+    strategy = make_tpu([1, 1, 1, 2], 4)
+    value = strategy.run(zs.function(lambda: jnp.ones(3)))
+    found = strategy.extended.reduce_to("SUM", value, value)
+    entries = strategy.experimental_local_results(found)
+    np.testing.assert_array_equal(entries, [[4, 4, 4]] * 4)

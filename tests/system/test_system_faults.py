@@ -211,16 +211,6 @@ def test_a_stopped_worker_is_lost_and_fenced_when_it_wakes(local, coordinator):
     np.testing.assert_array_equal(counts.numpy(), expected + 1)
 
 
-def test_a_worker_killed_with_closures_in_flight_costs_none_of_them(local, coordinator):
-    counts, bump = _counting(coordinator.strategy)
-    expected = _rounds_until(coordinator, bump, _all_have_worked)
-    expected += _freeze_with_closures_in_flight(local, coordinator, bump)
-    local.kill("worker:0")
-    coordinator.join()
-    assert coordinator.metrics()["recoverable_worker_failures"] == 1
-    np.testing.assert_array_equal(counts.numpy(), expected)
-
-
 def test_a_killed_ps_is_named(local, coordinator):
     _, bump = _counting(coordinator.strategy)
     coordinator.schedule(bump, args=(0,)).fetch()

@@ -101,7 +101,7 @@ def sent(address, data):
 
 def test_a_process_without_anything_is_healthy_and_not_ready(port):
     assert get(port, "/healthz") == (200, "ok\n")
-    assert get(port, "/readyz") == (503, "nothing is served here yet\n")
+    assert get(port, "/readyz") == (503, "no task runs in this process yet\n")
 
 
 def test_what_lives_here_is_ready_or_says_why(port):
@@ -208,7 +208,7 @@ def test_without_prometheus_the_extra_is_named(port, monkeypatch):
 def test_a_port_that_is_taken(port):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"serves it at {port} already"):
+        with pytest.raises(ValueError, match=f"serves it at {port}"):
             zs.serve_http(taken)
         zs.serve_http("127.0.0.1:0").close()  # the one that is there
         with pytest.raises(OSError, match=f"{taken}: another process has that port"):

@@ -1,4 +1,4 @@
-"""An optimizer moves the rows of a table alike however the table is partitioned.
+"""An optimizer updates the rows of a table equally under any partitioning.
 
 What it keeps for all rows moves on components without rows too.
 """
@@ -53,25 +53,25 @@ def test_of_variables_of_this_process(parts):
     np.testing.assert_allclose(table.numpy()[:, 0], by_hand(), rtol=1e-4, atol=1e-6)
 
 
+def commit(store, plan):
+    plan.compute()
+    store.commit(plan)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_on_a_parameter_server(parts):
     engine = OptimizerEngine(lambda code: rule())
     store = Store(engine)
-    plan = store.plan_optimizer(1, "adam", b"code")
-    plan.compute()
-    store.commit(plan)
+    commit(store, store.plan_optimizer(1, "adam", b"code"))
     pieces = np.array_split(np.zeros((6, 1), np.float32), parts)
-    store.create(
-        [VariableEntry(n, "t", True, parts > 1) for n in range(parts)], list(pieces)
-    )
+    entries = [VariableEntry(n, "t", True, parts > 1) for n in range(parts)]
+    commit(store, store.plan_create(entries, list(pieces)))
     kind = jax.ShapeDtypeStruct((6, 1), np.float32)
     tree = TreeRule(
         "adam", rule(), TreeStructure.of({"t": 0}), (kind,), (np.dtype("float32"),)
     )
     told = Binding(tree, (tuple(range(parts)),)).encoded()
-    plan = store.plan_binding(1, (np.frombuffer(told, np.uint8),))
-    plan.compute()
-    store.commit(plan)
+    commit(store, store.plan_binding(1, (np.frombuffer(told, np.uint8),)))
     components = tuple(zv.Variable(piece) for piece in pieces)
     table = zv.Table("t", components)
     keys = {part.spec.key: n for n, part in enumerate(components)}
@@ -80,16 +80,9 @@ def test_on_a_parameter_server(parts):
         operands = (slices.indices, slices.values)
         updates = row_updates(table, UpdateOp.OPTIMIZE_ROWS, operands, None)
         assert len(updates) == parts
-        store.push(
-            Push(
-                1,
-                turn,
-                0,
-                0,
-                [Update(keys[v.spec.key], int(op), 1, 2) for v, op, _, _ in updates],
-                tuple(array for *_, arrays, _ in updates for array in arrays),
-            )
-        )
+        pushed = [Update(keys[v.spec.key], int(op), 1, 2) for v, op, _, _ in updates]
+        arrays = tuple(array for *_, arrays, _ in updates for array in arrays)
+        commit(store, store.plan_push(Push(1, turn, 0, 0, pushed, arrays)))
     values = [store.read([Read(n, -1)])[1][0] for n in range(parts)]
     np.testing.assert_allclose(
         np.concatenate(values)[:, 0], by_hand(), rtol=1e-4, atol=1e-6

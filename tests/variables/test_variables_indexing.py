@@ -196,7 +196,7 @@ def test_a_step_reads_only_the_components_that_are_needed():
         ("rows", TypeError, "sparse_read"),
     ],
 )
-def test_what_is_no_index(index, error, words):
+def test_objects_that_are_not_an_index_are_refused(index, error, words):
     variable, storage = sharded(VALUE, [5, 10, 15])
     with pytest.raises(error, match=words):
         variable[index]
@@ -211,7 +211,7 @@ def test_items_are_not_assigned():
         del variable[0]
 
 
-def test_what_was_fetched_is_read_only():
+def test_fetched_rows_are_read_only():
     variable, _ = sharded(VALUE, [5])
     for index in (3, slice(2, 9), ...):
         assert not variable[index].flags.writeable

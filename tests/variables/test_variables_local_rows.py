@@ -1,4 +1,4 @@
-"""Gradient rows for variables of this process: only their rows and slot rows move."""
+"""Gradients of rows for variables of this process change only these rows and slots."""
 
 import jax
 import numpy as np
@@ -100,7 +100,7 @@ def test_dense_and_sparse_steps_share_their_slots(batches):
     np.testing.assert_allclose(x.numpy(), value, rtol=1e-6)
 
 
-def test_what_was_read_is_not_changed():
+def test_updates_do_not_change_values_that_were_read():
     x, optimizer = zv.Variable(VALUE), zv.Optimizer(optax.adam(0.1))
     before = x.numpy()
     optimizer.apply_gradients(zv.IndexedSlices(np.ones((1, 3)), [2]), x)
@@ -115,7 +115,7 @@ def test_what_was_read_is_not_changed():
     ],
     ids=["norm of values", "factored"],
 )
-def test_what_looks_at_several_rows_is_refused(transformation):
+def test_optimizers_that_depend_on_several_rows_are_refused(transformation):
     x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
     rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
     with pytest.raises(ValueError, match=r"'mixing'.*to_dense"):

@@ -76,13 +76,13 @@ def test_functions_of_trees_take_variables(name, wrap):
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, zs.function])
 @pytest.mark.parametrize("fn", [jnp.mean, jnp.square, jax.jit(lambda v: v)])
-def test_what_jax_compiles_takes_values(fn, wrap):
+def test_functions_that_jax_compiles_take_values(fn, wrap):
     tree = jax.tree.map(zv.Variable, TREE)
     with pytest.raises((ValueError, TypeError), match=r"value\(\)"):
         wrap(lambda: jax.tree.map(fn, tree))()
 
 
-def test_who_refuses_is_known_by_what_it_says_not_by_its_name():
+def test_a_refusing_function_is_known_by_its_message_not_its_name():
     """The functions of jax that refuse have had several names."""
 
     def of_another_jax(x):

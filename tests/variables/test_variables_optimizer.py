@@ -293,7 +293,7 @@ def test_a_pickled_handle_knows_its_transformation_and_its_tree():
     assert known.spec == x.spec
 
 
-def test_an_optimizer_of_this_process_does_not_move_what_is_on_a_ps():
+def test_an_optimizer_of_this_process_refuses_variables_on_a_ps():
     spec = zv.VariableSpec(1, "far", (), "float32", ps=0)
     far = zv.unbound(spec)
     with pytest.raises(ValueError, match=r"'far'.*strategy\.scope"):

@@ -82,7 +82,7 @@ def test_a_component_knows_its_rows_and_its_container():
         (lambda: [sharded().variables[1]], ValueError, r"\b1\b.*'w'"),
     ],
 )
-def test_what_cannot_be_joined(make, error, words):
+def test_variables_that_cannot_be_joined_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         zv.ShardedVariable(make())
 
@@ -242,8 +242,8 @@ def test_rows_are_read_in_the_order_of_the_ids(ids):
     [
         (3, r"rank 1.*rank 0"),
         ([[1, 2]], r"rank 1.*rank 2"),
-        ([1.0], "must be integers, not float64"),
-        ([True], "must be integers, not bool"),
+        ([1.0], "must be integers, got float64"),
+        ([True], "must be integers, got bool"),
     ],
 )
 async def test_ids_are_a_vector_of_integers(ids, words):

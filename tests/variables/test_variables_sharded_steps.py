@@ -1,4 +1,4 @@
-"""A sharded variable in a step: what its recorder is told."""
+"""A sharded variable in a step: the calls of its recorder."""
 
 import contextlib
 
@@ -130,7 +130,7 @@ def test_rows_are_looked_up(w):
     assert notes.lookups[1][1].shape == (2, 1)
 
 
-def test_what_is_known_to_be_wrong_is_refused(w):
+def test_known_indices_out_of_bounds_are_refused(w):
     with step(w) as notes:
         with pytest.raises(IndexError, match=r"'w'.*\b10\b"):
             w.sparse_read([10])
@@ -140,7 +140,7 @@ def test_what_is_known_to_be_wrong_is_refused(w):
             w.sparse_read(jnp.zeros((1, 1), int))
         with pytest.raises(ValueError, match="'w'"):
             w.sparse_read(jnp.zeros(1))
-        with pytest.raises(ValueError, match=r"must be integers, not float32"):
+        with pytest.raises(ValueError, match=r"must be integers, got float32"):
             jax.eval_shape(lambda ids: w.sparse_read(ids), jnp.zeros(1))
         with pytest.raises(IndexError, match="index -1 is out of bounds"):
             w.scatter_add(zv.IndexedSlices(np.ones((1, 2)), [-1]))

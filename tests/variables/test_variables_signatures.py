@@ -96,7 +96,7 @@ def test_a_batch_of_rows_may_be_locked():
 
 
 @pytest.mark.parametrize("given", [{}, {"trainable": None}])
-def test_what_is_brought_together_when_read_is_not_trainable(given):
+def test_variables_that_are_aggregated_on_read_are_not_trainable(given):
     assert zv.Variable(0.0, **given).trainable
     assert not zv.Variable(0.0, synchronization=ON_READ, **given).trainable
     made = zv.create_variables({"a": 0.0}, synchronization=ON_READ, **given)

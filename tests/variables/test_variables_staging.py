@@ -1,4 +1,4 @@
-"""Outside of steps: what jax keeps must not hold a value, nor swallow an update."""
+"""Outside of steps: traces by jax must not keep a value, or lose an update."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_update_that_would_happen_once_is_refused(run, update, words):
 
 
 @each(AT_ONCE)
-def test_what_computes_at_once_reads_the_present_value(run):
+def test_transformations_that_compute_at_once_read_the_present_value(run):
     v = zv.Variable(2.0)
     for value in (2.0, 7.0):
         v.assign(value)

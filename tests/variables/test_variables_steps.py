@@ -125,7 +125,7 @@ def zv_variable():
         zv.recorder.reset(token)
 
 
-def test_variables_are_not_made_in_a_step():
+def test_a_step_cannot_create_variables():
     with step(), pytest.raises(ValueError, match="'late'"):
         zv.Variable(1.0, name="late")
 

@@ -50,7 +50,7 @@ class Model(zv.Module):
 
 
 @pytest.mark.shows("Model.trainable_variables")
-def test_a_module_collects_what_is_in_its_attributes():
+def test_a_module_collects_the_variables_of_its_attributes():
     dense, model = Dense(), Model()
     assert [v.name for v in dense.variables] == ["b", "frozen", "w"]
     assert [v.name for v in dense.trainable_variables] == ["b", "w"]
@@ -89,7 +89,7 @@ def test_slices_of_rows_that_jax_would_take_for_others(indices):
 
 
 @pytest.mark.parametrize(("values", "lost"), [([2**40, 1], "becomes 0"), ([3, 1], "")])
-def test_a_dense_array_says_which_digits_it_lost(values, lost):
+def test_a_dense_array_warns_which_digits_it_lost(values, lost):
     slices = zv.IndexedSlices(np.array(values, np.int64), np.array([0, 1]), (2,))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

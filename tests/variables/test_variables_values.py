@@ -1,4 +1,4 @@
-"""Reading and updating a variable that lives in this process."""
+"""Reading and updating a variable that is stored in this process."""
 
 import asyncio
 import copy
@@ -45,7 +45,7 @@ def test_every_dtype_that_travels_can_be_a_variable(name):
 
 
 @pytest.mark.parametrize("value", ["text", object(), np.array("2020", "M8[Y]")])
-def test_what_is_no_array_of_numbers_is_refused(value):
+def test_values_that_are_not_arrays_of_numbers_are_refused(value):
     with pytest.raises(TypeError, match="w"):
         zv.Variable(value, name="w")
 
@@ -86,7 +86,7 @@ def test_enums_are_checked():
         zv.Variable(1.0, synchronization=zv.VariableAggregation.SUM)
 
 
-def test_callables_are_called_with_what_they_take():
+def test_callables_get_the_arguments_that_they_take():
     assert zv.Variable(lambda: 2.0).numpy() == 2.0
     assert zv.Variable(lambda: [2.0], shape=(1,)).shape == (1,)
     seen = []
@@ -102,7 +102,7 @@ def test_callables_are_called_with_what_they_take():
         zv.Variable(initializer)
 
 
-def test_an_initializer_that_wants_a_key_is_told_how_to_bind_it():
+def test_the_error_of_an_initializer_with_a_key_says_how_to_bind_it():
     with pytest.raises(ValueError, match=r"functools\.partial"):
         zv.Variable(jax.nn.initializers.ones, shape=(2,))
 
@@ -237,7 +237,7 @@ def test_a_first_value_that_its_dtype_does_not_have_is_refused(value, dtype):
         (-(2**63), "int64"),
     ],
 )
-def test_integers_that_no_float_has_stay_what_they_are(value, dtype):
+def test_integers_beyond_the_digits_of_floats_stay_exact(value, dtype):
     assert zv.Variable(value, dtype=dtype).numpy().tolist() == value
     made = initializers.constant(value)(np.shape(value), dtype)
     assert made.tolist() == value

@@ -145,5 +145,5 @@ async def test_a_process_that_is_profiled_already_says_so(tmp_path):
     with jax.profiler.trace(tmp_path):
         told, *_ = await profiled_while(lambda: None)
     assert len(told.arrays) == 4
-    assert "one profile at a time in a process: end the other one" in told.problem
+    assert "stop the other one first" in told.problem
     assert list(tmp_path.rglob("*.xplane.pb"))  # and the other one goes on

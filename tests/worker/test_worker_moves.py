@@ -102,5 +102,5 @@ async def test_another_process_in_its_place_is_no_loss_for_a_while():
     assert line.said == ["resume", "hold"]
     async with asyncio.timeout(100):
         await line.news.wait()
-    away = "away", "it was started again, and what it held is gone"
+    away = "away", "it was restarted, and its state is lost"
     assert line.said == ["resume", "hold", away]

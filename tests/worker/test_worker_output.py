@@ -104,7 +104,7 @@ async def test_what_a_step_had_too_much_is_told_at_its_end_once_in_a_window(prin
     printing.output.end_lines()
     assert [text.dropped for text in await printing.sent()] == [0, 4000]
     printing.clock.advance(1.0)
-    printing.output._tell()
+    printing.output._report()
     assert (await printing.sent())[-1] == PrintedText(1, "", 1)
 
 

@@ -68,7 +68,7 @@ async def test_who_was_started_again_has_lost_all_for_good(told_of_the_loss):
         way.lost(SILENT)
     way.opened(SECOND)
     way.opened(SECOND)
-    gone = "gone", "it was started again, and what it held is gone"
+    gone = "gone", "it was restarted, and its state is lost"
     assert line.said == ["resume", gone, gone]
 
 
@@ -82,7 +82,7 @@ async def test_who_was_started_again_before_any_work_had_nothing_to_lose():
     way.opened(SECOND)
     assert line.said == ["resume"] * 3
     way.opened(FIRST)
-    assert line.said[3:] == [("gone", "it was started again, and what it held is gone")]
+    assert line.said[3:] == [("gone", "it was restarted, and its state is lost")]
 
 
 async def test_who_stays_away_is_not_waited_for_and_may_come_back():

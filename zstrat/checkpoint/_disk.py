@@ -1,5 +1,5 @@
-"""Files that are whole or not there, with what tells that their bytes are those that
-were written; errors say which file and what to do.
+"""Files that are whole or missing, with digests of the bytes that were written. Errors
+name the file, and what to do.
 
 Law of the package: a file gets its final name only when its bytes are on the disk, or
 it is named by nobody (a part file, until a manifest is committed).
@@ -55,7 +55,7 @@ def blamed(path: str, what: str) -> Iterator[None]:
             "checkpoint: give each its own folder"
         ) from None
     except FileNotFoundError:
-        raise NotFoundError(f"{what} {path}: there is no such file or folder") from None
+        raise NotFoundError(f"{what} {path}: no such file or folder") from None
     except NotADirectoryError:
         raise NotFoundError(
             f"{what} {path}: {file_above(path)} is a file, and has to be a folder: "
@@ -120,7 +120,7 @@ def create(path: str) -> int:
 
 
 def write_all(descriptor: int, data: Buffer) -> None:
-    """All bytes of a contiguous buffer of bytes; the system may take less at a time."""
+    """Writes all bytes of a contiguous buffer; the system may take less at a time."""
     view = bytes_of(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -59,7 +59,7 @@ class FolderLock:
         self.path = path
         with blamed(path, "locking"):
             descriptor = _locked(path)
-        # Not __del__: at the end of the interpreter that may find no modules any more.
+        # Not __del__: at the end of the interpreter modules may be gone.
         self._end = weakref.finalize(self, _unlocked, path, descriptor)
         self._descriptor = descriptor
         _held.add(self)
@@ -111,7 +111,7 @@ def _locked(path: str) -> int:
             _lock(descriptor, path)
             if _is_still(path, descriptor):
                 return descriptor
-        except BaseException:  # to whoever wants the lock
+        except BaseException:  # to the caller who wants the lock
             os.close(descriptor)
             raise
         os.close(descriptor)  # its holder removed it between our open and our lock
@@ -157,8 +157,8 @@ def _holder(descriptor: int) -> str:
     try:
         match json.loads(os.pread(descriptor, 4096, 0)):
             case {"host": host, "pid": pid, "program": program, "since": since}:
-                mine = pid == os.getpid() and host == socket.gethostname()
-                who = "this process itself" if mine else f"process {pid} on {host}"
+                is_own = pid == os.getpid() and host == socket.gethostname()
+                who = "this process itself" if is_own else f"process {pid} on {host}"
                 return f"{who} ({program}) since {since}"
     except ValueError:  # taken this moment, or on a full disk: it has no name yet
         pass
@@ -249,9 +249,9 @@ class CheckpointFolder:
 
 
 def sweep(path: str) -> bool:
-    """Removes a folder that is no checkpoint, unless it is being written; files that no
-    writer made stay, and so does their folder. Whether it is gone: what the system does
-    not let us remove stays, too.
+    """Removes a folder that is not a checkpoint, unless it is being written; files
+    that no writer made stay, and so does their folder. Returns whether it is gone: what
+    the system does not let us remove stays, too.
     """
     if os.path.exists(os.path.join(path, MANIFEST)):
         return False

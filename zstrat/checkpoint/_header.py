@@ -141,7 +141,7 @@ def encode_header(
 
 
 def header_length(prefix: bytes, size: int, file: str) -> int:
-    """How long the header is, from the first bytes of a file of ``size`` bytes.
+    """Reads the length of the header from the first bytes of a file of ``size`` bytes.
 
     Raises:
         DataLossError: The file cannot have such a header.

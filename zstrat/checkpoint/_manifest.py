@@ -1,7 +1,7 @@
 """What a checkpoint holds: one logical tensor a variable, and the files of its pieces.
 
 A checkpoint is a folder with part files and `manifest.json`. The manifest is written
-last, and by rename: a folder without one is no checkpoint, whatever is in it, and
+last, and by rename: a folder without one is not a checkpoint, whatever is in it, and
 files that it does not name are nobody's. It carries a digest of itself, so that a
 manifest which was damaged is not taken for another one.
 
@@ -70,7 +70,7 @@ class StoredTensor:
         return joined and (not self.shape or starts[-1] == self.shape[0])
 
     def info(self, piece: StoredPiece) -> TensorInfo:
-        """What the file of the piece holds."""
+        """Describes what the file of the piece holds."""
         shape = self.shape
         if self.by_rows and shape:
             shape = (piece.stop - piece.start, *shape[1:])
@@ -192,7 +192,7 @@ class Manifest:
         sizes.
 
         Raises:
-            NotFoundError: The folder is no checkpoint.
+            NotFoundError: The folder is not a checkpoint.
             DataLossError: The manifest is damaged, or a file is gone or cut short.
         """
         path = os.path.join(folder, MANIFEST)
@@ -200,13 +200,13 @@ class Manifest:
             with blamed(path, "reading"), open(path, "rb") as file:
                 data = file.read()
         except NotFoundError:
-            words = "there is no such folder"
+            words = "no such folder"
             if os.path.isdir(folder):
                 words = f"it has no {MANIFEST}, which is written when all else is"
             elif os.path.exists(folder):
                 words = "it is a file, and a checkpoint is a folder: give the path "
                 words += "that `save` returned"
-            raise NotFoundError(f"{folder} is no checkpoint: {words}") from None
+            raise NotFoundError(f"{folder} is not a checkpoint: {words}") from None
         manifest = Manifest.decode(data, path)
         manifest._require_files(folder)
         return manifest
@@ -282,5 +282,5 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Not `isinstance`: True is an int to it. And what is larger is no size of a file.
+    # Not `isinstance`: True is an int to it. Files are smaller than 2**63 bytes.
     return type(value) is int and 0 <= value < 2**63

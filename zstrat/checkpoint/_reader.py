@@ -36,8 +36,8 @@ class TensorReader:
     reading has no position.
 
     Raises:
-        NotFoundError: There is no such file.
-        DataLossError: It was cut short, or is no safetensors file.
+        NotFoundError: The file does not exist.
+        DataLossError: It was cut short, or is not a safetensors file.
         OSError: Anything else that the system says.
     """
 
@@ -215,7 +215,7 @@ class CheckpointFiles:
         return self._open[file]
 
     def read(self, tensor: StoredTensor) -> np.ndarray:
-        """All of a tensor that is whole, in memory. Raises: As `TensorReader`."""
+        """Reads a tensor that is whole into memory. Raises: As `TensorReader`."""
         out = np.empty(tensor.shape, DTYPES[tensor.dtype])
         self.fill(out, tensor, 0)
         return out

@@ -81,7 +81,7 @@ class AppendedFile:
         return self._file >= 0
 
     def append(self, data: Buffer) -> None:
-        """Contiguous bytes, which are not looked at any more afterwards."""
+        """Contiguous bytes, which are not read afterwards."""
         view = bytes_of(data)
         with self._removed_if_it_fails():
             while view and self._is_direct:
@@ -119,7 +119,7 @@ class AppendedFile:
         with blamed(self._path, "writing"):
             try:
                 yield
-            except BaseException:  # half a file is no use to anybody
+            except BaseException:  # half a file is of no use
                 self.abort()
                 raise
 
@@ -168,7 +168,7 @@ _BYTE: Final = np.dtype(np.uint8)
 
 
 def _whole_blocks(view: memoryview) -> int:
-    """How many bytes of it can be transferred from where they are."""
+    """Returns how many bytes can be written without a copy."""
     if np.frombuffer(view, _BYTE).ctypes.data % BLOCK:
         return 0
     return view.nbytes // BLOCK * BLOCK

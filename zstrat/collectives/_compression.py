@@ -1,22 +1,22 @@
-"""Values made smaller for the wire: fewer bits, or fewer values.
+"""Compresses values for the wire: fewer bits, or fewer values.
 
-``bf16`` and ``f16`` round. ``int8`` keeps 8 bits and one scale per chunk; ``topk`` the
-largest values of a chunk and where they are. These two lose much in one call, but
-nothing over many: what was left out is added to the next call of the same kind (error
-feedback), so that a sum of gradients over time is right up to what is still held back.
+``bf16`` and ``f16`` round. ``int8`` keeps 8 bits per value and one scale per chunk;
+``topk`` keeps the largest values of a chunk and their indices. These two lose much in
+one call, but nothing over many: what was left out is added to the next call of the same
+name (error feedback), so that sums over time are right up to the present residual.
 
 Seide et al., "1-bit stochastic gradient descent", 2014; Alistarh et al., "QSGD", 2017;
 Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback
 fixes SignSGD", 2019.
 
-Law: a codec is deterministic, and decoding knows nothing but the bytes, so that all
-ranks end with the same values.
+Law: a codec is deterministic, and decoding depends only on the bytes, so that all ranks
+get the same values.
 
-Whoever gives every call another name (a tag per step) never comes back for what was
-left out. So there is room for some of it, the longest unused goes, and the one law:
-**room grows only by what came back and was gone.** A model that is larger than the room
-loses what its first call left out, or some of it, once; names that nobody uses again
-fill the room and no more.
+A program that gives every call another name (a tag per step) never uses its residuals.
+So their memory is bounded, the least recently used residual is dropped, and the law is:
+**the bound grows only by residuals that were dropped and came back.** A model that is
+larger than the bound loses residuals of its first call once; names that are never used
+again fill the bound and no more.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from ._reduction import ReduceOp, narrow, widened
 
 if TYPE_CHECKING:
     Key = tuple[str, int]
-    """Name of a call, and place within it."""
+    """Name of a call, and the position within it."""
     from ._reduction import Reduction
     from .schedules._chunks import Codec
 
 ROOM: Final = 256 * MiB
-"""Bytes to begin with: the gradients of 64 million values."""
+"""Initial bound in bytes: the gradients of 64 million values."""
 
 NAMES: Final = 2**17
-"""What is gone and remembered by name: 10 MB at the most, for 16 GiB in chunks."""
+"""Most dropped residuals that are remembered: 10 MB, for 16 GiB in chunks."""
 
 
 class Residuals:
-    """What one compression has left out of the values of one generation, by call and
-    place (the residuals of error feedback). Lives on one thread."""
+    """The residuals (what was left out so far) of one compression in one generation, by
+    call and position. Used on one thread."""
 
     __slots__ = ("_gone", "_kept", "_room", "nbytes")
 
     def __init__(self, room: int = ROOM) -> None:
         self._kept: OrderedDict[Key, np.ndarray] = OrderedDict()
         self._gone: OrderedDict[int, None] = OrderedDict()
-        """By hash: two of the same make room that nobody needs, and no more."""
+        """Dropped keys, by hash: a collision only makes the bound larger."""
         self._room = room
         self.nbytes = 0
 
     def get(self, key: Key) -> np.ndarray | None:
-        """What the last call of this name left out here, if that is still there."""
+        """Returns the residual of the last call of this name, if it is kept."""
         return self._kept.get(key)
 
     def put(self, key: Key, values: np.ndarray) -> None:
-        """Keeps ``values`` in place of what there was."""
+        """Replaces the residual by ``values``."""
         before = self._kept.pop(key, None)
         if before is not None:
             self.nbytes -= before.nbytes
@@ -92,17 +92,17 @@ _KINDS: Final = "'bf16', 'f16', 'int8', 'topk' or 'topk:FRACTION' (0.01 if not g
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A kind of compression; ``fraction`` is how much of a chunk top-k keeps."""
+    """A kind of compression; ``fraction`` is the part of a chunk that top-k keeps."""
 
     kind: str
     fraction: float = 0.01
 
     @classmethod
     def of(cls, name: str) -> Compression:
-        """From the words of a caller.
+        """Parses the name of a compression.
 
         Raises:
-            ValueError: There is no such compression; says which ones there are.
+            ValueError: There is no such compression; names those that exist.
         """
         kind, colon, text = name.partition(":")
         if kind == "topk" and colon:
@@ -121,22 +121,22 @@ class Compression:
 
 @dataclass(slots=True)
 class Compressor:
-    """What one generation of a group has left out so far.
+    """Creates the codecs of one generation, which share its residuals.
 
-    A codec is asked for per call. Calls of the same ``name`` (tag and position within
-    the tree) with the same sizes follow each other: each gets what the one before left.
-    Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``; names
-    that are used once need 256 MiB together, as above.
+    Each call gets a codec. Calls of the same ``name`` (tag and position in the tree)
+    with the same sizes continue each other's residual. Memory, for ``int8`` and
+    ``topk``: a float32 for each value that a rank sends; names that are used once take
+    256 MiB in total.
     """
 
     compression: Compression
     _residuals: Residuals = field(default_factory=Residuals)
 
     def codec(self, name: str, reduction: Reduction) -> Codec:
-        """How one call makes its values smaller.
+        """Returns the codec of one call.
 
         Raises:
-            TypeError: Only sums and means of floating numbers may lose bits.
+            TypeError: The reduction is not a sum or mean of floating-point numbers.
         """
         sums = reduction.op in (ReduceOp.SUM, ReduceOp.MEAN)
         if not (sums and reduction.accumulator.kind == "f"):
@@ -166,19 +166,19 @@ class _Half:
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
         _expect(data, 2 * count)
-        # New memory, as `Codec` has it: sums are of 32 bits at least.
+        # New memory, as `Codec` requires: sums have 32 bits or more.
         return widened(data.view(self.dtype), self.accumulator)
 
 
 @dataclass(frozen=True, slots=True)
 class _Int8:
-    """A scale, then a byte per value: at most half a scale away from it."""
+    """A scale, then a byte per value, with an error of at most half the scale."""
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         data = np.zeros(4 + len(values), np.uint8)
         largest = max(values.max(), -values.min()) if len(values) else np.float32(0)
         scale = data[:4].view(_F32)
-        # Of a chunk with inf or NaN all becomes NaN: nobody should go on with it.
+        # A chunk with inf or NaN becomes NaN as a whole, so that it is noticed.
         scale[0] = largest / np.float32(127) if np.isfinite(largest) else np.nan
         if scale[0] > 0:
             whole = np.rint(values / scale[0])
@@ -193,7 +193,7 @@ class _Int8:
 
 @dataclass(frozen=True, slots=True)
 class _TopK:
-    """Which values are the largest, then these themselves; the others are zero."""
+    """The indices of the largest values, then these values; the others are zero."""
 
     fraction: float
 
@@ -201,7 +201,7 @@ class _TopK:
         kept = self._kept(len(values))
         if not kept:
             return np.empty(0, np.uint8)
-        # NaN counts as large, and so is seen by all.
+        # NaN counts as large, so that all ranks get it.
         chosen = np.argpartition(np.abs(values), len(values) - kept)[-kept:]
         chosen.sort()
         data = np.empty(8 * kept, np.uint8)
@@ -225,7 +225,7 @@ class _TopK:
 
 @dataclass(frozen=True, slots=True)
 class _Feedback:
-    """Adds what was left out the last time, and keeps what is left out now."""
+    """Adds the residual of the last call, and keeps that of this one."""
 
     codec: _Int8 | _TopK
     accumulator: np.dtype
@@ -233,14 +233,14 @@ class _Feedback:
     residuals: Residuals
 
     def encode(self, place: int, values: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):  # inf and NaN travel on, as in `Reduction`
+        with np.errstate(all="ignore"):  # inf and NaN propagate, as in `Reduction`
             wanted = values.astype(_F32)
             before = self.residuals.get((self.name, place))
             if before is not None and len(before) == len(wanted):
                 wanted += before
             data = self.codec.encode(wanted)
             wanted -= self.codec.decode(data, len(wanted))
-        # What is no number any more would stay so for ever.
+        # NaN and inf would stay in the residual forever.
         np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         self.residuals.put((self.name, place), wanted)
         return data

@@ -1,15 +1,16 @@
-"""The words between a group and what carries its calls out.
+"""The interface between a group and the engines that run its calls.
 
 A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
-kinds of engine. The message path (`zstrat.collectives.group._traffic`) takes every
-call, runs on the loop, and has any number under way. A `CollectiveEngine`, as memory
-that one host shares, blocks the thread that runs it, and runs one call after the other.
+kinds. Messages (`zstrat.collectives.group._traffic`) can carry every call, any number
+at a time, on the loop. A `CollectiveEngine`, such as shared memory of one host, blocks
+the thread that runs it, and runs one call after the other.
 
-The law that makes ranks agree without a word: which engine takes a call, and in which
-order, depends only on what is alike on all ranks (kind, dtype, sizes, tag, options).
+The law by which ranks agree without communication: which engine runs a call, and in
+which order, depends only on what is equal on all ranks (kind, dtype, sizes, tag,
+options).
 
-Who finds the guilty: an engine knows ranks, not tasks. It raises `Overdue` or
-`Differs`; the group asks those ranks and makes the error that a person reads.
+*Blame.* An engine knows ranks, not tasks. It raises `Overdue` or `Differs`; the group
+asks those ranks, and makes the error for the user.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallKind(enum.Enum):
-    """What is called, by the name of the method of a group."""
+    """The kind of a call, by the name of the group's method."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -39,11 +40,11 @@ class CallKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveCall:
-    """One collective as this rank calls it, on flat arrays of one dtype.
+    """One collective call of this rank, on flat arrays of one dtype.
 
     ``source`` and ``target`` are one-dimensional, C-contiguous, in the machine's byte
-    order; they are one and the same memory (an in-place call) or do not overlap. The
-    engine writes nothing but ``target``, and keeps neither when the call is over.
+    order; they are the same memory (an in-place call) or do not overlap. The engine
+    writes only to ``target``, and keeps neither after the call.
 
     ==============  =====================  ===============  ========================
     kind            source                 target           sizes, in elements
@@ -64,37 +65,37 @@ class CollectiveCall:
     source: np.ndarray
     target: np.ndarray
     about: int
-    """Digest of ``words``, 32 bits: ranks that call different things find it out."""
+    """Digest of ``words``, 32 bits, by which ranks notice different calls."""
     words: str
-    """What is called, for people: ``all_reduce(float32[10, 3], SUM)``."""
+    """Description of the call: ``all_reduce(float32[10, 3], SUM)``."""
     deadline: float
     """`time.monotonic` at which an engine that still waits raises `Overdue`."""
     timeout: float
-    """Seconds that the caller gave it, of which the last are for finding out why it
-    takes so long (`margin_of`): the deadline comes before."""
+    """Seconds that the caller allows. The deadline is earlier by `margin_of`, to find
+    out why the call takes so long."""
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
-    """Among the ranks that take part."""
+    """Index among the ranks that take part."""
     sizes: tuple[int, ...] = ()
     tag: str | None = None
     """Tagged calls may be made in another order on another rank."""
     compression: str | None = None
     place: str = ""
-    """Names the same array, or bucket of arrays, each time that it is reduced."""
+    """Name of the array, or bucket of arrays, the same at each reduction of it."""
     algorithm: str | None = None
     is_frozen: bool = False
-    """Nobody changes ``source``, not even after the call."""
+    """``source`` is never changed, not even after the call."""
     whole: int | None = None
-    """Key of the call that this one is a part of: who waits is asked about that."""
+    """Key of the call that this one is a part of; inquiries are about that one."""
 
 
 def margin_of(timeout: float) -> float:
-    """Seconds between a call's deadline and the error of its caller."""
+    """Returns the seconds between a call's deadline and the error of its caller."""
     return min(1.0, timeout / 4)
 
 
 class Overdue(Exception):
-    """The deadline has come; ``ranks`` are those that this one waits for."""
+    """The deadline of a call has passed; ``ranks`` are those that it waits for."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(tuple(ranks))
@@ -102,7 +103,7 @@ class Overdue(Exception):
 
 
 class Differs(Exception):
-    """A rank calls something else under the same number."""
+    """A rank makes another call under the same number."""
 
     def __init__(self, rank: int, about: int) -> None:
         super().__init__(rank, about)
@@ -110,7 +111,7 @@ class Differs(Exception):
 
 
 class ConnectionEnded(Exception):
-    """Nothing can come any more from a rank that this one waits for."""
+    """The connection to a rank that this one waits for has ended."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -118,10 +119,11 @@ class ConnectionEnded(Exception):
 
 
 class CollectiveEngine(Protocol):
-    """Carries calls out in the thread that asks, one after the other."""
+    """Runs calls in the calling thread, one after the other."""
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Whether `run` can carry it out; looks only at what all ranks have alike."""
+        """Returns whether `run` supports the call; depends only on what is equal on all
+        ranks."""
 
     def run(self, call: CollectiveCall) -> None:
         """Blocks until ``target`` holds the result.
@@ -129,32 +131,35 @@ class CollectiveEngine(Protocol):
         Never called by two threads at a time; on all ranks in the same order.
 
         Raises:
-            Overdue: The call's deadline has come. Nothing more is run after it.
-            Differs: Another rank calls something else. Nothing more is run after it.
-            ConnectionEnded: A rank cannot be heard any more. The same.
-            Exception: What `abort` was given.
+            Overdue: The deadline of the call has passed.
+            Differs: Another rank makes another call.
+            ConnectionEnded: The connection to a rank has ended.
+            Exception: The error given to `abort`.
+
+        After any of these nothing more is run.
         """
 
     def waits(self) -> Sequence[int]:
-        """Ranks that `run` waits for just now; from any thread, takes no lock."""
+        """Returns the ranks that `run` waits for now. From any thread; takes no
+        lock."""
 
     def waited(self) -> Mapping[int, float]:
-        """Seconds that `run` has waited in memory so far, by the rank for which; from
-        any thread. What an engine has by messages is counted there."""
+        """Returns the seconds that `run` has waited in memory so far, by rank waited
+        for. From any thread. Waits for messages are counted by the traffic."""
 
     def abort(self, error: Exception) -> None:
-        """`run`, the one under way and all later ones, raises this error at once.
+        """Makes `run`, the present and later ones, raise this error at once.
 
         From any thread; the first error stays. Ranks of the same host that wait in
-        `run` are told by their own groups, but may be woken by this one, too.
+        `run` are notified by their own groups, but may be woken by this one, too.
         """
 
     def close(self) -> None:
-        """Lets go of all memory. No `run` is under way."""
+        """Releases all memory. No `run` is under way."""
 
 
 class Started(Protocol):
-    """A call among some ranks that is under way."""
+    """A call among some ranks, under way."""
 
     def wait(self) -> None:
         """Blocks until its ``target`` holds the result.
@@ -165,7 +170,7 @@ class Started(Protocol):
 
 
 class Between(Protocol):
-    """The path of messages, as an engine uses it to reach other hosts."""
+    """Messages, as an engine uses them to reach other hosts."""
 
     def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
         """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.

@@ -1,7 +1,13 @@
-"""What users hand over, as flat arrays, and back: numpy, jax, scalars, pytrees.
+"""Converts arguments (numpy, jax, scalars, pytrees) to flat arrays, and results back.
 
-A jax array on a CPU is read in place. What comes back is of the same kind as what
-was given; large results are at multiples of 64 bytes, where jax takes them as they are.
+A jax array on a CPU is read in place. A result is of the same kind as the argument;
+large results are aligned to 64 bytes, so that jax uses them without a copy.
+
+Many small arrays are sent as few large ones, in *buckets*, by TensorFlow's rule: arrays
+are taken from the last to the first, because a backward pass finishes the last layers
+first; a pack is started when the one before is *larger* than ``bytes_per_pack``; dtypes
+never share a buffer. Ranks agree on buckets because these depend only on dtypes and
+sizes.
 """
 
 from __future__ import annotations
@@ -31,15 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _SPELT: Final = 3
-"""Arrays that are named one by one."""
+"""Most arrays that are named one by one."""
 
 _NUMPY: Final = (np.ndarray, np.generic, bool, int, float, complex)
-"""What numpy understands without jax."""
+"""Types that numpy converts without jax."""
 
 
 @runtime_checkable
 class SlicesLike(Protocol):
-    """`zs.IndexedSlices`, which a higher floor defines."""
+    """`zs.IndexedSlices`, which is defined on a higher floor."""
 
     values: Any
     indices: Any
@@ -51,7 +57,7 @@ class SlicesLike(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLeaf:
     """One array of a user. ``flat`` is ``[n]`` in C order and the machine's byte order:
-    a view of the user's memory if that is so already."""
+    a view of the user's memory if possible."""
 
     flat: np.ndarray
     shape: tuple[int, ...]
@@ -60,7 +66,7 @@ class ArrayLeaf:
 
     @property
     def is_view(self) -> bool:
-        """Writing to ``flat`` writes to the user's array."""
+        """Whether writing to ``flat`` writes to the user's array."""
         origin = self.origin
         return (
             isinstance(origin, np.ndarray)
@@ -69,18 +75,18 @@ class ArrayLeaf:
         )
 
     def moved(self, axis: int) -> ArrayLeaf:
-        """With this axis as the first one."""
+        """Returns the leaf with ``axis`` moved to the front."""
         array = np.moveaxis(self.flat.reshape(self.shape), axis, 0)
         flat = np.ascontiguousarray(array).reshape(-1)
         return ArrayLeaf(flat, array.shape, self.origin, self.is_jax)
 
     @property
     def row(self) -> int:
-        """Elements of what is at one index of the first axis."""
+        """Number of elements at one index of the first axis."""
         return math.prod(self.shape[1:])
 
     def back(self, values: np.ndarray) -> Any:
-        """A result, of the kind that the user gave."""
+        """Converts a result to the kind that the user gave."""
         if not self.is_jax:
             return values
         from ._jax_leaves import put
@@ -92,8 +98,8 @@ _ARE_SLICES: Final[WeakKeyDictionary[type, bool]] = WeakKeyDictionary()
 
 
 def is_slices(node: object) -> TypeGuard[SlicesLike]:
-    """Whether it is `zs.IndexedSlices`. Each class is asked once: to ask an array
-    whether it has a protocol takes ten microseconds."""
+    """Returns whether the node is `zs.IndexedSlices`. Cached by class, as checking the
+    protocol takes ten microseconds."""
     kind = type(node)
     found = _ARE_SLICES.get(kind)
     if found is None:
@@ -102,7 +108,8 @@ def is_slices(node: object) -> TypeGuard[SlicesLike]:
 
 
 def dense(slices: SlicesLike) -> Any:
-    """The whole array: of numpy if the slices are, as jax would cut 64 bits."""
+    """Returns the dense array. In numpy if the slices are: jax would truncate 64
+    bits."""
     values, indices, shape = slices.values, slices.indices, slices.dense_shape
     are_numpy = isinstance(values, np.ndarray) and isinstance(indices, np.ndarray)
     if shape is None or not are_numpy:
@@ -115,18 +122,18 @@ def dense(slices: SlicesLike) -> Any:
 
 
 def with_rows(slices: Any, divisor: int | None, values: Any, indices: Any) -> Any:
-    """The slices of all ranks. Whoever adds them up later has the mean if each of them
-    is divided by the number of ranks now."""
+    """Returns the slices of all ranks, divided by ``divisor``: for a mean by the number
+    of ranks, as their sum is taken later."""
     if divisor is not None:
         values = values / divisor
     return dataclasses.replace(slices, values=values, indices=indices)
 
 
 def leaf_of(origin: Any) -> ArrayLeaf:
-    """An array, as a collective takes it.
+    """Converts an argument to a leaf.
 
     Raises:
-        TypeError: It is none, or of a dtype that does not travel.
+        TypeError: It is not an array, or its dtype is not supported.
     """
     is_jax = _is_jax(origin)
     if not is_jax and not isinstance(origin, _NUMPY):
@@ -135,7 +142,7 @@ def leaf_of(origin: Any) -> ArrayLeaf:
             f"{type(origin).__name__}"
         )
     if isinstance(origin, np.ma.MaskedArray):
-        raise TypeError("a masked array would lose its mask: fill it first")
+        raise TypeError("got a masked array, whose mask would be lost: fill it first")
     array = np.asarray(origin)
     if name_of(array.dtype) is None:
         raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
@@ -145,8 +152,8 @@ def leaf_of(origin: Any) -> ArrayLeaf:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
-    """Leaves of a pytree, IndexedSlices among them whole; the way back; and where they
-    are in it, which ranks must have alike."""
+    """Flattens a pytree with IndexedSlices as leaves. Returns the leaves, a function
+    that rebuilds the tree, and the paths, which must be equal on all ranks."""
     if isinstance(tree, _NUMPY):
         return [tree], lambda leaves: leaves[0], ""
     from ._jax_leaves import flatten as flatten_by_jax
@@ -155,11 +162,11 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
 
 
 def described(leaves: Sequence[ArrayLeaf], free: Sequence[ArrayLeaf] = ()) -> str:
-    """What ranks must have alike, in words: ``float32[10, 3]``; of many arrays how many
-    there are, and a digest.
+    """Describes what must be equal on all ranks: ``float32[10, 3]``; many arrays by
+    their number and a digest.
 
     Args:
-        free: Those whose length along the first axis may differ.
+        free: Leaves whose length along the first axis may differ.
     """
     names = [_named(leaf, leaf in free) for leaf in leaves]
     if len(names) <= _SPELT:
@@ -185,7 +192,7 @@ def _is_jax(origin: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Arrays of one dtype that travel together: which ones, and their elements."""
+    """Arrays of one dtype that are sent together: their indices and element counts."""
 
     dtype: np.dtype
     members: tuple[int, ...]
@@ -197,7 +204,7 @@ class Bucket:
 
     @property
     def is_packed(self) -> bool:
-        """Several members share it, and have to be copied."""
+        """Whether several members share the bucket, and have to be copied."""
         return len(self.members) > 1
 
     def flat(
@@ -205,11 +212,11 @@ class Bucket:
         arrays: Sequence[np.ndarray],
         allocate: Callable[[int, np.dtype], np.ndarray],
     ) -> np.ndarray:
-        """The elements of the members one after the other, ``[sum(counts)]`` in C
-        order; ``arrays`` are all that were packed.
+        """Concatenates the elements of the members: ``[sum(counts)]`` in C order;
+        ``arrays`` are all arrays that were packed.
 
-        A single member in C order is not copied: the result is a view of it. Else
-        ``allocate(elements, dtype)`` gives the memory.
+        A single member in C order is not copied: the result is a view. Else
+        ``allocate(elements, dtype)`` returns the memory.
         """
         mine = [arrays[member] for member in self.members]
         if not self.is_packed:
@@ -220,12 +227,12 @@ class Bucket:
         return whole
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Views of ``flat``, one per member: ``[count]`` each."""
+        """Returns views of ``flat``, ``[count]`` per member."""
         return split(flat, self.counts)
 
 
 def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Neighbouring views of ``flat`` ``[sum(sizes)]``."""
+    """Splits ``flat`` ``[sum(sizes)]`` into views of these sizes."""
     ends = accumulate(sizes, initial=0)
     return [flat[start:end] for start, end in pairwise(ends)]
 
@@ -235,14 +242,14 @@ def buckets(
     bytes_per_pack: int = 0,
     alone: int | None = None,
 ) -> list[Bucket]:
-    """Which arrays travel together, in the order in which they should start.
+    """Returns which arrays are sent together, in the order in which to start.
 
     Args:
-        arrays: Dtype and number of elements of each.
-        bytes_per_pack: A pack that is larger than this takes no more; 0: all go into
-            one pack. As large packs exceed it, it is no upper bound.
-        alone: Arrays of so many bytes travel by themselves and need not be copied;
-            None: none does, as in TensorFlow.
+        arrays: Dtype and number of elements of each array.
+        bytes_per_pack: A pack larger than this is full; 0: one pack for all. Not an
+            upper bound, as packs exceed it.
+        alone: Arrays of this many bytes or more are sent separately, without a copy;
+            None: no array, as in TensorFlow.
 
     Raises:
         ValueError: ``bytes_per_pack`` is negative.

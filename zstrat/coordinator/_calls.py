@@ -1,13 +1,12 @@
-"""What a scheduled call is made of, and how the same one is found again.
+"""`CallTable`: the traced and pickled calls of a coordinator.
 
 A call is traced and pickled once; scheduling it again costs a look-up. Two calls are
-the same if function and arguments are, where arguments are compared by *value* if they
-are plain, by their number if they are handles (variables, per-worker iterators), by
-dtype and shape if they are arrays, whose bytes each closure brings (`Input`), and never
-if they can change otherwise (foreign objects, and arrays in these): those are pickled
-at each schedule, so that a closure sees its arguments as they were then. Foreign
-objects that give the bytes of before are the ones of before: a worker that unpickled
-them anew would trace the step anew, as they may compare by identity.
+the same if their function and arguments are. Plain arguments are compared by *value*,
+handles (variables, per-worker iterators) by their number, and arrays by dtype and
+shape, as each closure has their bytes. Other objects, and arrays in them, may change at
+any time: they are pickled by each `schedule`, so that a closure sees them as they were
+then. If they give the same bytes as before, the earlier pickle is used: a worker that
+unpickled it again would trace the step again, as objects may compare by identity.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableHandle
 
 CACHED_CALLS: Final = 1024
-"""Different argument lists of one function that are remembered; the oldest goes."""
+"""Argument lists of one function that are remembered."""
 
 SAME_BYTES: Final = 16
-"""Pickled argument lists of one function that are compared with new ones; they stay on
-the workers as long."""
+"""Pickled argument lists of one function that are compared with new ones, and that stay
+on the workers."""
 
 _recording: Final = recorder.get
 
 
 class TracingStrategy(Protocol):
-    """A `CoordinatedStrategy`, as far as tracing and shipping a step takes it."""
+    """What tracing a step needs of a `CoordinatedStrategy`."""
 
     def scope(self) -> AbstractContextManager[object]: ...
 
@@ -66,10 +65,10 @@ class TracingStrategy(Protocol):
 
 
 class Code:
-    """A pickled function (or dataset), named by its digest.
+    """A pickled function or dataset, named by its digest.
 
     Args:
-        classes: Of the program, that travel with it: workers refer to them.
+        classes: Classes of the program that are pickled with it, kept alive here.
     """
 
     __slots__ = ("classes", "code", "digest")
@@ -79,7 +78,8 @@ class Code:
 
     @classmethod
     def of(cls, obj: object) -> Code:
-        """
+        """Pickles a function or dataset.
+
         Raises:
             Exception: It cannot be pickled.
         """
@@ -88,8 +88,8 @@ class Code:
 
 
 class PickledArguments:
-    """Pickled ``(args, kwargs)`` with a number. When the last closure and the cache
-    have let go of them, the number is retired, and the workers may forget it."""
+    """Pickled ``(args, kwargs)`` with a number. When neither a closure nor the cache
+    needs them, the number is retired, and the workers drop them."""
 
     __slots__ = ("__weakref__", "arrays", "code", "number")
     _numbers = itertools.count(1)
@@ -97,33 +97,32 @@ class PickledArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number = next(self._numbers)
         self.code, arrays = dump((args, dict(kwargs)))
-        # They are views of the user's memory, and are sent after schedule returned.
+        # Copies, as they are sent after schedule() has returned.
         self.arrays = tuple(array.copy() for array in arrays)
 
     @property
     def nbytes(self) -> int:
-        """What they take in memory."""
+        """Bytes in memory."""
         return len(self.code) + sum(array.nbytes for array in self.arrays)
 
     def retire_to(self, retired: deque[int]) -> None:
+        """Has the number appended to ``retired`` when this is collected."""
         # deque.append takes no lock: a finalizer may run while this thread holds any.
         weakref.finalize(self, retired.append, self.number).atexit = False
 
 
 class ScheduledCall:
-    """What a closure runs.
+    """A function with arguments, for any number of closures.
 
-    Its per-worker resources are held weakly: a call is remembered, and must not keep
-    alive what the user has dropped. Each closure holds them.
+    It holds its per-worker resources weakly: calls are cached, and must not keep alive
+    what the user dropped. Each closure holds them.
 
     Args:
-        resources: Those among its arguments.
-        captured: Those that it draws from besides, held by an object.
-        held: Those that an object holds, of a step that was not traced: it may draw
-            from them.
+        resources: The resources among its arguments.
+        captured: Other resources that the trace used, which an object holds.
+        held: Resources that an object holds and an untraced step may use.
 
-    ``nbytes`` is what each closure of it adds to what the queue holds: its arguments,
-    if the next closure has others.
+    ``nbytes`` is the memory of arguments that only one closure uses.
     """
 
     __slots__ = (
@@ -151,15 +150,15 @@ class ScheduledCall:
         self.resources = tuple(resource.resource for resource in needed)
         self._claims = tuple(weakref.ref(each.claim) for each in (*needed, *held))
         self.captured = self._claims[len(resources) :]
-        """Claims on what it captured; one that is gone was dropped by the user."""
+        """Claims on captured resources; those that the user dropped are dead."""
 
     def claims(self) -> tuple[Claim | None, ...]:
-        """What a closure holds so that its resources stay."""
+        """Returns what a closure holds to keep its resources."""
         return tuple([claim() for claim in self._claims]) if self._claims else ()
 
 
 class _KnownFunction:
-    """A function that was scheduled before. Does not keep it alive."""
+    """A function that was scheduled before. Holds it weakly."""
 
     __slots__ = ("_held", "calls", "code", "pickled", "reference", "settings")
 
@@ -178,24 +177,24 @@ class _KnownFunction:
         self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
 
     def remember(self, key: Hashable, call: ScheduledCall) -> None:
-        """`CallTable.find` is to find it."""
+        """Caches a call for `CallTable.find`."""
         self.calls[key] = call
         if len(self.calls) > CACHED_CALLS:
             self.calls.popitem(last=False)
 
     @property
     def held(self) -> list[PerWorker]:
-        """The resources that it holds as it was shipped, but those that the user has
-        dropped since: of these the worker tells whoever draws from one."""
-        found = [reference() for reference in self._held]
-        return [resource for resource in found if isinstance(resource, PerWorker)]
+        """The resources that were pickled with it, except those that the user dropped:
+        a worker raises an error for these."""
+        resources = [reference() for reference in self._held]
+        return [each for each in resources if isinstance(each, PerWorker)]
 
     def shares(self, arguments: PickledArguments) -> bool:
-        """Whether other closures may have these very arguments."""
+        """Whether other closures may use the same arguments."""
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
-        """The arguments that gave the same bytes before, else these."""
+        """Returns earlier arguments with the same bytes, or these."""
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
         if len(self.pickled) > SAME_BYTES:
@@ -204,12 +203,12 @@ class _KnownFunction:
 
 
 class CallTable:
-    """Makes calls and finds them again.
+    """Makes calls, and finds them again.
 
     Args:
-        strategy: Its scope is entered around each trace, here and on the workers, so
-            that what a trace creates lands where the strategy puts it.
-        retired: Gets the numbers of arguments that nobody needs any more.
+        strategy: Each trace, here and on workers, runs in its scope, so that variables
+            that a trace creates are placed by the strategy.
+        retired: Gets the numbers of arguments that nobody needs.
     """
 
     def __init__(self, strategy: TracingStrategy, retired: deque[int]) -> None:
@@ -222,8 +221,8 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[ScheduledCall, bytes] | None:
-        """The same call of before and the bytes of these inputs, in microseconds; None
-        if it must be made, or may not be, as a step is being traced."""
+        """Returns the cached call and the bytes of these inputs, in microseconds. None
+        if the call must be made, or must not, as a step is being traced."""
         known = self._known.get(id(function))
         if (
             known is None
@@ -238,7 +237,7 @@ class CallTable:
         except _NoKeyError:
             return None
         if call is None or (inputs and any(map(loses_bits, inputs))):
-            return None  # of what jax cuts the trace tells
+            return None  # the trace warns of values that jax truncates
         if call.captured and any(claim() is None for claim in call.captured):
             return None
         return call, bytes_of_inputs(inputs) if inputs else b""
@@ -252,26 +251,26 @@ class CallTable:
         """Checks, traces and pickles a call.
 
         Returns:
-            The call, and the bytes of its inputs: none if its arrays are pickled.
+            The call, and the bytes of its inputs; none if its arrays are pickled.
 
         Raises:
-            TypeError: ``function`` is no `zstrat.function`.
+            TypeError: ``function`` is not a `zstrat.function`.
             ValueError: A `RemoteValue` is among the arguments, or the function updates
-                variables that live in this process only.
+                variables of this process.
             RuntimeError: An iterator that the function captured was dropped, or a step
                 is being traced.
             NotFoundError: It uses variables of another session.
-            ClosedError: A per-worker resource is of a coordinator that has lost the
-                cluster to a newer one.
-            Exception: What tracing or pickling raised.
+            ClosedError: A per-worker resource belongs to a coordinator whose cluster a
+                newer strategy took over.
+            Exception: Tracing or pickling failed.
         """
         if _recording() is not None:
             raise RuntimeError(in_step("coordinator.schedule"))
         function = _checked(function)
         if not isinstance(args, tuple | list | None):
             raise TypeError(
-                f"args of schedule is a tuple of arguments, args=(x,); got a bare "
-                f"{type(args).__name__}"
+                "schedule: expected args= to be a tuple of arguments, as args=(x,); "
+                f"got {type(args).__name__}"
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
@@ -281,7 +280,7 @@ class CallTable:
         result = Result(function.name, traced.treedef)
         known = self._know(function)
         key, inputs = None, b""
-        # What is carried is another value the next time.
+        # Carried variables have other values the next time.
         if traced.carried:
             positional = (_values_of(traced.carried), *positional)
         elif function.eager or result.treedef is not None:
@@ -301,27 +300,27 @@ class CallTable:
 
     @property
     def traces(self) -> int:
-        """Signatures that were traced here, of all functions that are still there.
-        From any thread."""
+        """Number of traces in this process of functions that still exist. From any
+        thread."""
         known = [each.reference() for each in list(self._known.values())]
         return sum(function.trace_count for function in known if function is not None)
 
     def forget(self) -> None:
-        """Lets go of everything."""
+        """Forgets all functions."""
         self._known.clear()
 
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _TracedCall:
-        """What the trace says. Of an eager function, and of one whose resources failed,
-        which is traced once a worker has built them, it is nothing."""
+        """Traces a call. Returns an empty result for an eager function, and for one
+        whose resources no worker could build, which is traced when one has."""
         if function.eager:
             return _TracedCall()
         stand_ins: dict[int, object] = {}
         for resource in _per_worker((args, kwargs)):
             stand_ins[resource.resource] = stand_in = resource._stand_in()
             if stand_in is None:
-                # It failed on all that are there: the closure will say why.
+                # All workers failed to build it; the closure raises the error.
                 return _TracedCall()
         args, kwargs = jax.tree.map(
             lambda leaf: (
@@ -330,8 +329,8 @@ class CallTable:
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
-        # In a context of its own: it ends in C, where no Ctrl-C can strike on the way
-        # out and leave the caller in this scope, or in the middle of a trace.
+        # In a context of its own, which ends in C: Ctrl-C cannot leave the caller in
+        # this scope, or in the middle of a trace.
         plan = copy_context().run(self._plan, function, args, kwargs)
         plan.require_shared()
         self._strategy.require_known(plan)
@@ -353,11 +352,11 @@ class CallTable:
     ) -> PickledArguments | None:
         if not args and not kwargs:
             return None
-        made = arguments = PickledArguments(args, kwargs)
-        # An eager step may change its arguments, and is not traced.
+        pickled = arguments = PickledArguments(args, kwargs)
+        # An eager step may change its arguments, so each closure has its own.
         if not function.eager and not _has_arrays((args, kwargs)):
-            arguments = known.same(made)
-        if arguments is made:
+            arguments = known.same(pickled)
+        if arguments is pickled:
             arguments.retire_to(self._retired)
         return arguments
 
@@ -378,9 +377,8 @@ class CallTable:
 
 
 class _TracedCall(NamedTuple):
-    """What the trace of a call says: the treedef of its result, if it knows; the
-    resources that it draws from and that are no arguments; and the variables of this
-    process that it reads."""
+    """The outcome of tracing a call: the treedef of its result (None: unknown), the
+    resources that it captured, and the variables of this process that it reads."""
 
     treedef: Any = None
     captured: Sequence[PerWorker] = ()
@@ -393,23 +391,24 @@ def _values_of(variables: Sequence[VariableHandle]) -> CarriedValues:
 
 
 def _captured(plan: Plan) -> list[PerWorker]:
-    """The handles of iterators that the step draws from and that are no arguments."""
-    found = []
+    """Returns the handles of iterators that the step reads without getting them as
+    arguments."""
+    handles = []
     for iterator in plan.captured:
         assert isinstance(iterator, StandIn), iterator.name
         if (handle := iterator.handle()) is None:
             raise RuntimeError(
-                f"the step function {plan.function!r} draws from an iterator that an "
-                f"object held when it was first scheduled (of {iterator.name}), and "
-                "that was dropped since: what a step captures is taken once. Give it "
-                "the iterator as an argument, args=(iterator,)"
+                f"the step function {plan.function!r} reads an iterator of "
+                f"{iterator.name} that an object held when the step was first "
+                "scheduled, and that was dropped since: a step captures iterators "
+                "once. Pass the iterator as an argument, args=(iterator,)"
             )
-        found.append(handle)
-    return found
+        handles.append(handle)
+    return handles
 
 
 class _NoKeyError(Exception):
-    """An argument has no value that could be compared."""
+    """An argument cannot be compared by value."""
 
 
 _PLAIN: Final = frozenset({type(None), bool, int, str, bytes})
@@ -429,7 +428,8 @@ def _key_and_inputs(
 def _key_of(
     args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, inputs: list[Any]
 ) -> Hashable:
-    """What the same call has the same of; its inputs are appended to the list."""
+    """Returns a key that equal calls share, and appends the array inputs to the
+    list."""
     if not isinstance(args, tuple | list | None):
         raise _NoKeyError
     if not kwargs:
@@ -461,7 +461,7 @@ def _key(value: Any, inputs: list[Any]) -> Hashable:
 
 
 def _name(value: Any) -> Hashable:
-    """The key of a dict, which is no input."""
+    """Returns the key of a dict key, which cannot be an array input."""
     inputs: list[Any] = []
     key = _key(value, inputs)
     if inputs:
@@ -474,8 +474,8 @@ def _checked(function: object) -> Function:
         return function
     raise TypeError(
         "`ClusterCoordinator.schedule` only accepts a `zstrat.function`; got "
-        f"{function!r:.200} of type {type(function).__name__}: put @zs.function above "
-        "its definition, or call zs.function(fn) once and schedule the result"
+        f"{function!r:.200} of type {type(function).__name__}. Decorate it with "
+        "@zs.function, or call zs.function(fn) once and schedule the result"
     )
 
 
@@ -497,8 +497,8 @@ def _resources(tree: Any) -> list[PerWorker]:
     for leaf in _leaves(tree):
         if isinstance(leaf, RemoteValue):
             raise ValueError(
-                "a RemoteValue is among the arguments: its result is not there yet and "
-                "may never be; pass `value.fetch()`, or compute both in one function"
+                "a RemoteValue is among the arguments; pass `value.fetch()`, or "
+                "compute both in one function"
             )
         if isinstance(leaf, NoArgument):
             leaf.refuse()
@@ -506,5 +506,6 @@ def _resources(tree: Any) -> list[PerWorker]:
 
 
 def _pop(table: dict[int, _KnownFunction], number: int, _: object) -> None:
-    """Forgets a function that is gone; the table may not keep its `CallTable` alive."""
+    """Forgets a function that was collected. Not a method, which would keep the
+    `CallTable` alive."""
     table.pop(number, None)

@@ -1,12 +1,12 @@
-"""All tasks of a session, on the loop thread: which are there, and what a loss means.
+"""`Cluster`: all tasks of a session, and what happens when one is lost. On the loop.
 
-A parameter server has one life in a session: what it held is gone when it returns with
-another incarnation, or from another coordinator. While one is away the cluster has an
-*outage*, and the dispatcher raises its error from every call that schedules or joins;
-or, if the user wishes, all wait until the server is filled again (`recovery/`), or its
-copy takes its place (`replication/`). Workers come and go (`membership/`), and so do
-stores (`moving/`): this file joins these parts, and tells the dispatcher what they
-decide.
+A parameter server has one life in a session: if it returns with another incarnation, or
+was used by another coordinator, its values are gone. While one is lost the cluster has
+an *outage*, and every call that schedules or joins raises its error. With
+``on_ps_loss="restore"`` calls wait until the server is restored (`recovery/`), and with
+``replicas=1`` its backup takes over (`replication/`). Workers (`membership/`) and
+stores (`moving/`) may change at any time. This file connects these parts and the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 WORKERS_JOIN_SECONDS: Final = 1.0
-"""For workers that are connected when all else is there to enter the session, so that
-they are counted. Opening a session takes milliseconds."""
+"""Seconds for connected workers to join the session after all servers have, so that
+they are counted. Joining takes milliseconds."""
 GOODBYE_SECONDS: Final = 2.0
-"""For all tasks together to hear that the session is over."""
+"""Seconds for all tasks together to answer that they closed the session."""
 
 
 @final
@@ -71,10 +71,10 @@ class Cluster:
     Args:
         session: The number of the session.
         ps: Addresses, by task number.
-        workers: Task number to address; some numbers may be missing.
-        options: How the program holds the cluster.
-        writer: The incarnation in the HELLO of the links; None: the session's number.
-        draw: Draws a number for the session anew, which nobody has used.
+        workers: Task number to address; numbers may be missing.
+        options: How the program uses the cluster.
+        writer: The incarnation in the HELLO of the links. Default: the session number.
+        draw: Draws a session number that nobody has used.
     """
 
     def __init__(
@@ -93,19 +93,20 @@ class Cluster:
         self.name: Final = options.name
         self._ends_on_close = not options.is_shared and not options.name
         self.renewal: Final = SessionRenewal(self, session, draw)
-        """Knows the number of the session, and has all tasks enter another one."""
+        """Has the number of the session, and moves all tasks to another session."""
         self.recovery: Recovery | None = None
-        """Fills parameter servers that come back empty, if that is wished."""
+        """Restores parameter servers that return empty, with
+        ``on_ps_loss="restore"``."""
         self.dispatcher: Dispatcher | None = None
         self.run_status: Final = RunStatus()
-        """What the tasks tell of themselves."""
+        """What the tasks report."""
         self.timeline: TimelineRun | None = None
-        """The one that is taken now."""
+        """The time line that is being taken."""
         self._closing = False
         self._timeouts, self._make_link, self._home = timeouts, make_link, tuple(ps)
         self._make: Final = SessionMaker(options, timeouts, make_link, self)
         self.workers: Final[list[TaskSession]] = []
-        """By place; the sessions on workers that were let go are closed, and stay."""
+        """By place; those of removed workers are closed, and stay."""
         self.store_directory: Final = StoreDirectory(
             list(ps) * options.stores_per_ps, self.workers
         )
@@ -123,10 +124,10 @@ class Cluster:
             self._worker_session(task_number, place, at)
             for place, (task_number, at) in enumerate(sorted(workers.items()))
         )
-        # By identity, as a set: it is looked at for each message of a task.
+        # A set of identities, as each message of a task is checked against it.
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
-        """Stores that are not there, and no copy in their place: why."""
+        """Why stores are lost that no backup has taken over, by store."""
         self._devices: SessionOpened | None = None
         self.client: Final = PsClient(
             [task.link for task in self.ps],
@@ -134,15 +135,15 @@ class Cluster:
             writer=session if writer is None else writer,
             request_timeout=timeouts.request,
         )
-        for each, line in zip(self.ps, self.client.lines, strict=True):
-            each.line = line
+        for task, line in zip(self.ps, self.client.lines, strict=True):
+            task.line = line
         self.replication: Replication | None = None
-        """Keeps second copies of what the parameter servers hold, if that is wished, or
-        while stores move; and finds what was left under a name."""
+        """Keeps backups of stores, moves stores, and finds those that a program left
+        under the session's name. None if none of that is needed."""
         if options.replicas or options.stores_per_ps > 1 or options.name:
             self.ensure_replication()
         self.moves: Final = StoreMoves(self, ps, timeouts)
-        """Has stores move on purpose."""
+        """Adds and drains parameter servers, and moves stores."""
         self.fences: Final[Fences] = Fences(
             session, self.client, self.ps, self._absent, timeouts.request
         )
@@ -167,34 +168,34 @@ class Cluster:
 
     @property
     def session(self) -> int:
-        """The number that the parameter servers know the session by."""
+        """The session number of the parameter servers."""
         return self.renewal.session
 
     def end_on_close(self) -> None:
-        """The session is over when it is closed, whatever its name. From any thread."""
+        """Has `close` end the session even if it has a name. From any thread."""
         self._ends_on_close = not self.options.is_shared
 
     async def open(self) -> None:
-        """Takes all parameter servers and one worker at least; the rest joins later.
+        """Opens the session on all parameter servers and at least one worker; others
+        may join later.
 
         Raises:
-            PSUnavailableError: Only a part is left of the session that has the name; it
-                stays where it is.
+            PSUnavailableError: Only a part of the named session is left; it stays.
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
-            BusyError: They belong to another coordinator, for ``timeouts.turn``; or for
-                ``timeouts.notice``, if that is not heard any more.
+            BusyError: Another coordinator used them for ``timeouts.turn``, or for
+                ``timeouts.notice`` without a sign of life.
             VersionMismatchError, PermissionDeniedError: At once.
-            ValueError: The workers that are there differ in their number of devices.
+            ValueError: The workers differ in their number of devices.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect + self._timeouts.turn
         if self.replication is not None and self.options.stores_per_ps > 1:
-            # No process has these by itself: where they will be is not known yet.
+            # No process has these stores yet.
             for task in self.ps[len(self._home) :]:
                 task.park()
             if not self.name:
                 await self.replication.create_stores(deadline)
-        if self.name:  # nobody knows yet which process serves which store
+        if self.name:  # it is not known yet which process serves which store
             await self.renewal.adopt(self.name, self.options.restart_partial, deadline)
         else:
             await arrive(self.ps, self.workers, deadline)
@@ -206,17 +207,18 @@ class Cluster:
         if self.replication is not None:
             await self.replication.open(deadline)
 
-    async def close(self, leave: bool) -> None:
-        """Leaves all tasks; with ``leave`` they drain and end as processes."""
+    async def close(self, exits: bool) -> None:
+        """Closes the session on all tasks; with ``exits`` their processes drain and
+        end."""
         if self._closing:
             return
-        self._closing = True  # from now on a task that goes is no loss: we leave it
+        self._closing = True  # from now on a task that goes is not a loss
         self.worker_sessions.stop_starting()
-        # Before anything is stopped: it asks all tasks for what they have noted.
+        # Before anything is stopped, as it asks all tasks for their spans.
         if self.timeline is not None:
             try:
                 await self.timeline.close(GOODBYE_SECONDS)
-            except Exception:  # to the log: all else has to be closed
+            except Exception:  # to the log, as all else has to be closed
                 log.exception("ending the time line")
         self.run_status.end()
         if self.dispatcher is not None:
@@ -227,7 +229,7 @@ class Cluster:
         await self.fences.stop()
         if self.replication is not None:
             await self.replication.stop()
-        await self._leave_tasks(leave)
+        await self._leave_tasks(exits)
 
     async def _leave_tasks(self, exits: bool) -> None:
         seconds = self._timeouts.drain if exits else GOODBYE_SECONDS
@@ -236,19 +238,19 @@ class Cluster:
         tasks = (*self.workers, *self.ps, *processes)
         answers = []
         for task in tasks:
-            gone = task.is_closed  # or on its way: it was removed
+            was_closed = task.is_closed  # or is being closed
             task.leave()
-            if not gone and task.is_ready and (self._ends_on_close or exits):
+            if not was_closed and task.is_ready and (self._ends_on_close or exits):
                 answers.append(task.say_goodbye(seconds, exits=exits))
         if answers:
             await asyncio.wait(answers, timeout=seconds)
         await asyncio.gather(*(task.close() for task in tasks))
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """From now on the dispatcher is told about workers."""
+        """Gives all workers to a dispatcher, and starts it."""
         self.dispatcher = dispatcher
         self.worker_sessions.attach(dispatcher)
-        # Before it starts: what it sends then has the number that workers know.
+        # Before it starts, so that it sends the session number that workers know.
         dispatcher.enter(self.renewal.worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
             self.renewal.suspend_dispatch()
@@ -259,16 +261,16 @@ class Cluster:
             self.renewal.report_outage(outage)
 
     def recover(self, timeout: float) -> None:
-        """From now on parameter servers that come back empty are filled again, if they
-        come back within ``timeout`` seconds."""
-        assert not self.options.is_shared, "other programs hold the servers, too"
-        filling = timeout + self._timeouts.request
-        self.recovery = Recovery(self, self.renewal, timeout, filling)
+        """Has lost parameter servers restored that return within ``timeout``
+        seconds."""
+        assert not self.options.is_shared, "other programs use the servers, too"
+        restore_timeout = timeout + self._timeouts.request
+        self.recovery = Recovery(self, self.renewal, timeout, restore_timeout)
         if self._absent:
             self.recovery.server_lost()
 
     def ensure_replication(self) -> Replication:
-        """What watches processes and moves stores; it is made the first time."""
+        """Returns what watches processes and moves stores; makes it the first time."""
         if self.replication is None:
             self.replication = Replication(
                 self,
@@ -281,13 +283,13 @@ class Cluster:
                 self.name,
             )
             pairs = zip(self.replication.processes, self.ps, strict=False)
-            for process, server in pairs:  # further stores have no process yet
+            for process, server in pairs:  # other stores have no process yet
                 process.require_same_process(server)
         return self.replication
 
     @property
     def outage_error(self) -> PSUnavailableError | None:
-        """Names the parameter server that is not there; None if all are."""
+        """The error that names a lost parameter server; None if none is lost."""
         if self.recovery is not None and (error := self.recovery.error) is not None:
             return error
         for store, reason in self._absent.items():
@@ -297,12 +299,12 @@ class Cluster:
 
     @property
     def failovers(self) -> int:
-        """How often another copy took the place of a parameter server."""
+        """Number of failovers so far."""
         return 0 if self.replication is None else self.replication.takeovers
 
     @property
     def outages(self) -> int:
-        """How often that was so, or the servers were filled again."""
+        """Number of failovers and restores so far."""
         restores = 0 if self.recovery is None else self.recovery.restores
         return restores + self.failovers
 
@@ -312,7 +314,7 @@ class Cluster:
         asked does not serve the store now.
 
         Raises:
-            PSUnavailableError: A server did not come back, or could not be filled.
+            PSUnavailableError: A server did not return, or could not be restored.
         """
         waited, recovery = False, self.recovery
         if recovery is not None:
@@ -323,8 +325,8 @@ class Cluster:
 
     @property
     def worker_devices(self) -> SessionOpened:
-        """What the workers said of their devices when the cluster was opened: steps are
-        planned for workers with as many."""
+        """The devices of a worker when the cluster was opened, for which steps are
+        planned."""
         return self._devices or SessionOpened("cpu", 1)
 
     @property
@@ -333,11 +335,11 @@ class Cluster:
         return self.membership.addresses
 
     def backups(self) -> list[ProbedTask]:
-        """A way to each second copy that has all, to ask it what it does."""
+        """Returns connections to the backups that are complete."""
         return [] if self.replication is None else self.replication.backups()
 
     def task_ready(self, task: TaskSession) -> None:
-        """The task is in our session."""
+        """Handles a task that has joined the session."""
         if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
                 self.dispatcher.worker_ready(task)
@@ -352,14 +354,14 @@ class Cluster:
             self.dispatcher.turn_soon()
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
-        """The task is not in our session any more."""
+        """Handles a task that is no longer in the session."""
         if self._closing:
             return
         replication, is_server = self.replication, id(task) in self._ps_ids
-        words = reason
+        detail = reason
         if is_server and replication is not None:
-            words = replication.status.reason_with_process(task.place, reason)
-        self.run_status.task_lost(task.name, words)
+            detail = replication.status.reason_with_process(task.place, reason)
+        self.run_status.task_lost(task.name, detail)
         if not is_server:
             if self.dispatcher is not None:
                 self.dispatcher.worker_lost(task, reason)
@@ -368,15 +370,15 @@ class Cluster:
         if replication is None or not (
             self.options.replicas or replication.keeps(task.place)
         ):
-            self.store_lost(task.place, words)
+            self.store_lost(task.place, detail)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
-        else:  # no copy can take its place now: requests end that wait for that
-            task.give_up(words)
-            self.store_lost(task.place, words)
+        else:  # no backup can take over: requests that wait for one fail
+            task.give_up(detail)
+            self.store_lost(task.place, detail)
 
     def store_lost(self, store: int, reason: str) -> None:
-        """The parameter server is not there, and no other in its place."""
+        """Starts an outage: no process serves the store."""
         self._absent[store] = reason
         if self.recovery is not None:
             self.recovery.server_lost()
@@ -384,7 +386,7 @@ class Cluster:
             self.renewal.report_outage(outage)
 
     def message_received(self, task: TaskSession, message: Message) -> None:
-        """A task has sent a notice; or a process with copies a worker's report."""
+        """Handles a notice of a task."""
         if isinstance(message, Telemetry):
             self.run_status.telemetry_received(task.name, message.values)
             return

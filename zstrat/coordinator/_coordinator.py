@@ -141,11 +141,11 @@ class ClusterCoordinator(CoordinatorFace):
         }
         core = core_of(strategy, options)
         with core.session.lock:
-            coordinator = core.session.coordinators.get("blocking")
-            if not isinstance(coordinator, ClusterCoordinator):
+            coordinator: ClusterCoordinator | None = core.blocking
+            if coordinator is None:
                 coordinator = super().__new__(cls)
                 coordinator._core = core
-                core.session.coordinators["blocking"] = coordinator
+                core.blocking = coordinator
             return coordinator
 
     def __repr__(self) -> str:
@@ -340,7 +340,9 @@ class AsyncClusterCoordinator(CoordinatorFace):
         """
         awaiter = sys._getframe(1)
         site: CallSite | None = None
-        if awaiter.f_code.co_flags & inspect.CO_COROUTINE:  # else a task awaits it
+        if (
+            awaiter.f_code.co_flags & inspect.CO_COROUTINE
+        ):  # else a task of its own runs it
             site = awaiter.f_code, awaiter.f_lasti
         del awaiter  # an error's traceback would keep it alive
         core = self._core

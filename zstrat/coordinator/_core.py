@@ -1,8 +1,8 @@
 """`CoordinatorCore`: the queue, the dispatcher and the known functions of a strategy.
 
 `ClusterCoordinator` and `AsyncClusterCoordinator` share one. The engine and the
-dispatcher have no reference to it: when the program drops both coordinators it is
-collected, and its finalizer stops the dispatcher.
+dispatcher have no reference to it: it is collected when the program drops the strategy
+and both coordinators, and its finalizer then stops the dispatcher.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class CoordinatorCore:
         errors_once: bool = False,
     ) -> None:
         self.strategy = strategy
+        self.options: Mapping[str, Any] = {}
+        """Those that the program gave, by name."""
+        self.blocking: Any = None
+        """The `ClusterCoordinator`, if there is one."""
         self.session: ClusterSession = strategy.session
         portal = self.portal = self.session.portal
         queue = Queue(
@@ -97,7 +101,6 @@ class CoordinatorCore:
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
-            (),  # `Cluster.attach` adds them
             self.session.cluster.fences,
             self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
@@ -229,12 +232,12 @@ class CoordinatorCore:
         cause = "the coordinator was shut down"
         # In a forked process there is nothing to end.
         with contextlib.suppress(ForkedError), self.session.lock:
-            if self.session.coordinators.get("core") is self:
+            if self.session.core is self:
                 # In this order, as Ctrl-C may strike between any two lines: the next
                 # coordinator must not issue a step number again.
                 self.engine.close(cause)
                 self.session.next_step = self.engine.queue.steps.next
-                self.session.coordinators.clear()
+                self.session.core = self.blocking = None
         if self._finalizer.alive:
             self._on_loop(self.dispatcher.stop, cause)
             self._finalizer.detach()
@@ -268,14 +271,14 @@ class _LoopCalls:
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
-    def bring(self, kept: Kept) -> list[np.ndarray]:
+    def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         warn_of_blocking("the remote value itself")
         # The request has a deadline, which moves while bytes of the result arrive.
-        fetching = self.dispatcher.bring(kept)
+        fetching = self.dispatcher.fetch_kept(kept)
         return self._portal.run(fetching, math.inf, "fetching a result")
 
-    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        fetching = self.dispatcher.bring(kept)
+    async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
+        fetching = self.dispatcher.fetch_kept(kept)
         return await self._portal.run_async(fetching, "fetching a result")
 
 
@@ -299,14 +302,13 @@ def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
             raise ClosedError(
                 session.taken_over or "the strategy is closed; make a new one"
             )
-        known = session.coordinators
-        core: CoordinatorCore | None = known.get("core")
+        core: CoordinatorCore | None = session.core
         if core is None:
-            core = known["core"] = CoordinatorCore(strategy, **given)
-            known["options"] = given
-        elif given and given != known["options"]:
+            core = session.core = CoordinatorCore(strategy, **given)
+            core.options = given
+        elif given and given != core.options:
             raise ValueError(
-                f"this strategy already has a coordinator with {known['options']}; got "
+                f"this strategy already has a coordinator with {core.options}; got "
                 f"{given}. A strategy has one coordinator: pass the same options, or "
                 "none"
             )

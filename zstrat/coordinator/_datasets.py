@@ -1,10 +1,9 @@
-"""Datasets of which every worker makes its own.
+"""Per-worker datasets, which each worker creates for itself.
 
-The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh
-pass: one iterator on every worker. The handle of an iterator is what scheduled
-functions take; when the user has dropped it and no closure needs it, the workers forget
-theirs. When its worker returns from a loss, an iterator begins at its place in the last
-checkpoint that has it, or from the start.
+The dataset function is pickled once, in the program. Each ``iter()`` starts a new pass
+with one iterator on every worker. Scheduled functions take the handle of the iterators;
+when it is dropped and no closure needs it, the workers drop them. When a lost worker
+returns, its iterator starts at its position in the last checkpoint, or at the start.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ if TYPE_CHECKING:
     from ._session import ClusterSession
 
 FIRST_BUILD: Final = 600.0
-"""Seconds for the first worker to tell what the elements look like."""
+"""Seconds for the first worker to build an iterator, which gives the element spec."""
 
 
 @final
 class PerWorkerDataset(NoArgument):
-    """A dataset on every worker; ``iter()`` begins a pass through it.
+    """A dataset on every worker; ``iter()`` starts a pass through it.
 
     Args:
-        kind: The values that say how it went on each worker: those of the coordinator
-            that the user has called.
+        kind: The type of the values that hold the outcome on each worker, which depends
+            on the coordinator that created the dataset.
     """
 
     def __init__(
@@ -62,18 +61,18 @@ class PerWorkerDataset(NoArgument):
         self._core, self._maker, self._name = core, maker, name
         self._kind = kind
         self._spec: Any = None
-        """Of an element, once a worker has told: that of every pass."""
+        """The element spec, once a worker has built an iterator."""
 
     def __iter__(self) -> PerWorkerIterator:
-        """A fresh pass on every worker. Returns before the iterators are built.
+        """Starts a new pass on every worker. Returns before the iterators are built.
 
         Raises:
-            RuntimeError: In a step function, which runs on one worker.
+            RuntimeError: Called in a step function, which runs on one worker.
         """
         if recorder.get() is not None:
             raise RuntimeError(
-                "iter() of a per-worker dataset inside a step function: call it "
-                "outside and pass the iterator as an argument"
+                "iter() of a per-worker dataset is called in a step function; call it "
+                "outside, and pass the iterator as an argument"
             )
         record = self._core.create_resource(
             "iterator", self._name, self._maker, kind=self._kind
@@ -82,24 +81,24 @@ class PerWorkerDataset(NoArgument):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like: a pytree of `jax.ShapeDtypeStruct`.
+        """The structure of an element: a pytree of `jax.ShapeDtypeStruct`.
 
-        Waits for a worker to tell; begins a pass for that if none is under way.
+        Waits until a worker has built an iterator; starts a pass for that if needed.
         """
         return iter(self).element_spec if self._spec is None else self._spec
 
     def __reduce__(self) -> Any:
-        # An object that travels may hold it; among arguments it is refused before.
+        # An object that is pickled may hold it; as an argument it is refused before.
         return DatasetOnWorker, (self._name,)
 
     def refuse(self) -> NoReturn:
         raise TypeError(
-            f"{self._name} itself cannot be an argument: pass iter(dataset), or "
+            f"{self._name} cannot be an argument; pass iter(dataset), or "
             "dataset.build()"
         )
 
     def build(self) -> PerWorkerValues:
-        """The datasets themselves, as an argument of scheduled functions."""
+        """Builds the dataset on every worker, as an argument of scheduled functions."""
         record = self._core.create_resource(
             "value", self._name, self._maker, kind=self._kind
         )
@@ -108,7 +107,7 @@ class PerWorkerDataset(NoArgument):
 
 @final
 class PerWorkerIterator(PerWorker):
-    """One iterator on every worker; what ``next()`` gives in a scheduled function."""
+    """One iterator on every worker, for ``next()`` in scheduled functions."""
 
     def __init__(
         self, dataset: PerWorkerDataset, core: CoordinatorCore, record: Record
@@ -116,99 +115,100 @@ class PerWorkerIterator(PerWorker):
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record
         self.claim = Claim(core.drop_resource, record.number)
-        self._standing: StandIn | None = None
+        self._placeholder: StandIn | None = None
         self.require_kept = core.require_kept
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Whether and how it was built, per worker: a `RemoteValue` each; from an
-        `AsyncClusterCoordinator` an `AsyncRemoteValue`."""
+        """The outcome of building it, per worker: a `RemoteValue`, or an
+        `AsyncRemoteValue` of an `AsyncClusterCoordinator`."""
         return self._record.values
 
     @property
     def session(self) -> ClusterSession:
-        """The cluster whose workers have it."""
+        """The session whose workers have it."""
         return self._core.session
 
     async def get_state_async(self) -> dict[str, Any]:
-        """Where it is on each worker, of what JSON has, for `set_state_async`: behind
-        what the steps have drawn that have ended. A worker that returns from a loss
-        begins there from now on. That of a worker that is away is where it will begin.
+        """Returns its position on each worker as JSON types, for `set_state_async`:
+        after the elements of all steps that have ended. From now on an iterator starts
+        there when its lost worker returns. The position on a worker that is lost now is
+        where it will start.
 
         Raises:
-            InvalidArgumentError: That of a worker cannot be told: its dataset is none
+            InvalidArgumentError: A dataset has no position that can be saved: it is not
                 of `zs.data`, or has no order.
 
-        Cancellation: nothing has changed.
+        Cancellation: changes nothing.
         """
         async with self.session.at_rest():
-            state = await self.place_async()
-        await self.begin_at_async(state)
+            state = await self.position_async()
+        await self.start_at_async(state)
         return state
 
-    async def place_async(self) -> dict[str, Any]:
-        """`get_state_async` while the session is at rest; a worker that returns begins
-        where it would have begun."""
+    async def position_async(self) -> dict[str, Any]:
+        """Returns the state of `get_state_async` while the session is paused, without
+        keeping it for lost workers."""
         asking = self._core.dispatcher.builder.states(self._record)
-        found = await self.session.run_async(asking, f"asking where {self} is")
-        return {"pipelines": [json.loads(state) if state else None for state in found]}
+        states = await self.session.run_async(asking, f"reading the position of {self}")
+        return {"pipelines": [json.loads(state) if state else None for state in states]}
 
-    async def begin_at_async(self, state: Mapping[str, Any]) -> None:
-        """A worker that returns from a loss begins there from now on."""
+    async def start_at_async(self, state: Mapping[str, Any]) -> None:
+        """Has the iterator start there when its lost worker returns."""
 
-        async def begin() -> None:
-            self._record.begin_at(self.states_of(state))
+        async def start_at() -> None:
+            self._record.start_at(self.states_of(state))
 
-        await self.session.run_async(begin(), f"noting where {self} begins")
+        await self.session.run_async(start_at(), f"noting where {self} starts")
 
     async def set_state_async(self, state: Mapping[str, Any]) -> None:
-        """Begins anew on all workers, at the places that `get_state_async` gave, of
-        this iterator or of one that was made alike. Closures that are scheduled later
-        wait until it is there.
+        """Moves the iterators of all workers to positions of `get_state_async`, of this
+        iterator or of one that was made in the same way. Closures that are scheduled
+        later wait for it.
 
         Raises:
-            InvalidArgumentError: They are those of other workers, or in other data;
-                nothing changed. What a worker refuses that is away now is an error of
-                the closures that use the iterator there.
+            InvalidArgumentError: The positions are those of other workers, or of other
+                data; nothing changes. If a worker that is lost now refuses its
+                position, the closures that use the iterator there fail.
 
-        Cancellation: it may begin anew all the same.
+        Cancellation: the iterators may move all the same.
         """
         await self.require_fit_async(state)
         going = self._core.dispatcher.builder.go_to(self._record, self.states_of(state))
-        await self.session.run_async(going, f"building {self} anew")
+        await self.session.run_async(going, f"rebuilding {self}")
 
     async def require_fit_async(self, state: Mapping[str, Any]) -> None:
-        """Refuses places to which it cannot go, as far as workers are there to say so.
+        """Checks positions with the connected workers.
 
         Raises:
-            InvalidArgumentError: As `set_state_async`.
+            InvalidArgumentError: See `set_state_async`.
         """
         why = self.misfit(state)
         if not why:
             builder, states = self._core.dispatcher.builder, self.states_of(state)
             asking = builder.require_fit(self._record, states)
             try:
-                await self.session.run_async(asking, f"asking the workers of {self}")
+                await self.session.run_async(asking, f"checking positions of {self}")
             except InvalidArgumentError as error:
                 why = str(error)
         if why:
-            raise InvalidArgumentError(f"{self} cannot go on where it was saved: {why}")
+            raise InvalidArgumentError(
+                f"{self} cannot continue at the saved position: {why}"
+            )
 
     @staticmethod
     def states_of(state: Mapping[str, Any]) -> list[str]:
-        """The places of all input pipelines, as workers take them; "": the
-        beginning."""
-        return ["" if each is None else json.dumps(each) for each in _places(state)]
+        """The positions of all input pipelines as JSON; "" is the start."""
+        return ["" if each is None else json.dumps(each) for each in _positions(state)]
 
     def misfit(self, state: Mapping[str, Any]) -> str:
-        """Why it cannot go to these places; "" if it can, as far as that is known
-        here."""
-        count, found = self._record.pipelines.count, len(_places(state))
-        if count == found:
+        """Returns why the number of positions does not fit, or "" if it does."""
+        count, saved = self._record.pipelines.count, len(_positions(state))
+        if count == saved:
             return ""
         return (
-            f"it was saved with {found} input pipelines, and this one has {count}, as "
-            "many as there were workers when it was made"
+            f"it was saved with {saved} input pipelines, and this one has {count}, one "
+            "for each worker when it was made"
         )
 
     def __repr__(self) -> str:
@@ -216,29 +216,29 @@ class PerWorkerIterator(PerWorker):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like: a pytree of `jax.ShapeDtypeStruct`.
+        """The structure of an element: a pytree of `jax.ShapeDtypeStruct`.
 
         Waits until one worker has built its iterator.
 
         Raises:
-            ClosureInputError: It could not be built on any worker that is there.
-            OutOfRangeError: It has no element on the first that says anything.
+            ClosureInputError: No connected worker could build it.
+            OutOfRangeError: The dataset is empty.
             DeadlineExceededError: No worker has built it in ten minutes.
         """
         while (spec := self._stand_in_spec()) is None:
-            # None if who said so has gone away since: the others are waited for.
+            # None if that worker was lost since: wait for the others.
             error = self._record.failure
             if error is not None:
                 raise error.with_traceback(None)
         return spec
 
     def wait_ready(self, timeout: float = FIRST_BUILD) -> None:
-        """Waits until every worker that is there has built its iterator.
+        """Waits until every connected worker has built its iterator.
 
         Raises:
-            ClosureInputError: A worker could not; the first one that says so.
-            OutOfRangeError: It has no element there.
-            DeadlineExceededError: ``timeout`` seconds were not enough.
+            ClosureInputError: A worker could not; the first one.
+            OutOfRangeError: The dataset is empty there.
+            DeadlineExceededError: It took more than ``timeout`` seconds.
         """
         record = self._record
         self._core.engine.wait_until(
@@ -253,15 +253,15 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> Any:
         current = recorder.get()
-        if current is not None and (made := self._held()) is not None:
-            return current.draw(made)
+        if current is not None and (iterator := self._wait_stand_in()) is not None:
+            return current.draw(iterator)
         raise NotImplementedError(
-            "next() of a per-worker iterator on the coordinator: its elements are on "
-            "the workers; pass it to a scheduled function, and call next() there"
+            "next() of a per-worker iterator works only in a scheduled function, as "
+            "its elements are on the workers; pass the iterator to one as an argument"
         )
 
     def get_next(self) -> Any:
-        """As ``next()``: in a step alone."""
+        """Like ``next()``; only in a step."""
         return self.__next__()
 
     def _stand_in_spec(self) -> Any:
@@ -272,27 +272,26 @@ class PerWorkerIterator(PerWorker):
         return dataset._spec
 
     def _stand_in(self) -> StandIn | None:
-        if self._standing is None and (spec := self._stand_in_spec()) is not None:
-            self._standing = StandIn(self, spec, self._record.name)
-        return self._standing
+        if self._placeholder is None and (spec := self._stand_in_spec()) is not None:
+            self._placeholder = StandIn(self, spec, self._record.name)
+        return self._placeholder
 
-    def _held(self) -> StandIn:
-        """What a step draws from that did not get the iterator as an argument: an
-        object holds it.
+    def _wait_stand_in(self) -> StandIn:
+        """Waits for the placeholder of a trace, in a step that did not get the iterator
+        as an argument, as an object holds it.
 
         Raises:
-            ClosureInputError: It could not be built on any worker that is there.
-            OutOfRangeError: It has no element on the first that says anything.
+            ClosureInputError, OutOfRangeError: See `element_spec`.
         """
-        while (made := self._stand_in()) is None:
+        while (placeholder := self._stand_in()) is None:
             _ = self.element_spec  # waits, or raises
-        return made
+        return placeholder
 
 
-def _places(state: Mapping[str, Any]) -> list[Any]:
+def _positions(state: Mapping[str, Any]) -> list[Any]:
     match state:
-        case {"pipelines": [*places]}:
-            return places
+        case {"pipelines": [*positions]}:
+            return positions
     raise InvalidArgumentError(
         f"expected the saved state of the iterator of a per-worker dataset, got "
         f"{state!r:.200}"
@@ -305,17 +304,18 @@ def make_dataset(
     """See `ClusterCoordinator.create_per_worker_dataset`, and `PerWorkerDataset`.
 
     Raises:
-        TypeError: It is neither a function nor an iterable, or takes other arguments.
+        TypeError: It is neither a function nor an iterable, or it takes other
+            arguments.
         Exception: It cannot be pickled.
     """
-    if isinstance(dataset_fn, Function):  # as TensorFlow's tutorial decorates it
+    if isinstance(dataset_fn, Function):  # decorated, as in TensorFlow's tutorial
         dataset_fn = dataset_fn.body
     if callable(dataset_fn):
         _require_takes_context(dataset_fn)
-        own = (
+        function_name = (
             dataset_fn.__name__ if inspect.isfunction(dataset_fn) else repr(dataset_fn)
         )
-        name = f"the dataset of {own}"
+        name = f"the dataset of {function_name}"
     elif isinstance(dataset_fn, Iterable):
         name = f"the dataset {type(dataset_fn).__name__}"
     else:
@@ -332,7 +332,7 @@ def make_resources(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> PerWorkerValues:
-    """Has ``fn`` run once on every worker, and again on one that returns."""
+    """Runs ``fn`` once on every worker, and again on one that returns."""
     arguments = (
         PickledArguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
     )
@@ -345,8 +345,8 @@ def make_resources(
 
 
 def spec_of(layout: LayoutMessage) -> Any:
-    """The element that the layout describes, with `jax.ShapeDtypeStruct` as leaves."""
-    leaf: Any = jax.ShapeDtypeStruct  # it has no types of its own
+    """Returns the element of a layout, with `jax.ShapeDtypeStruct` as leaves."""
+    leaf: Any = jax.ShapeDtypeStruct  # it has no type stubs
     leaves = [
         leaf(tuple(shape), jnp.dtype(dtype))
         for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
@@ -373,7 +373,7 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
 
 
 def _wait_known(core: CoordinatorCore, record: Record) -> bool:
-    """Waits until a worker has told the layout; False if all that are there failed."""
+    """Waits until a worker has built the record; returns False if all failed."""
     if not record.is_known:
         core.engine.wait_until(
             lambda: record.is_known or record.failure is not None,
@@ -384,14 +384,14 @@ def _wait_known(core: CoordinatorCore, record: Record) -> bool:
 
 
 def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
-    """Refuses functions that the worker could not call.
+    """Checks that workers can call a dataset function.
 
     Raises:
         TypeError: It needs more than an `InputContext`.
     """
     try:
         parameters = inspect.signature(dataset_fn).parameters.values()
-    except (TypeError, ValueError):  # built in, without a signature: called plainly
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     open_ = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
@@ -400,5 +400,6 @@ def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
     if len(needed) > 1:
         raise TypeError(
             "a dataset function takes no argument, or one InputContext; "
-            f"{dataset_fn!r} needs {', '.join(needed)}: bind the others before"
+            f"{dataset_fn!r} needs {', '.join(needed)}: bind the others with "
+            "functools.partial"
         )

@@ -38,7 +38,7 @@ from ._run_status import short
 from ._shipping import ClosureShipping, WorkerChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
@@ -56,15 +56,15 @@ T = TypeVar("T")
 
 @final
 class Dispatcher:
-    """Moves closures between the queue and the workers. On the loop thread."""
+    """Moves closures between the queue and the workers, which `admit` adds. On the loop
+    thread."""
 
     def __init__(
         self,
         engine: ClosureEngine,
         session: int,
-        workers: Iterable[TaskSession],
         fences: Fences,
-        servers: Sequence[TaskSession] = (),
+        servers: Sequence[TaskSession],
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -94,8 +94,6 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._desertion_timer: asyncio.TimerHandle | None = None
         self._stopped = False
-        for task in workers:
-            self.admit(task)
 
     def start(self) -> None:
         """Starts with the workers that have joined."""
@@ -173,7 +171,7 @@ class Dispatcher:
         engine which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
-    async def bring(self, kept: Kept) -> list[np.ndarray]:
+    async def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result that its worker keeps.
 
         Raises:
@@ -204,7 +202,7 @@ class Dispatcher:
         channel = WorkerChannel(self._session, task, member)
         self.channels[task.place] = channel
         with self.engine.lock:
-            self.builder.join(channel)
+            self.builder.add_worker(channel)
 
     async def retire_worker(
         self, task: TaskSession, reason: str, timeout: float
@@ -248,7 +246,7 @@ class Dispatcher:
             del self.channels[task.place]
             self.members.remove(task.place)
             with self.engine.lock:
-                self.builder.leave(channel)
+                self.builder.remove_worker(channel)
                 self.engine.waiters.notify()
 
     def worker_ready(self, task: TaskSession) -> None:
@@ -262,7 +260,7 @@ class Dispatcher:
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that did not notice its loss may still have old closures.
         self._notify(channel, CancelSteps(self._session))
-        self.builder.rebuild(channel)
+        self.builder.build_all(channel)
 
     def worker_lost(self, task: TaskSession, reason: str) -> None:
         """Has other workers run the closures of a lost worker."""
@@ -280,7 +278,7 @@ class Dispatcher:
                 else:
                     ended = self.queue.lost(closure, channel.member.name, now)
                 self.engine.settle(ended)
-            self.builder.abort(channel, reason)
+            self.builder.abort_worker(channel, reason)
             self.engine.waiters.notify()
         if orphans and not task.is_moved:
             log.warning(
@@ -300,7 +298,7 @@ class Dispatcher:
                 task.layouts.update(layouts)
                 if not self._stopped:
                     channel = self.channels[task.place]
-                    more = self.outcomes.take(channel, message, self._now())
+                    more = self.outcomes.handle(channel, message, self._now())
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
@@ -337,7 +335,7 @@ class Dispatcher:
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.waiters.notify()
         if not queue.suspended:
-            self._marking.tell(low_water, now)
+            self._marking.send(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()
@@ -345,7 +343,9 @@ class Dispatcher:
             channel = self.channels[grant.member.place]
             self.shipping.ship(channel, grant, closures, low_water, left, now)
         self._send_drops()
-        self._notify_retired()
+        for place, idle in self._retiring.items():
+            if not self.channels[place].member.in_flight:
+                idle.set()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -384,11 +384,6 @@ class Dispatcher:
         except (PeerLostError, BusyError) as error:
             # Its session reports the loss; a busy worker runs its closures.
             log.info("%s: %s", channel.task.name, error)
-
-    def _notify_retired(self) -> None:
-        for place, idle in self._retiring.items():
-            if not self.channels[place].member.in_flight:
-                idle.set()
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
         """Whether a turn has something to do although no closure waits. Anything else

@@ -43,9 +43,9 @@ class ClosureEngine:
     def __init__(self, queue: Queue, loop: LoopSide) -> None:
         self.loop = loop
         # Plain attributes, as remote values call them: fetching takes no lock.
-        self.bring: Callable[[Kept], list[np.ndarray]] = loop.bring
-        self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
-            loop.bring_async
+        self.fetch_kept: Callable[[Kept], list[np.ndarray]] = loop.fetch_kept
+        self.fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
+            loop.fetch_kept_async
         )
         self.waiters: Final = Waiters(self)
         """Calls of the user that wait."""

@@ -1,12 +1,11 @@
-"""Tells all parameter servers that steps are over, even if a worker still runs one.
+"""Fences: close steps on all parameter servers, even if a lost worker still runs one.
 
-A worker that was lost may be frozen, or cut off from us alone, and push when it wakes
-up. Behind a *fence* what it pushes has no effect; before it is up, the servers finish
-what was pushed and say which steps they have applied.
+A lost worker may be frozen, or cut off from the program only, and push later. After a
+*fence* its pushes have no effect. To raise one, the servers finish the pushes that they
+have, and answer which steps they applied.
 
-A server remembers which closures have pushed, and may forget those that are over for
-ever; it is told how far they are, by *marks*. The holder of the session alone says so:
-what a worker says of it is not believed.
+A server remembers which closures have pushed. *Marks* tell it below which step all have
+ended, so that it can forget them. Only the program sends marks; a worker's are ignored.
 
 On the loop thread. The law of this file: each fence ends, with an answer of every
 server or a reason.
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 STEPS_PER_MESSAGE: Final = 4096
-"""Steps, or runs of them, that one message names: they fit a header by far."""
+"""Steps, or runs of steps, per message: they easily fit a header."""
 LOOK_AGAIN_SECONDS: Final = 1.0
-"""Seconds between two looks whether a server that does not answer is lost for good."""
+"""Seconds between two checks whether a server that does not answer is lost for good."""
 
 
 @final
@@ -50,10 +49,10 @@ class Fences:
     """Raises the fences of one session.
 
     Args:
-        client: Asks the parameter servers.
-        ps: The sessions with them.
+        client: Of the parameter servers.
+        ps: The sessions with the parameter servers.
         absent: By store, why a server is lost for good.
-        timeout: Seconds in which a server has to answer.
+        timeout: Seconds for a server to answer.
     """
 
     def __init__(
@@ -70,38 +69,40 @@ class Fences:
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
-        """The servers are in another session, in which nothing was pushed."""
+        """Uses another session, in which nothing was pushed yet."""
         self._session = session
 
     def raise_to(
         self,
         end: int,
         doubtful: Sequence[int],
-        told: Callable[[Mapping[int, Effect]], object],
+        done: Callable[[Mapping[int, Effect]], object],
     ) -> None:
-        """All steps below ``end`` are over.
+        """Starts to close all steps below ``end``.
 
         Args:
             doubtful: Steps that a lost worker may have pushed.
-            told: Called when all servers have answered or are lost, with what is known
-                of those that were applied or may have been.
+            done: Called when all servers have answered or are lost, with what is known
+                of the doubtful steps that were, or may have been, applied.
         """
 
-        async def raising() -> None:
-            told(await self._ask(end, [], doubtful))
+        async def raise_fence() -> None:
+            done(await self._ask(end, [], doubtful))
 
-        task = asyncio.get_running_loop().create_task(raising(), name=f"fence {end}")
+        task = asyncio.get_running_loop().create_task(
+            raise_fence(), name=f"fence {end}"
+        )
         self._raising.add(task)  # cancelled by stop()
         task.add_done_callback(self._raising.discard)
 
     async def up_to(self, low_water: int, over: Iterable[StepRun]) -> None:
-        """All steps below the mark, and these, are over.
+        """Closes all steps below ``low_water``, and those of ``over``.
 
         Raises:
             PSUnavailableError: A server is lost.
             DeadlineExceededError: A server does not answer.
 
-        Cancellation: some servers may know.
+        Cancellation: some servers may have closed them.
         """
         runs = list(over)
         await asyncio.gather(
@@ -109,7 +110,7 @@ class Fences:
         )
 
     async def stop(self) -> None:
-        """Gives up those that are under way."""
+        """Cancels the fences that are being raised."""
         for task in self._raising:
             task.cancel()
         await asyncio.gather(*self._raising, return_exceptions=True)
@@ -126,45 +127,45 @@ class Fences:
         silent: list[str] = []
         for task, outcome in zip(self._ps, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                gone = isinstance(outcome, PSUnavailableError)  # which was told
-                level = logging.INFO if gone else logging.WARNING
+                is_lost = isinstance(outcome, PSUnavailableError)  # reported before
+                level = logging.INFO if is_lost else logging.WARNING
                 log.log(level, "%s may still take pushes: %s", task.name, outcome)
                 silent.append(task.name)
                 continue
             for step in outcome:
                 applied[step].append(task.name)
         return {
-            step: Effect(self._words(names, silent), is_certain=bool(names))
+            step: Effect(self._describe(names, silent), is_certain=bool(names))
             for step, names in applied.items()
             if names or silent
         }
 
-    def _words(self, applied: Sequence[str], silent: Sequence[str]) -> str:
-        """What is known of a step's updates."""
+    def _describe(self, applied: Sequence[str], silent: Sequence[str]) -> str:
+        """Describes what is known of a step's updates."""
         others = [
             task.name
             for task in self._ps
             if task.name not in applied and task.name not in silent
         ]
-        words = []
+        parts = []
         if applied:
-            words.append(f"were applied on {', '.join(applied)}")
+            parts.append(f"were applied on {', '.join(applied)}")
             if others:
-                words.append(f"were not applied on {', '.join(others)}")
+                parts.append(f"were not applied on {', '.join(others)}")
         if silent:
-            words.append(
+            parts.append(
                 f"may have been applied on {', '.join(silent)}, which cannot be asked"
             )
-        return "; ".join(words)
+        return "; ".join(parts)
 
     async def _one(
         self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
-        """Which of the steps asked about a server has applied."""
+        """Closes steps on one server; returns which of ``asked`` it applied."""
         deadline = asyncio.get_running_loop().time() + self._timeout
         applied: list[int] = []
-        # All are over with the first message, and then it is asked; the mark goes with
-        # the last one, as the server forgets what is below.
+        # The first message closes all steps. The last one has the mark, as the server
+        # then forgets the steps below it.
         runs = [StepRun(0, low_water), *over]
         most = max(len(runs), len(asked))
         for at in range(0, most, STEPS_PER_MESSAGE):
@@ -177,10 +178,9 @@ class Fences:
     async def _answer(
         self, task: TaskSession, fence: Fence, deadline: float
     ) -> list[int]:
-        """Asks through the client, which asks again if the line was cut or another
-        process serves the store, and again if the server was lost and is back: saying
-        it twice is as good as once. It stays behind updates of the program that wait
-        for the line."""
+        """Sends a fence through the client, which repeats it after a broken connection,
+        after a failover, or when a lost server returns: fences are idempotent. It stays
+        in order with the updates of the program."""
         asked = [(task.place, fence)]
         while True:
             if task.place in self._absent:
@@ -193,10 +193,10 @@ class Fences:
             return answer.applied
 
     async def _returned(self, task: TaskSession, deadline: float) -> None:
-        """Waits a moment for a server that was lost.
+        """Waits a moment for a lost server to return.
 
         Raises:
-            DeadlineExceededError: It did not return in time.
+            DeadlineExceededError: It did not return until the deadline.
         """
         now = asyncio.get_running_loop().time()
         try:
@@ -205,28 +205,29 @@ class Fences:
             if now + LOOK_AGAIN_SECONDS >= deadline:
                 raise
         except NotPrimaryError:
-            pass  # the line has the question wait until it is known who serves
+            pass  # the client waits until it is known which process serves
 
 
 INTERVAL: Final = 0.25
-"""Seconds between two marks to each server, while closures end. The quickest closures
-are some ten thousand in that time, a hundredth of what a server can remember."""
+"""Seconds between two marks to each server. At most about ten thousand closures end in
+that time, a hundredth of what a server can remember."""
 
 
 @final
 class Marking:
-    """Raises the marks of one session on its servers. On the loop."""
+    """Sends the marks of one session to its servers. On the loop."""
 
     def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
         self._session, self._tasks = session, tasks
         self._next_at = 0.0
 
     def enter(self, session: int) -> None:
-        """As `Fences.enter`."""
+        """See `Fences.enter`."""
         self._session = session
 
-    def tell(self, low_water: int, now: float) -> None:
-        """All closures below are over. A word that is lost is made good by the next."""
+    def send(self, low_water: int, now: float) -> None:
+        """Sends ``low_water``, unless one was sent just before. A lost mark does no
+        harm, as the next one replaces it."""
         if now < self._next_at:
             return
         self._next_at = now + INTERVAL
@@ -236,5 +237,5 @@ class Marking:
                 continue
             try:
                 task.link.notify(mark)
-            except (PeerLostError, BusyError, ClosedError):  # its session tells of it
+            except (PeerLostError, BusyError, ClosedError):  # its session reports it
                 continue

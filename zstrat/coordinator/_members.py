@@ -1,19 +1,20 @@
-"""The workers of a session: who may get closures, and how many. Decides only.
+"""`Members`: decides which workers get closures, and how many.
 
-The law of this file: a closure is in flight at one worker at most, and a worker gets
-closures only while it is OPEN: connected, in our session, and with all its per-worker
-resources built. Nobody waits for anybody else's recovery.
+The law of this file: a closure is in flight on one worker at most, and a worker gets
+closures only while it is OPEN: connected, in the session, and with all its per-worker
+resources built. No worker waits for the recovery of another.
 
     CONNECTING ──connected──▶ BUILDING ──built──▶ OPEN
         │                      ▲  │  ▲──new resource─┤  └─shuts down─▶ LEAVING
         └────────── LOST ──────┘  └──────────────────┴──────▶ LOST ◀──────┘
 
-Each worker holds what it works on, the steps that it prefetches and some work ahead: 20
-ms, or two round trips to it if that is more. So the round trip is hidden and little is
-lost with it: the depth follows the rate at which its closures end. It gets more when a
-third of that is over, or when it has nothing beyond what it works on and prefetches; if
-the user has said how many it holds, it always holds so many. Everything is told by
-*incarnation and connection* (`epoch`): what an earlier one says is stale.
+Each worker holds the closures that it runs, the steps that it prefetches, and some
+more: work for 20 ms, or for two round trips to it if that is longer. That hides the
+round trip, and little is lost with the worker. The number (`depth`) follows the rate at
+which its closures end. A worker gets more when a third of them have ended, or when it
+has only those that it runs and prefetches; with ``closures_in_flight`` it always holds
+so many. Each connection of a worker has its `epoch`: reports of an earlier one are
+stale.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ quotients, which one short interval would blow up."""
 
 
 class MemberState(enum.Enum):
-    """What one worker can do for us."""
+    """The state of a worker; the drawing is in the docstring of the module."""
 
     CONNECTING = "connecting"
     BUILDING = "building"
     OPEN = "open"
     LEAVING = "leaving"
-    """It finishes what it runs and takes nothing more."""
+    """It finishes what it runs, and takes no more closures."""
     LOST = "lost"
 
 
@@ -69,40 +70,42 @@ class Member:
     name: str
     fixed_depth: int | None = None
     prefetch: int = 0
-    """Steps that it pulls while one runs, if it has them by then."""
+    """Steps whose variables it pulls while another step runs."""
     state: MemberState = MemberState.CONNECTING
     reason: str = "not connected yet"
-    """Why it is not there, for the words of an error."""
+    """Why it is not connected, for errors."""
     epoch: int = 0
     """Grows with each connection."""
     in_flight: dict[int, Closure] = field(default_factory=dict)
     """By step, in the order of dispatch."""
     alone: bool = False
-    """Runs a suspect: gets nothing beside it."""
+    """Whether it runs a suspect, which runs alone."""
     retired: bool = False
-    """It is let go: it gets nothing any more, whatever its state."""
+    """Whether it is being removed, and gets no closures whatever its state."""
     avoided: bool = False
-    """Its closures fail for its own sake: it gets some only if all others do too."""
+    """Whether closures fail on it, so that it gets some only if all others are avoided,
+    too."""
     building: int = 0
-    """Resources that it is building."""
+    """Number of resources that it is building."""
     completed: int = 0
     losses: int = 0
     last_error: str = ""
-    """Of a step that failed there, in words."""
+    """The error of the last step that failed there."""
     round_trip: float = 0.0
-    """Seconds to it and back; 0 if not known yet."""
+    """Seconds; 0 if not measured yet."""
     _measured_at: float = 0.0
     _count: float = 0.0
     _seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Closures that end here per second while there is work; 0 if not known yet."""
+        """Closures that end here per second while it has some; 0 if not measured
+        yet."""
         return self._count / self._seconds if self._seconds else 0.0
 
     @property
     def depth(self) -> int:
-        """How many closures it may have in flight."""
+        """The most closures that it may have in flight."""
         if self.fixed_depth is not None:
             return self.fixed_depth
         at_work = MIN_DEPTH + self.prefetch
@@ -111,7 +114,7 @@ class Member:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may get closures at all."""
+        """Whether it may get closures."""
         return self.state is MemberState.OPEN and not self.retired
 
     @property
@@ -123,14 +126,14 @@ class Member:
         free = max(0, depth - has)
         if self.fixed_depth is not None or has < MIN_DEPTH + self.prefetch:
             return free
-        # A message wakes three threads of each side, which costs as much as a short
-        # step does: so it is not sent for one step where the worker has some.
+        # A message wakes three threads on each side, which costs as much as a short
+        # step. So it is not sent for a single step while the worker has others.
         return free if 3 * free >= depth else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """So many closures may go to the member; ``alone``: one suspect."""
+    """Permission to send so many closures to a member; ``alone``: one suspect."""
 
     member: Member
     count: int
@@ -138,7 +141,7 @@ class Grant:
 
 
 class Members:
-    """All workers of the session, which prefetch so many steps."""
+    """All workers of the session. Each one prefetches ``prefetch`` steps."""
 
     def __init__(
         self,
@@ -151,26 +154,25 @@ class Members:
         ):
             raise ValueError(
                 f"closures_in_flight={closures_in_flight}: expected 1 to "
-                f"{MOST_IN_FLIGHT}, or None to let it follow the speed of each worker"
+                f"{MOST_IN_FLIGHT}, or None to follow the speed of each worker"
             )
         self._depth, self._prefetch = closures_in_flight, prefetch
         self._roomy: dict[int, Member] = {}
-        """Those that may have room: others have none. Of a thousand workers that are
-        all busy, a turn looks at those alone of which something has ended."""
+        """Members that may have room, so that a turn need not look at a thousand busy
+        workers."""
         self.members: list[Member] = []
-        """Those that the cluster has, in the order in which they came. Replaced as a
-        whole, for other threads look at it."""
+        """Present members, in the order in which they joined. Replaced as a whole, as
+        other threads read it."""
         self._at: dict[int, Member] = {}
         self._epochs: dict[int, int] = {}
-        """The last ones of workers that were removed: should one be back in its
-        place, what it held is still gone."""
+        """The last epochs of removed workers: if one returns, what it held is gone."""
         self._ended = 0
-        """On those that were removed."""
+        """Closures that ended on removed members."""
         self._lost = 0
         for place, name in enumerate(names):
             self.add(place, name)
         self.alone_since: float | None = None
-        """Since when no worker is there; None while one is."""
+        """Since when there is no worker; None while there is one."""
         self._reserved: Member | None = None
         self._throughput = Throughput()
 
@@ -188,32 +190,33 @@ class Members:
 
     @property
     def completed(self) -> int:
-        """Closures that ended, on all of them, and on those that were removed."""
+        """Closures that ended on all members, including removed ones."""
         return self._ended + sum([member.completed for member in self.members])
 
     @property
     def losses(self) -> int:
-        """How often one was lost, those that were removed later included."""
+        """Losses of all members, including removed ones."""
         return self._lost + sum([member.losses for member in self.members])
 
     def rate(self, now: float) -> float:
-        """Closures that ended per second, on all of them, of late."""
+        """Closures that ended per second on all members, over the last seconds."""
         return self._throughput.rate(now, self.completed)
 
     def start(self, now: float) -> None:
-        """Begins to count how long nobody is there."""
+        """Starts to measure for how long there is no worker."""
         if self.alone_since is None and not self.usable:
             self.alone_since = now
 
     def absent(self) -> str:
-        """The workers that are not there, and why, in words."""
+        """Describes the workers that cannot be used, with the reasons."""
         if not self.members:
             return "all were removed"
-        gone = [m for m in self.members if m not in self.usable]
-        return "; ".join(f"{m.name}: {m.reason}" for m in gone)
+        absent = [m for m in self.members if m not in self.usable]
+        return "; ".join(f"{m.name}: {m.reason}" for m in absent)
 
     def oldest(self) -> str:
-        """The closure that workers have had for longest, in words; none: no words."""
+        """Describes the closure that has been in flight longest; "" if there is
+        none."""
         heads = [
             (next(iter(m.in_flight.values())), m) for m in self.members if m.in_flight
         ]
@@ -223,7 +226,7 @@ class Members:
         return f" (the oldest: step {closure.step}, {closure.name}, on {member.name})"
 
     def add(self, place: int, name: str) -> Member:
-        """A worker that the cluster has from now on; it is not connected yet."""
+        """Adds a worker, which is not connected yet."""
         assert place not in self._at, place
         member = Member(place, name, self._depth, self._prefetch)
         member.epoch = self._epochs.pop(place, 0)
@@ -232,30 +235,31 @@ class Members:
         return member
 
     def retire(self, place: int, reason: str, now: float) -> None:
-        """The worker gets nothing any more; what it has it may end."""
+        """Gives the worker no more closures. It may end those that it has."""
         member = self._at[place]
         member.retired, member.reason = True, reason
         self._missing(member, now)
 
     def remove(self, place: int) -> None:
-        """The cluster has it no more. It was `lost`, so it has nothing."""
+        """Removes a worker after `lost`."""
         member = self._at.pop(place)
         assert not member.in_flight, member
         self._roomy.pop(place, None)
-        self.members = [each for each in self.members if each is not member]
+        self.members = [m for m in self.members if m is not member]
         self._epochs[place] = member.epoch
         self._ended += member.completed
         self._lost += member.losses
 
     def connected(self, place: int) -> int:
-        """The worker is in our session and builds its resources; returns its epoch."""
+        """Notes that the worker has joined and builds its resources; returns its
+        epoch."""
         member = self._at[place]
         assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch += 1
         member.building, member.alone, member.avoided = 0, False, False
-        # It may be another process, on another machine: its speed is measured anew.
+        # It may be another process on another machine: measure its speed again.
         member._count = member._seconds = 0.0
         member.round_trip = 0.0
         if not member.retired:
@@ -263,20 +267,21 @@ class Members:
         return member.epoch
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
-        """So many seconds are to the worker and back, on this connection."""
+        """Notes the seconds of a round trip on the connection ``epoch``."""
         member = self._at.get(place)
         if member is not None and member.epoch == epoch:
             member.round_trip = round_trip
 
     def build(self, place: int, count: int = 1) -> None:
-        """So many resources are being built there: no closure goes there before."""
+        """Notes that the worker builds so many resources; it gets no closure before."""
         member = self._at[place]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
         member.state = MemberState.BUILDING
 
     def built(self, place: int, epoch: int, count: int = 1) -> None:
-        """So many of them are built (or failed, for good); the last one opens it."""
+        """Notes that so many resources are built or have failed; the last one opens the
+        worker."""
         member = self._at[place]
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
@@ -287,7 +292,7 @@ class Members:
             self._roomy[place] = member
 
     def leaving(self, place: int, reason: str, now: float) -> None:
-        """The worker shuts down: it takes no more closures."""
+        """Notes that the worker shuts down, and takes no more closures."""
         member = self._at[place]
         if member.state in (MemberState.OPEN, MemberState.BUILDING):
             member.state, member.reason = MemberState.LEAVING, reason
@@ -296,10 +301,10 @@ class Members:
     def lost(
         self, place: int, reason: str, now: float, *, counts: bool = True
     ) -> list[Closure]:
-        """The worker is gone; returns what it had in flight, in order of dispatch.
+        """Notes a lost worker; returns its closures in flight, in order of dispatch.
 
         Args:
-            counts: It is a loss of the worker's own.
+            counts: Count it as a loss; False if it was removed.
         """
         member = self._at[place]
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
@@ -314,16 +319,16 @@ class Members:
         return orphans
 
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
-        """Who gets how many of the closures that wait, the least loaded first."""
+        """Distributes waiting closures over the members, the least loaded first."""
         grants = self._grant_alone(suspects)
         if not ordinary:
             return grants
         takers = self._with_room()
-        # It is being emptied, for a suspect.
+        # The reserved member is being emptied for a suspect.
         if self._reserved is not None:
             takers = [(m, free) for m, free in takers if m is not self._reserved]
         if any(m.avoided for m, _ in takers):
-            # Also one that has no room now: to wait for it is better than to fail.
+            # A sound member may have no room now; better to wait for it than to fail.
             sound = any(m.is_open and not m.avoided for m in self.members)
             takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
         if ordinary >= sum([free for _, free in takers]):
@@ -331,7 +336,7 @@ class Members:
         return grants + _level(takers, ordinary)
 
     def _with_room(self) -> list[tuple[Member, int]]:
-        """Members, and how many closures each may get."""
+        """Returns the members that have room, and how many closures each may get."""
         roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
         roomy.sort(key=lambda pair: pair[0].place)
         self._roomy = {member.place: member for member, _ in roomy}
@@ -345,21 +350,21 @@ class Members:
         *,
         alone: bool = False,
     ) -> None:
-        """The closures are on their way to the member."""
+        """Notes closures that are being sent to the member."""
         assert member.state is MemberState.OPEN, member
         assert not member.alone, member
         assert not (alone and member.in_flight), member
         member.alone = alone
         if not member.in_flight:
             member._measured_at = now
-        if self._throughput.next_mark < 0:  # the first of all begins
+        if self._throughput.next_mark < 0:  # the first closure of all
             self._throughput.mark(now, 0, 0)
         for closure in closures:
             member.in_flight[closure.step] = closure
 
     def ended(self, member: Member, count: int, now: float) -> None:
-        """So many closures of the member ended, or came back, since it was last asked.
-        It may have room now: to be called whenever it has less in flight."""
+        """Notes that so many closures of the member ended. To be called whenever it has
+        fewer in flight, as it may have room then."""
         self._roomy[member.place] = member
         if not member.in_flight:
             member.alone = False
@@ -369,7 +374,7 @@ class Members:
         if now >= self._throughput.next_mark:
             completed = self.completed
             self._throughput.mark(now, completed - count, completed)
-        # Not 0: two messages may be taken at one reading of the clock.
+        # Not 0: two messages may be handled at one reading of the clock.
         elapsed = max(now - member._measured_at, 1e-6)
         kept = math.exp(-elapsed / HORIZON)
         member._count = member._count * kept + count
@@ -377,13 +382,14 @@ class Members:
         member._measured_at = now
 
     def failed(self, member: Member, error: str) -> None:
-        """A step failed on the member, and is not tried again."""
+        """Notes the error of a step that failed on the member for good."""
         member.last_error = error
 
-    def avoid(self, place: int, yes: bool) -> None:
-        """Whether the worker is to get closures only if there is no other."""
+    def avoid(self, place: int, avoided: bool) -> None:
+        """Gives the worker closures only if all others are avoided, too; or
+        normally."""
         if (member := self._at.get(place)) is not None:
-            member.avoided = yes
+            member.avoided = avoided
 
     def _missing(self, member: Member, now: float) -> None:
         if self._reserved is member:
@@ -392,7 +398,7 @@ class Members:
             self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
-        """One worker at a time is emptied for suspects, until none waits."""
+        """Empties one worker at a time for suspects, until none waits."""
         if not suspects:
             self._reserved = None
             return []
@@ -409,7 +415,7 @@ class Members:
 
 
 def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
-    """Gives each closure to the member that has the least in flight by then."""
+    """Gives each closure to the member with the fewest in flight."""
     if count == 1:
         return [Grant(min([m for m, _ in takers], key=_load), 1)]
     heap = [(len(m.in_flight), m.place, 0, free) for m, free in takers]

@@ -1,9 +1,10 @@
-"""What stands on a worker for things of the coordinator that an object holds.
+"""Placeholders that refuse use: coordinators on a worker, unfetched results in a
+program.
 
-A step that is a method travels with its object, and objects keep their coordinator and
-their datasets at hand. On the worker nothing can be done with them but to ask for the
-strategy: anything else raises an error that says so. The other way round, nothing can
-be done in the program with a result that it has not fetched (`Unfetched`).
+A step that is a method is pickled with its object, which may have a coordinator or a
+dataset as an attribute. Unpickled on the worker, a coordinator has its strategy only,
+and everything else raises an error that says so. In the program, `Unfetched` refuses to
+compute with a result that was not fetched.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 @final
 class CoordinatorOnWorker:
-    """A coordinator on a worker: it has its ``strategy``, and refuses the rest."""
+    """A coordinator on a worker: it has its ``strategy``, and refuses all else."""
 
     def __init__(self, strategy: Any, kind: type) -> None:
         self.strategy = strategy
         self._kind = kind
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Of what no coordinator has, as of any object; so `hasattr` and `copy` work.
+        # AttributeError for what no coordinator has, so that `hasattr` and `copy` work.
         if name.startswith("_") or name not in dir(self._kind):
             raise AttributeError(
                 f"{self._kind.__name__} has no attribute {name!r}", name=name, obj=self
@@ -35,18 +36,19 @@ class CoordinatorOnWorker:
         raise RuntimeError(in_step(f"coordinator.{name}"))
 
     def __repr__(self) -> str:
-        return f"<zstrat.{self._kind.__name__} on a worker: it has its strategy alone>"
+        return f"<zstrat.{self._kind.__name__} on a worker: has only its strategy>"
 
 
 @functools.cache
 def coordinator_on_worker(strategy: Any, kind: type) -> CoordinatorOnWorker:
-    """The stand-in of this process; one object per strategy, as on the coordinator."""
+    """Returns the placeholder of this process: one per strategy, as in the program."""
     return CoordinatorOnWorker(strategy, kind)
 
 
 @final
 class DatasetOnWorker:
-    """A `PerWorkerDataset` on a worker, which has iterators of it alone."""
+    """A `PerWorkerDataset` on a worker: refuses all use, as steps take its
+    iterators."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,25 +57,25 @@ class DatasetOnWorker:
         raise RuntimeError(in_step(f"iter() of {self._name}"))
 
     def build(self) -> NoReturn:
-        """Refused; see the class."""
+        """Raises; see the class."""
         raise RuntimeError(in_step(f"build() of {self._name}"))
 
     @property
     def element_spec(self) -> NoReturn:
-        """Refused; see the class."""
+        """Raises; see the class."""
         raise RuntimeError(in_step(f"element_spec of {self._name}"))
 
 
 def in_step(what: str) -> str:
-    """Why something of the coordinator is refused in a step."""
+    """The message of an error for use of the coordinator in a step."""
     return (
-        f"{what} is used in a step function, which runs on a worker: that belongs to "
-        "the program that schedules. Use it outside of the step, and give the step "
-        "what it needs as arguments"
+        f"{what} is used in a step function, which runs on a worker. Use it outside of "
+        "the step, in the program that schedules, and pass the step what it needs as "
+        "arguments"
     )
 
 
-_OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
+_ARRAY_ATTRIBUTES: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -84,15 +86,14 @@ def _refused(what: str) -> Callable[..., NoReturn]:
 
 
 class Unfetched(abc.ABC):
-    """A value of another process, with which nothing can be computed as it is: what
-    Python and numpy would do with it is refused, and nothing waits that the program did
-    not ask to wait."""
+    """A value of another process. Operators, numpy and conversions raise an error that
+    says how to fetch it, instead of waiting for it."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def _advice(self) -> str:
-        """Says what it is, and what gives its value."""
+        """Describes the value, and how to get its result."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
         del dtype, copy
@@ -108,10 +109,10 @@ class Unfetched(abc.ABC):
         return str(self)
 
     def __getattr__(self, name: str) -> NoReturn:
-        words = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in _OF_ARRAYS:
-            words = f"{words}: {self._advice()}"
-        raise AttributeError(words, name=name, obj=self)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in _ARRAY_ATTRIBUTES:
+            message = f"{message}: {self._advice()}"
+        raise AttributeError(message, name=name, obj=self)
 
     __float__ = _refused("float()")
     __int__ = _refused("int()")
@@ -132,4 +133,4 @@ class Unfetched(abc.ABC):
     __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
 
     def __bool__(self) -> bool:
-        return True  # as of any object, for all that there is a length
+        return True  # like any object, although it defines __len__

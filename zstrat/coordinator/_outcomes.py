@@ -1,15 +1,13 @@
-"""What becomes of the closures that a worker reports as ended, or as to be tried again.
+"""`Outcomes`: ends the closures that workers report, or has them retried. On the loop.
 
-Runs on the loop, in bulk: one message may tell of hundreds of closures, and the
-engine's lock is taken once for all of them. Results are not looked into: their bytes
-are put where a fetch will find them.
+One message may report hundreds of closures, and the engine's lock is taken once for all
+of them. Results are not decoded: their bytes are stored for a fetch.
 
-Workers may say that they do not reach a parameter server: second-hand, hundreds of
-closures at a time. While our own connection to that server is fine this is a hiccup:
-the closures are tried again, all after the same pause. What is reported until then is
-one *strike*, what fails after it is the next, with a longer pause. Strikes are
-forgotten after a while, so that three hiccups in a month do not end a job; too many in
-a short time, from all workers, do.
+Workers may fail to reach a parameter server, with hundreds of closures at a time. While
+the program's own connection to that server is fine, the closures are retried, all after
+the same pause. All failures until then are one *strike*; failures after it are the next
+one, with a longer pause. Old strikes are forgotten, so that three hiccups in a month do
+not end a job. Too many in a short time, from all workers, do.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from zstrat.errors import (
 from zstrat.wire import Completion, Completions, Outcome
 
 from ._queue import HANDBACK_DELAY, Closure, Ended
-from ._values import Kept, RemoteValue
+from ._values import Kept
 
 if TYPE_CHECKING:
     from ._engine import ClosureEngine
@@ -39,28 +37,29 @@ if TYPE_CHECKING:
     from ._shipping import WorkerChannel
 
 WINDOW_SECONDS: Final = 60.0
-"""After which a strike is forgotten."""
+"""Age at which a strike is forgotten."""
 STRIKES: Final = 6
-"""With the pauses below the sixth comes after about six seconds of trouble: longer than
-our own link needs to notice that the server is gone."""
+"""The most strikes. With the pauses below, the sixth comes after about six seconds of
+failures: longer than the program's own link takes to notice a lost server."""
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 5.0
 BUSY_SECONDS: Final = 300.0
-"""After which a task that is busy is the error of a closure that found it so each time.
-A step may raise the error by itself, and would be tried for ever."""
+"""Seconds of retries after which a closure fails because a task is busy. Without a
+limit a step that raises that error by itself would be retried without end."""
 
 
 @dataclass(slots=True)
 class RetryBackoff:
-    """Reports of one worker about one parameter server."""
+    """The strikes of one worker at one parameter server, and the pause before a
+    retry."""
 
     strikes: deque[float] = field(default_factory=lambda: deque(maxlen=STRIKES))
-    """When each of the last ones began."""
+    """When each of the last strikes began."""
     pause_end: float = 0.0
-    """End of the pause of the last one."""
+    """End of the pause of the last strike."""
 
     def delay(self, now: float) -> float:
-        """How long to wait before the closure is tried again."""
+        """Returns the seconds to wait before a retry; may add a strike."""
         self._forget(now)
         if not self.strikes or now >= self.pause_end:
             pause = min(FIRST_PAUSE * 2.0 ** len(self.strikes), LONGEST_PAUSE)
@@ -69,7 +68,7 @@ class RetryBackoff:
         return self.pause_end - now
 
     def is_exhausted(self, now: float) -> bool:
-        """Whether trying again through this worker is no use."""
+        """Whether there are too many strikes to retry on this worker."""
         self._forget(now)
         return len(self.strikes) >= STRIKES
 
@@ -81,18 +80,18 @@ class RetryBackoff:
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
 MAX_STRUCK: Final = 65536
-"""Steps that met with trouble and have not ended well; beyond it, those that are over
-in another way are dropped."""
+"""Steps with a strike that have not succeeded; if there are more, those that ended
+otherwise are dropped."""
 ERROR_CHARACTERS: Final = 1000
-"""Characters of an error that are kept for `metrics`."""
+"""Characters of an error that `metrics` shows."""
 
 
 @final
 class Outcomes:
-    """Ends closures, and judges failures that are not the closure's own fault.
+    """Ends closures, or has them retried after failures that are not their own fault.
 
     Args:
-        abandoned: Gets the kept results whose value nobody holds any more.
+        abandoned: Gets the kept results whose remote value was dropped.
     """
 
     def __init__(
@@ -102,24 +101,24 @@ class Outcomes:
         self._backoffs: dict[tuple[int, str], RetryBackoff] = {}
         self._avoided: dict[int, str] = {}
         self._struck: dict[int, tuple[int, RetryBackoff]] = {}
-        """By step: the worker that reported trouble with it, and with what."""
+        """By step: the worker on which it had a strike, and its backoff."""
         self.stale = 0
-        """Outcomes of closures that were given to another worker in the meantime."""
+        """Number of outcomes that came after the closure went to another worker."""
 
-    def take(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
-        """Ends the closures of the message, or has them tried again.
+    def handle(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
+        """Ends the closures of a message, or has them retried.
 
         Returns:
-            Whether closures wait that may go to a worker now.
+            Whether closures wait for a worker.
         """
         if self._avoided:
-            self._forgive(now)
+            self._stop_avoiding(now)
         offset = ended = 0
         member, results = channel.member, message.results
         in_flight, queue = member.in_flight, self._engine.queue
         layouts = channel.task.layouts
         failures: list[tuple[Closure, Completion]] = []
-        # Without the lock: constructors of the user's own exceptions run here.
+        # Without the lock, as this calls constructors of the user's exceptions.
         errors = {
             completion.step: from_wire(completion.error)
             for completion in message.completions
@@ -150,7 +149,8 @@ class Outcomes:
                 else:
                     kept = Kept(member.place, member.epoch, step, layout)
                     value._settle_kept(kept)
-                    self._watch(value, kept)
+                    # When the value is dropped, its worker may drop the result.
+                    weakref.finalize(value, self._abandoned.append, kept).atexit = False
             for closure, completion in failures:
                 error = errors.get(closure.step)
                 self._failed(channel, closure, completion, error, now)
@@ -169,7 +169,7 @@ class Outcomes:
         error: Exception | None,
         now: float,
     ) -> None:
-        """Takes a closure that did not end well, or whose result cannot be read. Lock
+        """Fails or retries a closure that failed, or whose result cannot be read. Lock
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
@@ -180,51 +180,53 @@ class Outcomes:
         delay = None
         if completion.outcome == OK:
             error = ProtocolError(
-                f"{member.name} sent a result of layout {completion.layout}, which it "
-                "did not describe: it runs another version of zstrat"
+                f"{member.name} sent a result with the unknown layout "
+                f"{completion.layout}; it runs another version of zstrat"
             )
         elif error is None:
-            error = ProtocolError(f"{member.name} does not say how a closure failed")
+            error = ProtocolError(
+                f"{member.name} reported a failed closure without an error"
+            )
         elif (lost := self._lost_server(error)) is not None:
             error = lost
         else:
-            delay = self._again(member.place, closure, error, now)
+            delay = self._retry_delay(member.place, closure, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
-        words = f"step {closure.step}: {type(error).__name__}: {error}"
-        self._members.failed(member, words[:ERROR_CHARACTERS])
+        summary = f"step {closure.step}: {type(error).__name__}: {error}"
+        self._members.failed(member, summary[:ERROR_CHARACTERS])
         queue.end(closure, error)
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
 
     def _lost_server(self, error: Exception) -> Exception | None:
-        """What we know better than the worker of why a closure failed: our own link has
-        lost a parameter server, or knows that it has lost what it held."""
+        """The error of an outage that the program knows of, which explains the failure
+        better than the worker's error."""
         if isinstance(error, PSUnavailableError | StaleSessionError):
             return self._engine.outage_error
         return None
 
     def _step_succeeded(self, step: int, worker: int) -> None:
-        """A step ended well. If it had met with trouble on this worker, that is over:
-        outages that pass end no job, however many there are."""
+        """Clears the strikes of a worker when a step with a strike succeeds there: any
+        number of outages that pass do not end a job."""
         struck_on, backoff = self._struck.pop(step, (-1, None))
         if backoff is not None and struck_on == worker:
             backoff.strikes.clear()
 
-    def _again(
+    def _retry_delay(
         self, worker: int, closure: Closure, error: Exception, now: float
     ) -> float | None:
-        """In how many seconds the closure is worth another try; None: never.
+        """Returns the seconds after which to retry a closure; None: it fails.
 
-        Our own links tell when a parameter server is really gone; what workers say of
-        it second-hand may be a hiccup between them, and is no use to try only if all
-        workers that are there say it. One that is busy is not gone: it gets more time.
+        The program's own link knows whether a parameter server is lost. If only workers
+        fail to reach it, the closure is retried until all of them fail. A busy server
+        is not lost, and gets more time.
         """
         if self._engine.queue.suspended and isinstance(
             error, PSUnavailableError | StaleSessionError
         ):
-            return 0.0  # it runs again when the servers are there, whoever saw it first
+            return 0.0  # it runs again when the servers have returned
         match error:
             case PSUnavailableError(task=task):
                 pass
@@ -240,7 +242,7 @@ class Outcomes:
                 return None
         backoff = self._backoff(worker, task)
         pause = backoff.delay(now)
-        self._remember(closure.step, worker, backoff)
+        self._note_strike(closure.step, worker, backoff)
         if backoff.is_exhausted(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
@@ -249,14 +251,14 @@ class Outcomes:
             return None
         return pause
 
-    def _remember(self, step: int, worker: int, backoff: RetryBackoff) -> None:
+    def _note_strike(self, step: int, worker: int, backoff: RetryBackoff) -> None:
         self._struck[step] = worker, backoff
-        if len(self._struck) > MAX_STRUCK:  # those that were cancelled
+        if len(self._struck) > MAX_STRUCK:  # of cancelled steps, among others
             low_water = self._engine.queue.steps.low_water
             self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
 
-    def _forgive(self, now: float) -> None:
-        """Workers whose trouble is long ago get closures again."""
+    def _stop_avoiding(self, now: float) -> None:
+        """Gives closures again to workers whose strikes are old."""
         for worker, task in list(self._avoided.items()):
             if not self._backoff(worker, task).is_exhausted(now):
                 del self._avoided[worker]
@@ -264,7 +266,3 @@ class Outcomes:
 
     def _backoff(self, worker: int, task: str) -> RetryBackoff:
         return self._backoffs.setdefault((worker, task), RetryBackoff())
-
-    def _watch(self, value: RemoteValue, kept: Kept) -> None:
-        """When nobody holds the value any more, its worker may drop the result."""
-        weakref.finalize(value, self._abandoned.append, kept).atexit = False

@@ -1,17 +1,15 @@
-"""Per-worker resources: what every worker is to have before it runs closures.
+"""Per-worker resources, which every worker builds before it runs closures.
 
-A *record* says how to build one (shipped code, its arguments) and keeps one value per
-worker, which says how that went, and which share of a dataset that one reads. It
-outlives connections: whenever a worker (re)joins, all records are built there again,
-iterators from the beginning or from where a checkpoint has them, before its next
-closure.
+A `Record` has what it takes to build a resource (code and arguments), a value for the
+outcome on each worker, and the share of a dataset that each one reads. It outlives
+connections: when a worker (re)joins, all records are built there before its next
+closure, with iterators at their start or at their position in a checkpoint.
 
-The record does not know the handle that the user holds; when that is dropped, the
-record's number goes to the dispatcher, which has it forgotten everywhere.
+A record has no reference to the user's handle. When the handle is dropped, the number
+of the record goes to the dispatcher, which has all workers drop the resource.
 
-A worker gets no closure while it builds. What fails to build stays with the value of
-that worker and reaches the user through the closures that need it. Building is done on
-the loop thread.
+A worker gets no closures while it builds. If building fails, the closures that need the
+resource fail on that worker with the error. `Builder` runs on the loop thread.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.coordinator")
 
 _AWAY: Final = (
-    "%s: the worker of input pipeline %d is away while its iterator is saved, so the "
-    "place of the last save (or the beginning) stays: when it returns, it draws again "
-    "what it has drawn since"
+    "%s: the worker of input pipeline %d is lost while its iterator is saved, so the "
+    "position of the last save (or the start) is kept: when it returns, it reads again "
+    "what it has read since"
 )
 
 _numbers: Final = itertools.count(1)
@@ -59,13 +57,13 @@ NOT_READY: Final = RemoteValueStatus.NOT_READY
 
 
 class Record:
-    """How to build one resource, and how that went on each worker.
+    """How to build a resource, and the outcome on each worker.
 
     The values change with the engine's lock held.
     """
 
     __slots__ = (
-        "_made",
+        "_make_value",
         "_values",
         "arguments",
         "layout",
@@ -92,23 +90,23 @@ class Record:
         self.name, self.purpose = name, purpose
         self.maker, self.arguments = maker, arguments
         self.layout: LayoutMessage | None = None
-        """Of an element (or of the value), once a worker has told."""
+        """Of an element (or the value), once a worker has built it."""
         self.pipelines = InputPipelines(workers)
         self.states: dict[int, str] = {}
-        """Where an iterator begins when it is built, by input pipeline: its place in
-        the checkpoint that was saved or restored last; at the beginning where none
-        was. Replaced as a whole."""
-        self._made = partial(kind, engine, Result(name, None))
-        self._values = {place: self._made() for place in workers}
+        """By input pipeline: the position at which its iterator starts, from the last
+        checkpoint that was saved or restored; without one, at the start of the data.
+        Replaced as a whole."""
+        self._make_value = partial(kind, engine, Result(name, None))
+        self._values = {place: self._make_value() for place in workers}
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """One per worker that the cluster has now, in the order of their places."""
+        """One per present worker, in the order of their places."""
         return tuple([value for _, value in sorted(self._values.items())])
 
     @property
     def is_known(self) -> bool:
-        """A worker has built it and told what it looks like."""
+        """Whether a worker has built it, so that its layout is known."""
         return self.layout is not None
 
     @property
@@ -118,8 +116,8 @@ class Record:
 
     @property
     def failure(self) -> Exception | None:
-        """What the first worker says that could not build it, once nobody builds it any
-        more. A worker that is away says nothing, and is not waited for."""
+        """The error of the first worker that failed, once no worker is building it.
+        Lost workers do not count."""
         if not self.is_settled:
             return None
         errors = (value.error for value in self.values if value.state is READY)
@@ -127,30 +125,30 @@ class Record:
 
     @property
     def workers(self) -> list[int]:
-        """The places of those that have a value."""
+        """The places of the workers that have a value."""
         return list(self._values)
 
-    def join(self, worker: int, task: str, reason: str) -> None:
-        """The cluster has another worker, which is not there yet."""
+    def add_worker(self, worker: int, task: str, reason: str) -> None:
+        """Adds a worker, which may not be connected yet."""
         self.pipelines.join(worker)
-        # As a whole: the threads of the user look at it.
-        self._values = {**self._values, worker: self._made()}
+        # Replaced as a whole, as threads of the user read it.
+        self._values = {**self._values, worker: self._make_value()}
         self.aborted(worker, task, reason)
 
-    def leave(self, worker: int) -> None:
-        """The cluster has the worker no more. Its value stays aborted."""
+    def remove_worker(self, worker: int) -> None:
+        """Removes a worker. Its value stays aborted."""
         self.pipelines.leave(worker)
         self._values = {n: value for n, value in self._values.items() if n != worker}
 
-    def begin(self, worker: int) -> None:
-        """The worker starts to build it."""
+    def begin_build(self, worker: int) -> None:
+        """Notes that the worker starts to build it."""
         self._values[worker]._begin_again()
 
     def is_building(self, worker: int) -> bool:
         return self._values[worker].state is NOT_READY
 
-    def begin_at(self, states: Sequence[str]) -> None:
-        """From now on iterators begin there, when they are built."""
+    def start_at(self, states: Sequence[str]) -> None:
+        """Has iterators start at these positions when they are built."""
         self.states = {n: state for n, state in enumerate(states) if state}
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
@@ -158,45 +156,47 @@ class Record:
         self._values[worker]._settle_built()
 
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
-        """Building raised; returns what closures get that want to use it there. A
-        dataset of no element is at its end, as any that was read to it: a worker says
-        that by an `OutOfRangeError` of its own, none that the user's function raised.
-        """
+        """Notes that building failed, and returns the error for closures that use it
+        there. An empty dataset is at its end, like one that was read to its end: the
+        worker reports it by an `OutOfRangeError` of its own, never by one that the
+        user's function raised."""
         wrapped: Exception
         if isinstance(error, OutOfRangeError):
-            words = f"End of sequence: {self.name} has no element on {task}"
-            wrapped = OutOfRangeError(words)
+            wrapped = OutOfRangeError(
+                f"End of sequence: {self.name} has no element on {task}"
+            )
             wrapped.__cause__ = error
         else:
-            words = f"{self.name} could not be built on {task}"
-            wrapped = ClosureInputError(words, error)
+            wrapped = ClosureInputError(
+                f"{self.name} could not be built on {task}", error
+            )
             wrapped.__cause__ = wrapped.original_exception
         self._values[worker]._settle_error(wrapped)
         return wrapped
 
     def ended(self, cause: str) -> None:
-        """Nothing is built any more where it is not built yet."""
+        """Aborts the values that are not built, as building has stopped."""
         for value in self.values:
             if value.state is NOT_READY:
                 value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))
 
     def aborted(self, worker: int, task: str, reason: str) -> None:
-        """The worker is gone, or not there yet."""
+        """Aborts the value of a worker that is lost or has not joined yet."""
         self._values[worker]._abort(
             ClosureAbortedError(
-                f"{self.name} is not on {task} ({reason}); it is built when "
-                "that returns"
+                f"{self.name} is not on {task} ({reason}); it is built when that task "
+                "returns"
             )
         )
 
 
 BUILD_DEADLINE: Final = 600.0
-"""Seconds for one resource: a dataset function may read or download a lot."""
+"""Seconds to build one resource: a dataset function may read or download a lot."""
 
 
 @final
 class Builder:
-    """Knows all records, and has them built."""
+    """Has workers build the resources of all records. On the loop thread."""
 
     def __init__(
         self,
@@ -209,31 +209,34 @@ class Builder:
         self._turn_soon = turn_soon
         self._records: dict[int, Record] = {}
         self._new: deque[Record] = deque()
-        self._gone: deque[int] = deque()
-        self._over: str | None = None
-        """Why nothing is built any more, once that is so. Guarded by the lock."""
+        self._dropped: deque[int] = deque()
+        self._why_stopped: str | None = None
+        """Why building has stopped, after `stop`. Guarded by the lock."""
 
     def add_soon(self, record: Record) -> None:
-        """A new resource; from any thread. No closure put later overtakes it."""
+        """Adds a resource, from any thread. Closures that are scheduled later wait for
+        it.
+        """
         with self._engine.lock:
-            if self._over is None:
+            if self._why_stopped is None:
                 self._new.append(record)
             else:
-                record.ended(self._over)
+                record.ended(self._why_stopped)
 
     def take_new(self) -> list[Record]:
-        """What was added since the last call. Lock held."""
+        """Returns the records added since the last call. Lock held."""
         new = list(self._new)
         self._new.clear()
         return new
 
     def add(self, record: Record) -> None:
-        """Builds it on every worker that is there, and later on the others."""
+        """Builds a resource on every connected worker, and on the others when they
+        join."""
         self._records[record.number] = record
-        with self._engine.lock:  # some may have come or gone since it was made
+        with self._engine.lock:  # workers may have joined or left since it was made
             for place in set(record.workers) - set(self._channels):
                 record.aborted(place, "a worker", "it was removed")
-                record.leave(place)
+                record.remove_worker(place)
             for channel in self._channels.values():
                 self._joined(record, channel)
         for channel in self._channels.values():
@@ -247,75 +250,79 @@ class Builder:
                     self._engine.waiters.notify()
 
     def drop_soon(self, number: int) -> None:
-        """Nobody holds the resource any more; from any thread, takes no lock."""
-        self._gone.append(number)
+        """Drops a resource, from any thread. Takes no lock."""
+        self._dropped.append(number)
 
     def dropped(self) -> list[int]:
-        """The resources that were dropped since the last call."""
-        gone, unknown = [], []
-        while self._gone:
-            number = self._gone.popleft()
+        """Returns the numbers of resources dropped since the last call."""
+        numbers, unknown = [], []
+        while self._dropped:
+            number = self._dropped.popleft()
             if self._records.pop(number, None) is not None:
-                gone.append(number)
+                numbers.append(number)
             else:
                 unknown.append(number)
         if unknown:
-            # One that was added and dropped since the last turn: it is built in the
-            # next one, like any other, and dropped then.
+            # Added and dropped since the last turn: it is built in the next turn, like
+            # any other, and dropped then.
             with self._engine.lock:
                 new = {record.number for record in self._new}
-            self._gone.extend(number for number in unknown if number in new)
-        return gone
+            self._dropped.extend(number for number in unknown if number in new)
+        return numbers
 
     def drop_all(self) -> None:
-        self._gone.extend(self._records)
+        self._dropped.extend(self._records)
 
     def stop(self, cause: str) -> None:
-        """Nothing is built any more; who waits for a value is told. Lock held."""
-        self._over = cause
+        """Stops building, and aborts the values that are not built. Lock held."""
+        self._why_stopped = cause
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
 
-    def rebuild(self, channel: WorkerChannel) -> None:
-        """The worker (re)joined: all resources are built, then it is open."""
+    def build_all(self, channel: WorkerChannel) -> None:
+        """Builds all resources on a worker that (re)joined; then it gets closures."""
         records = list(self._records.values())
         self._members.build(channel.member.place, len(records))
         with self._engine.lock:
             for record in records:
-                record.begin(channel.member.place)
+                record.begin_build(channel.member.place)
         for record in records:
             self._build(channel, record)
         self._built(channel, channel.member.epoch, 0)
 
     async def states(self, record: Record) -> list[str]:
-        """Where the iterators of all input pipelines are in their data, as JSON; of one
-        whose worker is away, or builds it, where it will begin: "" is the beginning.
+        """Returns the positions of the iterators of all input pipelines, as JSON; ""
+        is the start. If the worker of one is lost, or builds it, the position at which
+        it will start.
 
         Raises:
-            InvalidArgumentError: That of a worker cannot be told; says why.
+            InvalidArgumentError: A dataset has no position that can be saved.
         """
-        found: dict[int, str | None] = {}
-        asked: dict[int, WorkerChannel] = {}
-        for place, channel in self._having(record).items():
+        states: dict[int, str | None] = {}
+        channels: dict[int, WorkerChannel] = {}
+        for place, channel in self._channels_with(record).items():
             pipeline = record.pipelines[place]
-            if record.is_building(place):  # nobody has drawn from it
-                found[pipeline] = ""
-            else:  # of several that read one share the one that reads it longest
-                asked.setdefault(pipeline, channel)
+            if record.is_building(place):  # nothing was read from it
+                states[pipeline] = ""
+            else:  # of several workers that read a share, the first
+                channels.setdefault(pipeline, channel)
         deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
-        told = await asyncio.gather(
-            *(each.iterator_state(record.number, deadline) for each in asked.values())
+        answers = await asyncio.gather(
+            *(
+                channel.iterator_state(record.number, deadline)
+                for channel in channels.values()
+            )
         )
-        found |= zip(asked, told, strict=True)
-        for n in range(record.pipelines.count):
-            if found.get(n) is None:
-                _LOG.warning(_AWAY, record.name, n)
+        states |= zip(channels, answers, strict=True)
         count = record.pipelines.count
-        return [found.get(n) or record.states.get(n, "") for n in range(count)]
+        for n in range(count):
+            if states.get(n) is None:
+                _LOG.warning(_AWAY, record.name, n)
+        return [states.get(n) or record.states.get(n, "") for n in range(count)]
 
     async def require_fit(self, record: Record, states: Sequence[str]) -> None:
-        """Asks the workers that are there whether their iterators can go to places that
-        `states` gave.
+        """Checks with the connected workers that their iterators can continue at
+        positions of `states`.
 
         Raises:
             InvalidArgumentError: One cannot; says why.
@@ -323,7 +330,7 @@ class Builder:
         deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
         pairs = (
             (channel, states[record.pipelines[place]])
-            for place, channel in self._having(record).items()
+            for place, channel in self._channels_with(record).items()
         )
         await asyncio.gather(
             *(
@@ -333,41 +340,41 @@ class Builder:
             )
         )
 
-    def begin_at(self, states: Mapping[int, Sequence[str]]) -> None:
-        """From now on the iterators of these numbers begin there, when they are
+    def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
+        """Has the iterators of these numbers start at the positions when they are
         built."""
         for number in states.keys() & self._records.keys():
-            self._records[number].begin_at(states[number])
+            self._records[number].start_at(states[number])
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
-        """Builds the iterators anew, where `states` said that they were. Closures that
-        were put later wait for them."""
-        record.begin_at(states)
+        """Rebuilds the iterators at positions of `states`. Closures that are scheduled
+        later wait for them."""
+        record.start_at(states)
         for channel in self._channels.values():
             place = channel.member.place
             if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
                 with self._engine.lock:
-                    record.begin(place)
+                    record.begin_build(place)
                 self._members.build(place)
                 self._build(channel, record)
 
-    def abort(self, channel: WorkerChannel, reason: str) -> None:
-        """The worker is gone, and its resources with it. Lock held."""
+    def abort_worker(self, channel: WorkerChannel, reason: str) -> None:
+        """Aborts the values of a lost worker. Lock held."""
         for record in self._records.values():
             record.aborted(channel.member.place, channel.member.name, reason)
 
-    def join(self, channel: WorkerChannel) -> None:
-        """The cluster has another worker. Lock held."""
+    def add_worker(self, channel: WorkerChannel) -> None:
+        """Adds a worker to all records. Lock held."""
         for record in self._records.values():
             self._joined(record, channel)
 
-    def leave(self, channel: WorkerChannel) -> None:
-        """The cluster has it no more. Lock held."""
+    def remove_worker(self, channel: WorkerChannel) -> None:
+        """Removes a worker from all records. Lock held."""
         for record in self._records.values():
-            record.leave(channel.member.place)
+            record.remove_worker(channel.member.place)
 
-    def _having(self, record: Record) -> dict[int, WorkerChannel]:
-        """The workers that are there and have it, or build it, by their places."""
+    def _channels_with(self, record: Record) -> dict[int, WorkerChannel]:
+        """The connected workers that have the resource, or build it, by place."""
         return {
             place: channel
             for place, channel in sorted(self._channels.items())
@@ -378,7 +385,7 @@ class Builder:
     def _joined(record: Record, channel: WorkerChannel) -> None:
         member = channel.member
         if member.place not in record.workers:
-            record.join(member.place, member.name, member.reason)
+            record.add_worker(member.place, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
         channel.resources.add(record.number)
@@ -388,7 +395,7 @@ class Builder:
             channel.put_code(record.maker)
             arguments = channel.put_arguments(record.arguments)
         except PeerLostError:
-            return  # its loss is told, and all is built again when it returns
+            return  # its session reports the loss, and all is rebuilt when it returns
         pipeline = record.pipelines[channel.member.place]
         message = BuildResource(
             channel.session,
@@ -420,7 +427,7 @@ class Builder:
         if self._channels.get(channel.member.place) is not channel:
             return  # the worker was removed meanwhile
         if isinstance(error, StaleSessionError):
-            channel.task.reopen("it is not in our session any more")
+            channel.task.reopen("it is no longer in our session")
             return
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:

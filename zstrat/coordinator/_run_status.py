@@ -1,8 +1,8 @@
-"""What a program sees of its run: what tasks tell of themselves, and their last lines.
+"""`RunStatus`: what the tasks of a run report, and their last lines of output.
 
-Law of the file: it is written on the loop, and read from any thread; nothing in it
-holds up either. What a task has told is replaced as a whole, and forgotten when the
-task is lost.
+Laws of this file: it is written on the loop and read from any thread, and blocks
+neither. A new report of a task replaces the old one, which is dropped when the task is
+lost.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ if TYPE_CHECKING:
     from .connecting import TaskSession
 
 KEPT_LINES: Final = 200
-"""Lines of all tasks together that are kept."""
+"""Lines of output that are kept, of all tasks together."""
 LINE_CHARACTERS: Final = 1000
-"""Of one line; the rest is cut off."""
+"""Characters of a line; the rest is cut off."""
 KEPT_POINTS: Final = 1000
-"""Points of one scalar."""
+"""Points of a scalar that are kept."""
 SCALAR_NAMES: Final = 256
-"""Scalars: the names of more are a mistake, such as a step's number in a name."""
+"""The most scalars. More names are a mistake, such as a step number in the name."""
 _LOGGERS: Final = ("zstrat.coordinator", "zstrat.transport")
-"""Whose lines are taken by a filter that lets all pass: a handler would keep Python
-from showing warnings where the program has not set logging up."""
+"""Loggers whose lines are kept. A filter that passes everything takes them: with a
+handler Python would no longer show warnings of programs that do not set up logging."""
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 
 
 def short(task: str) -> str:
-    """ "worker:0" of "/job:worker/task:0"."""
+    """Shortens "/job:worker/task:0" to "worker:0"."""
     return task.removeprefix("/job:").replace("/task", "")
 
 
 @final
 class Scalars:
-    """Numbers that a program says of its training: the last `KEPT_POINTS` of each of at
-    most `SCALAR_NAMES` scalars. From any thread."""
+    """Scalars that a program logs: the last `KEPT_POINTS` of each of at most
+    `SCALAR_NAMES`. From any thread."""
 
     def __init__(self) -> None:
         self._points: Final[dict[str, deque[tuple[int, float, float]]]] = {}
         self._lock: Final = threading.Lock()
 
     def add(self, name: str, value: float, step: int | None = None) -> None:
-        """A point; without a step it is one more than the last one's.
+        """Adds a point. Default step: one after the last point.
 
         Raises:
-            ValueError: There are `SCALAR_NAMES` others already.
+            ValueError: There are `SCALAR_NAMES` others.
         """
         with self._lock:
             points = self._points.get(name)
             if points is None:
                 if len(self._points) >= SCALAR_NAMES:
                     raise ValueError(
-                        f"scalar {name!r}: there are {SCALAR_NAMES} others already. A "
-                        "name is one curve; the number of a step goes into step="
+                        f"scalar {name!r}: there are already {SCALAR_NAMES} others. "
+                        "Use one name per curve, and pass the step number as step="
                     )
                 points = self._points[name] = deque(maxlen=KEPT_POINTS)
             if step is None:
@@ -74,9 +74,10 @@ class Scalars:
             points.append((step, time.monotonic(), value))
 
     def plain(self, since: float) -> dict[str, PlainTree]:
-        """``[step, seconds since then, value]`` of each point that came since a time of
-        `time.monotonic`, by name. JSON has no word for what is not finite: None."""
-        found: dict[str, PlainTree] = {}
+        """Returns ``[step, seconds after since, value]`` of each point after ``since``
+        (of `time.monotonic`), by name. Values that are not finite are None, as in
+        JSON."""
+        points_by_name: dict[str, PlainTree] = {}
         with self._lock:
             for name, points in self._points.items():
                 late: list[PlainTree] = [
@@ -85,57 +86,58 @@ class Scalars:
                     if at >= since
                 ]
                 if late:
-                    found[name] = late
-        return found
+                    points_by_name[name] = late
+        return points_by_name
 
 
 SCALARS: Final = Scalars()
-"""Those of this process."""
+"""The scalars of this process."""
 
 
 @final
 class RunStatus:
-    """The tasks of one session."""
+    """The reports, losses and output of the tasks of one session."""
 
     def __init__(self) -> None:
         self._since: Final = time.monotonic()
-        self._told: dict[str, Mapping[str, PlainTree]] = {}
+        self._reports: dict[str, Mapping[str, PlainTree]] = {}
         self._losses: dict[str, str] = {}
         self._lines: Final[deque[tuple[float, str, str, str]]] = deque(
             maxlen=KEPT_LINES
         )
 
     def telemetry_received(self, task: str, values: Mapping[str, PlainTree]) -> None:
-        """A task has told of itself."""
-        self._told[short(task)] = values
+        """Keeps the report of a task."""
+        self._reports[short(task)] = values
 
     def task_lost(self, task: str, reason: str) -> None:
-        """A task is lost. Of what it told only the name of its log still holds."""
-        told = self._told.pop(short(task), {})
-        self._told[short(task)] = {"log": told.get("log")}
+        """Notes a loss, and drops the report of the task but for the name of its
+        log."""
+        report = self._reports.pop(short(task), {})
+        self._reports[short(task)] = {"log": report.get("log")}
         self._losses[short(task)] = reason[:LINE_CHARACTERS]
 
     def printed(self, task: str, texts: Iterable[PrintedText]) -> None:
-        """A step, or a dataset, has printed lines."""
+        """Keeps lines that a step or a dataset printed."""
         for stream, text, _ in texts:
             for line in text.splitlines()[-KEPT_LINES:]:
                 self._line(short(task), _STREAMS.get(stream, "stdout"), line)
 
     def begin(self) -> None:
-        """From now on what zstrat logs of the run is kept, too."""
+        """Starts to keep what zstrat logs."""
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._logged)
 
     def end(self) -> None:
-        """The session is over."""
+        """Stops keeping what zstrat logs."""
         for name in _LOGGERS:
             logging.getLogger(name).removeFilter(self._logged)
 
     def _logged(self, record: logging.LogRecord) -> bool:
         try:
             text = record.getMessage()
-        except Exception:  # to the reader: who logs is told by logging's own handlers
-            text = f"{record.msg!s} (and arguments that do not fit: {record.args!r})"
+        except Exception:  # shown instead; logging's handlers report it to the caller
+            text = f"{record.msg!s} (with arguments that do not fit: {record.args!r})"
         self._line("program", record.levelname, text)
         return True
 
@@ -149,7 +151,8 @@ class RunStatus:
         servers: Iterable[TaskSession],
         members: Iterable[Member],
     ) -> dict[str, PlainTree]:
-        """What `zstrat.telemetry.report` makes of it, with ``scalars`` and ``logs``."""
+        """Returns `zstrat.telemetry.report` of all tasks, with ``scalars`` and
+        ``logs``."""
         known = {member.place: member for member in members}
         tasks = {
             short(task.name): self._worker(task, known.get(task.place))
@@ -176,9 +179,9 @@ class RunStatus:
         name = short(task.name)
         loss = self._losses.get(name, "")
         if loss and state == "open":
-            loss = f"was lost, and is back: {loss}"
+            loss = f"was lost, and has returned: {loss}"
         error = error or loss
-        return TaskReport(state, task.address, error, self._told.get(name, {}))
+        return TaskReport(state, task.address, error, self._reports.get(name, {}))
 
 
 def _server(task: TaskSession) -> str:
@@ -190,23 +193,23 @@ def _server(task: TaskSession) -> str:
 def log_scalar(
     name: str, value: SupportsFloat, step: SupportsIndex | None = None
 ) -> None:
-    """Notes a point of a curve, such as the loss: `ClusterCoordinator.metrics` has it
-    under ``scalars``, and so has all that shows a run. The last 1,000 points of each of
-    256 names are kept. Costs about a microsecond, and nobody waits for anything.
+    """Logs a point of a curve, such as the loss. It appears under ``scalars`` in
+    `ClusterCoordinator.metrics`, and in everything that shows a run. The last 1,000
+    points of each of 256 names are kept. Takes about a microsecond, and never blocks.
 
     Args:
-        value: A number, or an array of one; fetch what a step returns first.
-        step: Where on the axis it is; left out: one behind the last point.
+        value: A number, or an array of one. Fetch the value of a step first.
+        step: Where on the axis it is; default: one after the last point.
 
     Raises:
-        RuntimeError: It is called in a step, on a worker, where nobody would see it.
-        TypeError: The value is no number, or the step no integer.
+        RuntimeError: Called in a step, on a worker, where nobody would see it.
+        TypeError: The value is not a number, or the step not an integer.
         ValueError: The name is empty, or there are too many names.
     """
     if worker_context.get() is not None:
         raise RuntimeError(
-            f"zs.log_scalar({name!r}) in a step: what a worker notes nobody sees; "
-            "return the value from the step, and log what fetch() gives"
+            f"zs.log_scalar({name!r}) in a step has no effect on a worker; return the "
+            "value from the step, and log the fetched value in the program"
         )
     if not isinstance(name, str) or not name:
         raise ValueError(f"zs.log_scalar: expected a name, got {name!r:.80}")
@@ -215,7 +218,7 @@ def log_scalar(
     except (TypeError, ValueError):
         raise TypeError(
             f"zs.log_scalar({name!r}): expected a number, got "
-            f"{type(value).__name__}; of a RemoteValue, log value.fetch()"
+            f"{type(value).__name__}; log value.fetch() of a RemoteValue"
         ) from None
     try:
         at = None if step is None else operator.index(step)

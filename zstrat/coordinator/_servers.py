@@ -1,10 +1,10 @@
-"""What a program asks of its parameter servers, as coroutines on the cluster's loop.
+"""`ParameterServers`: requests of a program to its parameter servers, as coroutines.
 
-The translation from specs to requests, in one place: a spec says where a variable is.
-Law of the file: nothing is asked once a parameter server of the session is lost, as a
-part of the model is gone then; or it is asked when that was filled again (`recovery/`).
+It translates variable specs, which say where a variable is, to requests. The law of
+this file: no request is sent while a parameter server is lost, as a part of the model
+is missing; it fails, or waits until the server is restored (`recovery/`).
 
-A program that joins asks a parameter server for the session that another one holds.
+`session_of` asks a parameter server for the session that another program opened.
 """
 
 from __future__ import annotations
@@ -47,48 +47,51 @@ if TYPE_CHECKING:
     from .replication import Replication
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
-"""A variable, what is done to it, the optimizer (0 for none) and the operands."""
+"""A variable, the operation, the number of the optimizer (0: none) and the operands."""
 
 ANSWER_SECONDS: Final = 5.0
-"""Seconds that a server has to say that what it was asked to wait for did not come."""
+"""Seconds for a server to answer that what it waited for did not come."""
 
-_WISHES: Final = 512
-"""Variables that one message waits for: their names fit the header by far."""
+_AWAITED: Final = 512
+"""Variables that one message waits for: their names easily fit the header."""
 
 _RATE: Final = 32 * 2**20
-"""Bytes per second that a parameter server fills by an initializer at the least: numpy
-draws ten times as many normal numbers on a slow core."""
+"""Bytes per second that an initializer fills at least: numpy draws ten times as many
+normal numbers on a slow core."""
 
 _PIECE: Final = 4 * 2**20
-"""Bytes of a slot that are read with one message."""
+"""Bytes of a slot that one message reads."""
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def steady(
+def repeated(
     method: Callable[Concatenate[ParameterServers, P], Awaitable[T]],
 ) -> Callable[Concatenate[ParameterServers, P], Coroutine[Any, Any, T]]:
-    """Repeats a request, which may be made twice, when lost servers are back."""
+    """Repeats an idempotent request when lost servers have returned."""
 
     @wraps(method)
-    async def asked(self: ParameterServers, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.patient is None:
+    async def repeat(self: ParameterServers, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.repeater is None:
             return await method(self, *args, **kwargs)
-        return await self.patient.through(partial(method, self, *args, **kwargs))
+        return await self.repeater.through(partial(method, self, *args, **kwargs))
 
-    return asked
+    return repeat
 
 
 @final
 class ParameterServers:
-    """All methods raise what a lost parameter server raises, and what the servers say.
+    """Requests to the parameter servers of one session.
 
-    Where another program holds the session, what is to be created is waited for, for
-    ``timeout`` seconds.
+    In a session that another program opened, the methods that create variables and
+    optimizers wait ``timeout`` seconds for that program to create them.
 
-    Cancellation, all methods: what was sent is carried out.
+    All methods raise `PSUnavailableError` while a parameter server is lost, and the
+    errors of the servers.
+
+    Cancellation, all methods: requests that were sent are carried out.
     """
 
     def __init__(self, cluster: Cluster, timeout: float) -> None:
@@ -96,71 +99,71 @@ class ParameterServers:
         self._timeout: Final = timeout
 
     @property
-    def patient(self) -> Recovery | Replication | None:
-        """Repeats requests when lost servers are back; None: nothing does."""
+    def repeater(self) -> Recovery | Replication | None:
+        """Repeats requests when lost servers have returned; None: they fail."""
         return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
-        """Notes what the servers have, for a recovery; None if there will be none."""
+        """Records what the servers have, for restores; None without restores."""
         recovery = self._cluster.recovery
         return None if recovery is None else recovery.inventory
 
     @property
     def client(self) -> PsClient:
-        """The client of the session, unless a parameter server is lost.
+        """The client of the session.
 
         Raises:
-            PSUnavailableError: One is; the variables that it held are gone.
+            PSUnavailableError: A parameter server is lost, with its variables.
         """
         if (outage := self._cluster.outage_error) is not None:
             raise outage
         return self._cluster.client
 
-    @steady
+    @repeated
     async def create_variables(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
-        """Creates the variables with these values, where their specs say."""
+        """Creates variables with these values, on the servers that their specs name."""
         if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in variables], [], self._timeout)
             return
-        with self._told_of_resuming():
+        with self._explain_resume():
             await self.client.create(
                 [(spec.ps, entry_of(spec), array) for spec, array in variables]
             )
         self._created([spec for spec, _ in variables])
 
-    @steady
+    @repeated
     async def initialize_variables(
         self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
     ) -> None:
-        """Has the servers make the variables, where their specs say, by one shipped
-        initializer; no value travels.
+        """Has the servers create variables with a pickled initializer, so that no value
+        is sent.
 
         Raises:
-            InvalidArgumentError: The initializer failed there, or its result has
-                another shape or dtype.
+            InvalidArgumentError: The initializer failed, or its result has another
+                shape or dtype.
         """
         timeout = initializing_timeout(entries, self._timeout)
         if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
-        places = [(spec.ps, entry) for spec, entry in entries]
-        with self._told_of_resuming():
-            await self.client.initialize(places, code, deadline=deadline)
+        requests = [(spec.ps, entry) for spec, entry in entries]
+        with self._explain_resume():
+            await self.client.initialize(requests, code, deadline=deadline)
         self._created([spec for spec, _ in entries])
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
-        """These variables were created just now, and cannot be saved: they begin anew
-        when a lost server is filled again."""
+        """Keeps the initial values of new variables that cannot be saved: a restore
+        gives them these values again."""
         if self._inventory is not None:
             values = await self.read(specs)
             self._inventory.note_initial(specs, values)
 
     async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
-        """Frees the variables."""
+        """Deletes the variables."""
 
         async def delete() -> None:
             await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
@@ -169,30 +172,30 @@ class ParameterServers:
 
         await self._once(delete)
 
-    @steady
+    @repeated
     async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        """The values, in order; read-only arrays. One request per server."""
+        """Returns the values in order, as read-only arrays. One request per server."""
         return await self.client.pull([Ref(spec.ps, spec.key) for spec in specs])
 
-    @steady
+    @repeated
     async def read_rows(
         self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> list[np.ndarray]:
-        """Rows of variables, ``[n, ...]`` for each of ``parts``: a variable and the
-        indices ``[n]`` of its first axis. One request per server.
+        """Returns rows ``[n, ...]`` for each of ``parts``, a variable and the indices
+        ``[n]`` of its first axis. One request per server.
 
         Raises:
-            InvalidArgumentError: A row is not there; names the variable and the index.
+            InvalidArgumentError: An index is out of range; names it and the variable.
         """
         rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in parts]
         return await self.client.pull((), rows)
 
     async def update(self, updates: Sequence[SpecUpdate]) -> None:
-        """Applies updates, in one request per server: on each server all of its own, or
-        none. Ends when every reader sees them.
+        """Applies updates with one request per server, which applies all of its updates
+        or none. Returns when every reader sees them.
 
         Raises:
-            ValueError: The updates of one server do not fit one message.
+            ValueError: The updates of a server do not fit one message.
         """
         pushed = [
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
@@ -204,34 +207,34 @@ class ParameterServers:
             return
 
         async def update() -> None:
-            # Over a line that is cut it waits for as long as its server may be away.
-            waits = self._timeout + recovery.return_timeout
-            deadline = asyncio.get_running_loop().time() + waits
+            # On a broken connection it waits as long as its server may be away.
+            timeout = self._timeout + recovery.return_timeout
+            deadline = asyncio.get_running_loop().time() + timeout
             await gate.through(lambda: self.client.update(pushed, deadline=deadline))
 
         await recovery.through(update, again=False)
 
-    @steady
+    @repeated
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
-        """Gives the optimizer to all parameter servers."""
+        """Creates the optimizer on all parameter servers."""
         if self._cluster.options.joins:
             await self._wait_for([], [AwaitedOptimizer(optimizer, name)], self._timeout)
             return
-        with self._told_of_resuming():
+        with self._explain_resume():
             await self.client.create_optimizer(optimizer, name, code)
         if self._inventory is not None:
             self._inventory.registered(optimizer, name, code)
 
-    @steady
+    @repeated
     async def read_slots(
         self, optimizer: int, specs: Sequence[VariableSpec]
     ) -> list[dict[str, np.ndarray]]:
-        """What an optimizer keeps beside variables, by name, of one moment of each
-        server."""
-        # The pin is known by a number that nobody else draws.
+        """Returns the slots of an optimizer for each variable, by name, from one
+        snapshot of each server."""
+        # A random number names the snapshot.
         client, number = self.client, secrets.randbits(62)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
-        found: dict[int, dict[str, np.ndarray]] = {spec.key: {} for spec in specs}
+        slots: dict[int, dict[str, np.ndarray]] = {spec.key: {} for spec in specs}
         try:
             for ps, place, entry in await client.pin(number, refs, [optimizer]):
                 if entry.optimizer != optimizer:
@@ -243,34 +246,34 @@ class ParameterServers:
                     for at, size in _pieces(nbytes)
                 ]
                 whole = np.concatenate(parts) if parts else np.empty(0, np.uint8)
-                found[entry.key][entry.leaf] = whole.view(dtype).reshape(entry.shape)
+                slots[entry.key][entry.leaf] = whole.view(dtype).reshape(entry.shape)
         finally:
             await client.release(number)
-        return [found[spec.key] for spec in specs]
+        return [slots[spec.key] for spec in specs]
 
-    @steady
+    @repeated
     async def write_slot(
         self, optimizer: int, spec: VariableSpec, name: str, value: np.ndarray
     ) -> None:
-        """Assigns one array that an optimizer keeps beside a variable."""
+        """Assigns a slot of an optimizer for a variable."""
         entry = StoreEntry(spec.key, optimizer, name, 0)
         await self.client.store(spec.ps, [entry], [value])
 
-    @steady
+    @repeated
     async def bind_optimizer(self, optimizer: int, data: bytes) -> None:
-        """Tells all parameter servers which variables the optimizer moves: ``data`` is
-        `zstrat.optimizers.Binding.encoded`. The same again is fine. Every program that
-        applies gradients tells the tree, before its first gradient."""
+        """Binds an optimizer to its variables on all parameter servers. ``data`` is
+        `zstrat.optimizers.Binding.encoded`. Idempotent. Every program that applies
+        gradients does so before its first gradient."""
         await self.client.bind(optimizer, data)
         if self._inventory is not None:
             self._inventory.bound(optimizer, data)
 
-    @steady
+    @repeated
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
-        """Removes what a creation that failed has left on its servers."""
-        # Where another program holds the session, this one has created nothing.
+        """Removes what a failed creation left on the servers."""
+        # In the session of another program, this one has created nothing.
         if not self._cluster.options.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
@@ -279,18 +282,18 @@ class ParameterServers:
                 self._inventory.withdrawn(optimizers)
 
     @contextlib.contextmanager
-    def _told_of_resuming(self) -> Iterator[None]:
-        """What is in the place of something new was there before this program."""
+    def _explain_resume(self) -> Iterator[None]:
+        """Explains errors for variables that a resumed session already has."""
         try:
             yield
         except AlreadyExistsError as error:
             if not self._cluster.renewal.resumed:
                 raise
             raise AlreadyExistsError(
-                f"{error}. The program that left the session {self._cluster.name!r} "
-                "created other variables or optimizers than this one, or in another "
-                "order: what is there stays for that program; give another name as "
-                "resume=, or none, to begin anew"
+                f"{error}. The program before, with the session "
+                f"{self._cluster.name!r}, created other variables or optimizers, or in "
+                "another order. They stay as they are; to start without them, pass "
+                "another name as resume=, or none"
             ) from None
 
     def _created(self, specs: Sequence[VariableSpec]) -> None:
@@ -298,11 +301,11 @@ class ParameterServers:
             self._inventory.created(specs)
 
     async def _once(self, work: Callable[[], Awaitable[None]]) -> None:
-        """What must not be done twice is done again behind a restore alone."""
-        if self.patient is None:
+        """Repeats work that must not be done twice only after a restore."""
+        if self.repeater is None:
             await work()
         else:
-            await self.patient.through(work, again=False)
+            await self.repeater.through(work, again=False)
 
     async def _wait_for(
         self,
@@ -310,25 +313,24 @@ class ParameterServers:
         optimizers: list[AwaitedOptimizer],
         timeout: float,
     ) -> None:
-        """Waits until the program that holds the session has created these.
+        """Waits until the program that opened the session has created these.
 
         Raises:
-            DeadlineExceededError: It has not; names what a server misses.
-            InvalidArgumentError: It has created something else in their place.
+            DeadlineExceededError: It did not; names what a server does not have.
+            InvalidArgumentError: It created something else in their place.
         """
         client, session = self.client, self._cluster.session
-        wishes: dict[int, list[Awaited]] = {}
-        if optimizers:
-            # An optimizer is on all of them.
-            wishes = {ps: [] for ps in range(client.count)}
+        awaited: dict[int, list[Awaited]] = {}
+        if optimizers:  # which are on all servers
+            awaited = {ps: [] for ps in range(client.count)}
         for spec in specs:
-            wish = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
-            wishes.setdefault(spec.ps, []).append(wish)
+            variable = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
+            awaited.setdefault(spec.ps, []).append(variable)
         messages = [
-            (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, timeout))
-            for ps, mine in wishes.items()
-            # One message also where none of the variables is: for the optimizers.
-            for at in range(0, len(mine) or 1, _WISHES)
+            (ps, JoinSession(session, names[at : at + _AWAITED], optimizers, timeout))
+            for ps, names in awaited.items()
+            # At least one message to each server, for the optimizers.
+            for at in range(0, len(names) or 1, _AWAITED)
         ]
         deadline = asyncio.get_running_loop().time() + timeout + ANSWER_SECONDS
         await client.each(messages, SessionOpened, deadline=deadline)
@@ -337,8 +339,8 @@ class ParameterServers:
 def initializing_timeout(
     entries: Sequence[tuple[VariableSpec, InitialEntry]], request: float
 ) -> float:
-    """Seconds to wait for variables that their servers make: one has ``request`` for
-    any request, and time for its bytes besides."""
+    """Returns the seconds for servers to initialize variables: ``request``, and time
+    for the bytes of the busiest server."""
     nbytes: Counter[int] = Counter()
     for spec, _ in entries:
         nbytes[spec.ps] += spec.nbytes
@@ -346,17 +348,17 @@ def initializing_timeout(
 
 
 def _pieces(nbytes: int) -> list[tuple[int, int]]:
-    """Offsets and sizes of what is read of a tensor in one message each."""
+    """Returns the offset and the size of each message that reads a part of a slot."""
     return [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
 
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:
-    """The number of the session that ps 0 serves, once there is one whose program is
-    alive; after ``timeout`` seconds that of one whose program has ended.
+    """Waits until a live program has a session on ps 0, and returns its number; after
+    ``timeout`` seconds that of a session whose program has ended.
 
     Raises:
-        DeadlineExceededError: There was none in ``timeout`` seconds.
-        VersionMismatchError, PermissionDeniedError: The ps will never answer us.
+        DeadlineExceededError: There was no session for ``timeout`` seconds.
+        VersionMismatchError, PermissionDeniedError: The ps refuses this program.
 
     Cancellation: nothing is lost.
     """
@@ -366,12 +368,12 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     server.start()
     try:
         await server.wait_ready(deadline)
-        wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
-        answer = await server.link.submit(wish, deadline=deadline + ANSWER_SECONDS)
+        request = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
+        answer = await server.link.submit(request, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
-            f"no program has opened a session on the ps at {address} in {timeout} s: "
-            "start the chief, or worker 0 of a cluster without one, which does so "
+            f"no program opened a session on the ps at {address} within {timeout} s: "
+            "start the chief, or worker 0 of a cluster without a chief, which opens it "
             f"({error})"
         ) from None
     finally:

@@ -69,9 +69,8 @@ class ClusterSession:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
         self.servers = ParameterServers(cluster, settings.timeouts.request)
-        self.coordinators: dict[str, Any] = {}
-        """The one core of this session, its options, and the blocking coordinator, by
-        name. Guarded by `lock`."""
+        self.core: Any = None
+        """The `CoordinatorCore` of this session, if there is one. Guarded by `lock`."""
         self.taken_over: str | None = None
         """Message that names the strategy of this program that took the cluster
         over."""
@@ -88,7 +87,7 @@ class ClusterSession:
         Raises: See `ClusterCoordinator.join`.
         """
         with self.lock:
-            core = self.coordinators.get("core")
+            core = self.core
         if core is not None:
             core.engine.join(None)
 
@@ -280,8 +279,8 @@ class ClusterSession:
     def forget(self) -> None:
         """Refuses all use of the cluster, in a forked process."""
         self.lock = cast("threading.Lock", _ForkedLock())
-        if (core := self.coordinators.get("core")) is not None:
-            core.engine.lock = self.lock
+        if self.core is not None:
+            self.core.engine.lock = self.lock
 
     def leave(self) -> None:
         """Disconnects. A session with a name stays for the next program."""
@@ -319,7 +318,7 @@ class ClusterSession:
 
     def statistics(self) -> dict[str, PlainTree]:
         """Returns the metrics of the coordinator, if there is one. From any thread."""
-        core = self.coordinators.get("core")
+        core = self.core
         return {} if core is None else {"coordinator": core.metrics()}
 
     async def _is_paused(self) -> bool:
@@ -332,7 +331,7 @@ class ClusterSession:
             if self.run(self._is_paused(), "checking for an unfinished checkpoint"):
                 return "a checkpoint is being saved or restored"
         with self.lock:
-            core = self.coordinators.get("core")
+            core = self.core
         if core is None:
             return None
         pending = core.engine.queue.unraised

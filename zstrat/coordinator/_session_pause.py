@@ -1,13 +1,13 @@
-"""Between two steps: holds the whole session at rest, as for a checkpoint.
+"""`SessionPause`: pauses a session between two steps, for a checkpoint. On the loop.
 
-A checkpoint is a *cut* of the session: each step is on all parameter servers or on
-none, and so is each update that the program makes by itself. To get there nothing new
-begins; what the workers have not begun comes back; what runs is waited for, and a step
-whose worker is lost runs elsewhere first, as it may be there by half. Then the updates
-of the program that are under way end, new ones wait, and a fence keeps zombies out.
+A checkpoint is a *cut* of the session: each step is applied on all parameter servers or
+on none, and so is each update of the program. To get there no closure starts; workers
+give back those that they have not started; running ones end, and a step whose worker is
+lost runs on another first, as it may be applied in part. Then updates of the program
+that have started end, new ones wait, and a fence keeps out lost workers.
 
-The law of this file: from the end of `begin` to the last `end` no variable of the
-session changes, except by its holder. On the loop thread.
+The law of this file: from the end of `begin` to the last `end`, only the holders change
+variables of the session.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SessionCut:
-    """Which steps have had their effect: all below ``end``, and ``besides`` those of
-    these runs; no other."""
+    """The steps that were applied: all below ``end``, and the runs ``besides``."""
 
     end: int = 1
     besides: tuple[StepRun, ...] = ()
 
 
 def cut_of(queue: Queue) -> SessionCut:
-    """The steps that have ended."""
+    """Returns the steps that have ended."""
     steps = queue.steps
     return SessionCut(steps.low_water, tuple(StepRun(*run) for run in steps.above))
 
 
 class Gate:
-    """Lets updates of the program pass, unless it is closed."""
+    """Lets updates of the program start while it is open."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -58,9 +57,9 @@ class Gate:
         return not self._open.is_set()
 
     async def through(self, start: Callable[[], asyncio.Future[T]]) -> T:
-        """Starts an update when the gate is open; it is inside until it has ended.
+        """Starts an update when the gate is open, and waits for its end.
 
-        Cancellation: it is not started, or goes on, inside.
+        Cancellation: the update is not started, or goes on.
         """
         while self.is_closed:
             await self._open.wait()
@@ -71,7 +70,7 @@ class Gate:
         return await asyncio.shield(update)
 
     async def close(self) -> None:
-        """Lets no update in, and waits until none is inside."""
+        """Stops new updates, and waits until those that have started end."""
         self._open.clear()
         await self._empty.wait()
 
@@ -86,7 +85,7 @@ class Gate:
 
 @final
 class SessionPause:
-    """Holds one session at rest. It knows the dispatcher of the moment."""
+    """Pauses one session, while anybody holds the pause."""
 
     def __init__(self, fences: Fences) -> None:
         self.gate = Gate()
@@ -96,25 +95,24 @@ class SessionPause:
 
     @property
     def is_held(self) -> bool:
-        """Whether the session is to be at rest."""
+        """Whether the session is paused, or about to be."""
         return bool(self._holders)
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """From now on this one hands steps out."""
+        """Uses the session's new dispatcher."""
         self._dispatcher = dispatcher
         if self._holders:
             dispatcher.hold()
 
     async def begin(self, holder: object) -> SessionCut:
-        """Waits until all is at rest. `end` has to follow, whatever comes of it.
+        """Waits until the session is paused. `end` has to follow in any case.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
-            UnavailableError: There is no worker that could end a step whose worker was
-                lost.
+            UnavailableError: There is no worker for a step whose worker was lost.
             DeadlineExceededError: A parameter server does not answer.
 
-        Cancellation: as an error.
+        Cancellation: like an error.
         """
         self._holders.add(holder)
         dispatcher = self._dispatcher
@@ -129,7 +127,7 @@ class SessionPause:
         return cut
 
     def end(self, holder: object) -> None:
-        """The holder has what it wanted. Ending twice is no error."""
+        """Ends the pause of a holder. Idempotent."""
         self._holders.discard(holder)
         if self._holders:
             return

@@ -1,9 +1,9 @@
-"""What the user holds of things that live or are made elsewhere.
+"""Handles of results and per-worker resources, which are on other processes.
 
-A `RemoteValue` is one slotted object: the loop thread only puts bytes into it, and the
-thread that fetches cuts them into arrays. The law of this file: the state of a value
-changes with the engine's lock held, and from NOT_READY at most once, except for the
-values of per-worker resources, which go away and return with their worker.
+A `RemoteValue` is one slotted object: the loop thread only stores bytes in it, and the
+thread that fetches makes arrays of them. The law of this file: the state of a value
+changes with the engine's lock held, and from NOT_READY at most once. Only values of
+per-worker resources change again, as their worker is lost or returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class RemoteValueStatus(enum.Enum):
-    """NOT_READY; ABORTED: gone with its worker; READY: there, or failed."""
+    """NOT_READY: not settled; ABORTED: lost with its worker; READY: a result or an
+    error."""
 
     NOT_READY = "NOT_READY"
     ABORTED = "ABORTED"
@@ -44,15 +45,13 @@ _READY: Final = RemoteValueStatus.READY
 _ABORTED: Final = RemoteValueStatus.ABORTED
 
 
-class Kept:
+class Kept(NamedTuple):
     """A result that stays on its worker until it is fetched."""
 
-    __slots__ = ("epoch", "layout", "step", "worker")
-
-    def __init__(
-        self, worker: int, epoch: int, step: int, layout: LayoutMessage | None
-    ) -> None:
-        self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
+    worker: int
+    epoch: int
+    step: int
+    layout: LayoutMessage | None
 
 
 class ClosureRun(NamedTuple):
@@ -63,20 +62,18 @@ class ClosureRun(NamedTuple):
     attempt: int
 
 
-class Result:
-    """What is known of a result before it is there."""
+class Result(NamedTuple):
+    """The name and the structure of a result, known before the result."""
 
-    __slots__ = ("name", "treedef")
-
-    def __init__(self, name: str, treedef: Any) -> None:
-        self.name, self.treedef = name, treedef
+    name: str
+    treedef: Any
 
 
 class ValueSource(Protocol):
-    """The engine of a value, which brings results that were kept on their worker."""
+    """What a value needs of the `ClosureEngine`."""
 
-    bring: Callable[[Kept], list[np.ndarray]]
-    bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
+    fetch_kept: Callable[[Kept], list[np.ndarray]]
+    fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
     wait_value: Callable[[RemoteValue, float | None], None]
     wait_value_async: Callable[[RemoteValue], Awaitable[None]]
 
@@ -86,10 +83,10 @@ class ValueSource(Protocol):
 
 
 class RemoteValue(Unfetched):
-    """The result, some time, of a scheduled closure.
+    """The future result of a scheduled closure.
 
-    ``value.fetch()`` blocks and gives numpy arrays, ``value.get()`` blocks and gives
-    jax arrays, ``await value`` is ``fetch`` for coroutines, on any event loop.
+    ``value.fetch()`` blocks and returns numpy arrays, ``value.get()`` blocks and
+    returns jax arrays. ``await value`` is ``fetch`` for coroutines, on any event loop.
     """
 
     __slots__ = (
@@ -108,8 +105,8 @@ class RemoteValue(Unfetched):
         self.state = _NOT_READY
         self._bells: list[Bell] | None = None
         self._error: Exception | None = None
-        # Bytes with their layout, a result that was kept away, or, once somebody has
-        # looked, the arrays themselves.
+        # Bytes with their layout, a result that its worker keeps, or, after the first
+        # fetch, the arrays.
         self._result: _Inline | Kept | _Opened | None = None
         self._run: tuple[int, str, int] | None = None
 
@@ -120,44 +117,45 @@ class RemoteValue(Unfetched):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether its worker is gone, so that `fetch` raises until it returns."""
+        """Whether its worker is lost, so that `fetch` raises until that returns."""
         return self.state is _ABORTED
 
     @property
     def error(self) -> Exception | None:
-        """The error with which the closure ended, if it did; never waits."""
+        """The error of the closure, if it failed. Does not wait."""
         return self._error
 
     @property
     def run(self) -> ClosureRun | None:
-        """The run that this is the result, or the error, of; None if it has not ended,
-        or was not ended by a worker.
+        """The run that returned this result or error; None if the closure has not
+        ended, or did not end on a worker.
 
-        If ``run.attempt`` is above 1, workers were lost with the step before. Its
-        effects happened once, but some may be those of an earlier run, which computed
-        with other data and other values, where this result is of the last one.
+        If ``run.attempt`` is above 1, workers were lost while they ran the step. Its
+        updates were applied once, but some may be those of an earlier run with other
+        data and other variable values, while the result is that of the last run.
         """
         return None if self._run is None else ClosureRun(*self._run)
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """The result with numpy arrays as leaves; those of rank 0 are numpy scalars.
+        """Waits for the result, and returns it with numpy arrays as leaves, or numpy
+        scalars for rank 0.
 
         Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes.
+            timeout: The most seconds to wait; None: no limit.
 
         Raises:
             CancelledError: The closure was cancelled, or its resource was aborted.
-            ClosureAbortedError: A large result went away with its worker.
+            ClosureAbortedError: A large result was lost with its worker.
             DeadlineExceededError: ``timeout`` has passed; the closure goes on.
-            PSUnavailableError, UnavailableError: It has not run, and does not while a
-                parameter server, or every worker, is away; fetch it again later.
-            KeyboardInterrupt: Ctrl-C, which cancels what waits, as in
+            PSUnavailableError, UnavailableError: The closure cannot run while a
+                parameter server, or every worker, is lost; fetch again later.
+            KeyboardInterrupt: Ctrl-C, which cancels waiting closures, as in
                 `ClusterCoordinator.join`.
-            Exception: What the step function raised, every time.
+            Exception: The error of the step function, each time.
         """
         try:
             self._engine.wait_value(self, timeout)
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except KeyboardInterrupt as interrupt:
             self._engine.interrupted(interrupt)
             raise
@@ -167,16 +165,16 @@ class RemoteValue(Unfetched):
 
     def _advice(self) -> str:
         return (
-            f"{self!r}, a result that was not fetched: write value.fetch(), or "
-            "coordinator.fetch(values) for a tree of them"
+            f"{self!r}, a result that was not fetched; call value.fetch(), or "
+            "coordinator.fetch(values) for a tree"
         )
 
     def get(self, timeout: float | None = None) -> Any:
-        """As `fetch`, with jax arrays as leaves."""
+        """Like `fetch`, with jax arrays as leaves."""
         return joined.mapped(_on_device, self.fetch(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """As `fetch`. Cancellation: loses nothing; await it again."""
+        """Awaitable `fetch`. Cancellation: loses nothing; await it again."""
         return self._fetch_async().__await__()
 
     async def _fetch_async(self) -> Any:
@@ -185,18 +183,18 @@ class RemoteValue(Unfetched):
             result = self._result
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(
-                    await self._engine.bring_async(result), result.layout
+                    await self._engine.fetch_kept_async(result), result.layout
                 )
-            return self._numpy(self._settled(self._engine.bring))
+            return self._numpy(self._settled(self._engine.fetch_kept))
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
 
     def __repr__(self) -> str:
-        words = f" error={self._error!r}" if self._error else ""
+        detail = f" error={self._error!r}" if self._error else ""
         if (run := self.run) is not None and run.attempt > 1:
-            words = f" of attempt {run.attempt} on {run.worker}{words}"
-        return f"<RemoteValue of {self._expected.name} {self.state.value}{words}>"
+            detail = f" of attempt {run.attempt} on {run.worker}{detail}"
+        return f"<RemoteValue of {self._expected.name} {self.state.value}{detail}>"
 
     def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
         self._result = _Inline(layout, data)
@@ -236,8 +234,8 @@ class RemoteValue(Unfetched):
         if self._bells is not None and bell in self._bells:
             self._bells.remove(bell)
 
-    def _settled(self, bring: Any) -> _Opened:
-        """The arrays, or the error. Two threads may open it at once: no harm."""
+    def _settled(self, fetch_kept: Any) -> _Opened:
+        """Returns the arrays, or raises the error. Two threads may do so at once."""
         if self.state is _ABORTED:
             raise CancelledError(
                 "The corresponding function is aborted. Please reschedule the function."
@@ -245,16 +243,16 @@ class RemoteValue(Unfetched):
             ) from self._error
         if self._error is not None:
             self._engine.fetched(self._error)
-            # Without this each raise would lengthen the traceback of the one before.
+            # Else each raise would lengthen the traceback.
             raise self._error.with_traceback(None)
         result = self._result
         if isinstance(result, _Inline):
             opened = _Opened(cut(result.layout, result.data), result.layout)
         elif isinstance(result, Kept):
-            opened = _Opened(bring(result), result.layout)
+            opened = _Opened(fetch_kept(result), result.layout)
         elif result is None:
             raise NotImplementedError(
-                "the value of a per-worker resource stays on its worker: pass it to a "
+                "the value of a per-worker resource stays on its worker; pass it to a "
                 "scheduled function"
             )
         else:
@@ -277,20 +275,19 @@ class _Inline:
 
 @final
 class AsyncRemoteValue(RemoteValue):
-    """What `AsyncClusterCoordinator.schedule` gives, and ``values`` of its datasets and
-    iterators are: nothing of it blocks the loop.
+    """The `RemoteValue` of an `AsyncClusterCoordinator`: none of its methods blocks.
 
-    ``await value`` and ``await value.fetch()`` give numpy arrays, ``await value.get()``
-    jax arrays. A blocking program gets it from ``ClusterCoordinator.fetch(value)``.
+    ``await value`` and ``await value.fetch()`` return numpy arrays, ``await
+    value.get()`` jax arrays. Blocking code uses ``ClusterCoordinator.fetch(value)``.
     """
 
     __slots__ = ()
 
     def _advice(self) -> str:
-        return f"{self!r}, a result that was not awaited: write await value"
+        return f"{self!r}, a result that was not awaited; use await value"
 
     async def fetch(self, timeout: float | None = None) -> Any:
-        """As `RemoteValue.fetch`, awaited; raises as that does.
+        """Awaitable `RemoteValue.fetch`; raises the same errors.
 
         Cancellation: loses nothing; await it again.
         """
@@ -298,27 +295,23 @@ class AsyncRemoteValue(RemoteValue):
             async with asyncio.timeout(timeout) as waiting:
                 return await self
         except TimeoutError:
-            if not waiting.expired():  # it is the step's own
+            if not waiting.expired():  # an error of the step
                 raise
-            late = f"fetch: {self!r} is not there after {timeout} s"
+            late = f"fetch: {self!r} did not end within {timeout} s"
             raise DeadlineExceededError(late) from None
 
     async def get(self, timeout: float | None = None) -> Any:
-        """As `fetch`, with jax arrays as leaves."""
+        """Like `fetch`, with jax arrays as leaves."""
         return joined.mapped(_on_device, await self.fetch(timeout))
 
 
-class _Opened:
-    __slots__ = ("layout", "leaves")
-
-    def __init__(
-        self, leaves: Sequence[np.ndarray], layout: LayoutMessage | None
-    ) -> None:
-        self.leaves, self.layout = leaves, layout
+class _Opened(NamedTuple):
+    leaves: Sequence[np.ndarray]
+    layout: LayoutMessage | None
 
 
 def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
-    """The leaves that ``data`` holds one after the other, as read-only arrays."""
+    """Returns the leaves in ``data``, one after the other, as read-only arrays."""
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():
         dtype, count = dtype_named(name), math.prod(shape)
@@ -334,8 +327,9 @@ def _on_device(leaf: Any) -> Any:
 
 
 class Claim:
-    """Held by the handle of a resource and by closures that take it. When the last of
-    them lets go, ``drop`` gets the number of the resource; it may take no lock."""
+    """Keeps a resource. The handle of the resource and closures that use it hold one
+    claim; when it is collected, ``drop`` gets the number of the resource. ``drop`` must
+    not take a lock."""
 
     __slots__ = ("__weakref__",)
 
@@ -344,50 +338,51 @@ class Claim:
 
 
 class PerWorker(Resource, abc.ABC):
-    """A handle of one thing on every worker, that a scheduled function may take."""
+    """A handle of a resource on every worker, as an argument of scheduled functions."""
 
     claim: Claim
     require_kept: Callable[[], None]
-    """Raises `ClosedError` if its coordinator has lost the cluster to a newer one."""
+    """Raises `ClosedError` if a newer strategy took the cluster over."""
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
-        """What stands for it in the trace; None if it was built nowhere."""
+        """The placeholder of a trace; None if no worker could build the resource."""
 
 
 class StandIn(StepIterator):
-    """The iterator of every worker, while a step is traced for its shapes."""
+    """The placeholder of an iterator while a step is traced."""
 
     is_resource = True
 
     def __init__(self, handle: PerWorker, spec: Any, name: str) -> None:
         super().__init__(None, spec, name=name)
-        # A trace is kept, and must not keep alive what the user has dropped.
+        # Traces are cached, and must not keep alive what the user dropped.
         self.handle: Final = weakref.ref(handle)
 
 
 class NoArgument(abc.ABC):
-    """A handle that no scheduled function can take."""
+    """A handle that cannot be an argument of a scheduled function."""
 
     @abc.abstractmethod
     def refuse(self) -> NoReturn:
-        """
+        """Raises the error for its use as an argument.
+
         Raises:
-            TypeError: Says what it can take instead.
+            TypeError: Says what to pass instead.
         """
 
 
 @final
 class PerWorkerValues(PerWorker):
-    """One thing on every worker; a scheduled function gets the one of its own worker.
+    """A value on every worker; a scheduled function gets that of its own worker.
 
     Args:
         values: One `RemoteValue` per worker, in the order of the workers; from an
             `AsyncClusterCoordinator` an `AsyncRemoteValue`.
-        living: Gives those of the workers that there are now; None: ``values`` stay.
+        living: Returns the values of the present workers; None: ``values`` stay.
 
     Raises:
-        AssertionError: Something else is among them.
+        AssertionError: A value is not a `RemoteValue`.
     """
 
     def __init__(
@@ -403,31 +398,22 @@ class PerWorkerValues(PerWorker):
         for value in self._values:
             if not isinstance(value, RemoteValue):
                 raise AssertionError(
-                    "PerWorkerValues is made of RemoteValues; got "
-                    f"{type(value).__name__}"
+                    f"PerWorkerValues takes RemoteValues; got {type(value).__name__}"
                 )
         self.resource = resource
-        self.claim = claim or Claim(_nothing, resource)
-        self.require_kept = require_kept or _always_kept
+        self.claim = claim or Claim(lambda number: None, resource)
+        self.require_kept = require_kept or (lambda: None)
         self._describe = stand_in
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """Whether and how the thing was made on each worker that there is now."""
+        """The outcome of building the value on each present worker."""
         return self._values if self._living is None else self._living()
 
     def _stand_in(self) -> object | None:
         if self._describe is None:
             raise ValueError(
-                "these PerWorkerValues have no type: only those that the coordinator "
-                "made (create_per_worker_dataset) can be arguments of a function"
+                "only PerWorkerValues that the coordinator made can be arguments of a "
+                "function (see create_per_worker_dataset)"
             )
         return self._describe()
-
-
-def _always_kept() -> None:
-    """Values that no coordinator has made are nobody's."""
-
-
-def _nothing(_: int) -> None:
-    """What is dropped with values that the coordinator did not make."""

@@ -75,12 +75,12 @@ class LoopSide(Protocol):
         doubtful ones they applied, to `ClosureEngine.fenced`."""
         ...
 
-    def bring(self, kept: Kept) -> list[np.ndarray]:
+    def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result that its worker keeps; blocks."""
         ...
 
-    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        """Awaitable `bring`, on any event loop."""
+    async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
+        """Awaitable `fetch_kept`, on any event loop."""
         ...
 
 

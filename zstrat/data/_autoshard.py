@@ -1,7 +1,7 @@
 """What one worker reads of a dataset that several have.
 
 The law: every decision is made here, before the first element is read, of numbers and
-of the recipe alone (`_lineage`); whoever iterates only obeys.
+of the recipe alone (`_lineage`); the iterators only obey.
 
 Which of these rows its replicas get is decided next (`_replica_rows`).
 """
@@ -75,7 +75,7 @@ class Allotment:
 
     @property
     def shapes(self) -> lineage.KnownShapes:
-        """What is known of the shapes of its elements, by now."""
+        """Returns the shapes of its elements, as far as known."""
         return lineage.shapes_of(self.recipe)
 
     @property
@@ -114,7 +114,7 @@ class Allotment:
         return 0, steps
 
     def order(self, begun: Recipe) -> str:
-        """What tells the order of a pass from those of others: the workers need the
+        """What distinguishes the order of a pass from others: the workers need the
         same; "" if they do not."""
         return (
             "" if self.sharded_at is None else lineage.order_of(begun, self.sharded_at)
@@ -134,8 +134,8 @@ def as_dataset(source: Any) -> Dataset:
     iterable, is the elements one after the other.
 
     Raises:
-        TypeError: It is none of these, or arrays of objects. While iterating: an
-            element has an object in it that is no data, and that jax cannot open.
+        TypeError: It is of another type, or arrays of objects. While iterating: an
+            element has an object in it that is not data, and that jax cannot open.
         ValueError: Arrays with first axes of different lengths.
     """
     if isinstance(source, Dataset):
@@ -156,10 +156,10 @@ def is_steady(source: object) -> bool:
 
 
 def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
-    """What the worker reads of a dataset of global batches.
+    """Returns what the worker reads of a dataset of global batches.
 
     Raises:
-        TypeError: It is no dataset.
+        TypeError: It is not a dataset.
         ValueError: It is not batched, though there are several replicas; its policy
             does not fit it.
 
@@ -200,7 +200,7 @@ def not_batched() -> ValueError:
 def sharing_policy(
     policy: AutoShardPolicy, workers: int, files: int | None
 ) -> AutoShardPolicy:
-    """What the policy means for this many workers: OFF, FILE, DATA or HINT.
+    """Returns the policy for this many workers: OFF, FILE, DATA or HINT.
 
     One worker reads everything whatever the policy says; it says how the rows are cut
     for its replicas, and there AUTO is found as among several.

@@ -63,7 +63,7 @@ class Rebatched(Derived):
 
     def items(self) -> Iterator[Element]:
         waiting: deque[Element] = deque()
-        """Rows that are in no batch yet; of nothing there is none."""
+        """Rows that are in no batch yet."""
         count = 0
         sizes = itertools.cycle(self.sizes)
         wanted = next(sizes)
@@ -141,7 +141,7 @@ def _cut(element: Element, rows: int | slice) -> Element:
 
 
 def appended(parts: Sequence[Element]) -> Element:
-    """One batch of all rows, in order.
+    """Returns one batch of all rows, in order.
 
     Raises:
         ValueError: The parts differ in structure, or in the shape of a row.
@@ -226,7 +226,7 @@ class PaddedBatches(Batching):
 
     @staticmethod
     def _per_leaf(element: Element, given: Any, name: str) -> list[Any]:
-        """What was given for each leaf, in order."""
+        """Returns the argument for each leaf, in order."""
         found: list[Any] = []
         _flatten(element, given, name, "", found)
         return found
@@ -274,12 +274,12 @@ def _is_scalar(given: Any) -> bool:
 
 
 def _no_shape(leaf: Any) -> Any:
-    """What tells kinds and structures apart, and no lengths."""
+    """Returns what distinguishes kinds and structures, whatever the lengths."""
     return leaf if isinstance(leaf, bytes) else np.zeros((), np.asarray(leaf).dtype)
 
 
 def _lengths(shapes: Any) -> list[int | None]:
-    """All that are in a structure of shapes; a tuple is a part of it, or a shape."""
+    """Yields all lengths in a structure of shapes; a tuple is a part, or a shape."""
     if isinstance(shapes, dict | tuple):
         inner = shapes.values() if isinstance(shapes, dict) else shapes
         return [length for shape in inner for length in _lengths(shape)]

@@ -114,13 +114,13 @@ class Cached(PassThrough):
                         yield element
                     file.write(_END)
                 part.replace(self.path)
-            finally:  # it has another name, or is no whole pass
+            finally:  # it has another name, or is not a whole pass
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
 
 
 def _fixed(leaf: Any) -> Any:
-    """What nobody can write to: it is yielded again in the next pass."""
+    """Makes an array read-only: it is yielded again in the next pass."""
     leaf = own(leaf)
     if isinstance(leaf, np.ndarray):
         leaf.flags.writeable = False
@@ -144,13 +144,13 @@ def _read_elements(path: str) -> Iterator[Element]:
     """The elements of a file, in the order in which they were written.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no such file, or ends too early; names it.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is not a file of a `cache`, or ends too early; names it.
     """
     with open(path, "rb") as file:
         if file.readline() != _START:
             raise ValueError(
-                f"{path} is no file that a `cache` of zstrat has written: give "
+                f"{path} was not written by a `cache` of zstrat: give "
                 "another name, or remove it"
             )
         while (line := file.readline()) != _END:
@@ -159,7 +159,7 @@ def _read_elements(path: str) -> Iterator[Element]:
             except ValueError as error:
                 raise ValueError(
                     f"{path} is damaged or cut off: remove it, and the next pass "
-                    "writes it anew"
+                    "writes it again"
                 ) from error
             yield element
 

@@ -68,7 +68,7 @@ class Dataset(Sources):
         return Dataset(passes.Batched(self._recipe, batch_size, drop_remainder))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """The passes one after the other, ``count`` times; None or -1: for ever.
+        """Repeats the dataset ``count`` times; None or -1: without end.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -93,8 +93,8 @@ class Dataset(Sources):
 
         Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
         need the same seed each, and begin passes over the distributed dataset, which
-        are counted apart, equally often. A process that was started anew has begun
-        none: then all of them make the dataset anew, from here on, and distribute it
+        are counted apart, equally often. A process that was restarted has begun
+        none: then all of them make the dataset again, from here on, and distribute it
         again. The first step of a pass is refused where its number is not the same in
         all of them.
 
@@ -221,7 +221,7 @@ class Dataset(Sources):
         """The elements of this one, then those of the other.
 
         Raises:
-            TypeError: It is no dataset; its elements differ from these in structure,
+            TypeError: It is not a dataset; its elements differ from these in structure,
                 rank or dtype, as far as that is known without a pass.
         """
         if not isinstance(dataset, Dataset):
@@ -238,7 +238,7 @@ class Dataset(Sources):
         in a file of that name, which later programs find.
 
         Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
-        one behind it anew in each pass. Elements kept in memory cannot be written to.
+        one after it again in each pass. Elements kept in memory cannot be written to.
         Of a dataset that a strategy deals out by file or hint each worker keeps its
         own part, in a file ``filename-00000-of-00002``. Nobody looks whether a file
         still fits the dataset: remove it when that changes.
@@ -251,7 +251,7 @@ class Dataset(Sources):
         """
         if self._recipe.size() == INFINITE_CARDINALITY:
             raise ValueError(
-                "cache() of an infinite dataset would take memory for ever, and never "
+                "cache() of an infinite dataset would take all memory, and never "
                 "be whole: call cache() before repeat(), or take() before cache()"
             )
         return Dataset(Cached(self._recipe, os.fspath(filename)))
@@ -327,7 +327,7 @@ class Dataset(Sources):
         return folded(iter(self), initial_state, reduce_func)
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Makes up to ``buffer_size`` elements ahead, on a thread of its own that ends
+        """Makes up to ``buffer_size`` elements ahead, on its own thread, which ends
         with its iterator; -1 (`AUTOTUNE`) stands for 2, 0 for none.
 
         Raises:
@@ -349,7 +349,7 @@ class Dataset(Sources):
         return Dataset(passes.SlicedPass(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first ``count`` elements; -1: none.
+        """Skips the first ``count`` elements; -1: all.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -381,16 +381,16 @@ class Dataset(Sources):
 
     @property
     def element_spec(self) -> Spec:
-        """What an element looks like: a `TensorSpec` at each leaf, with None for
+        """Describes an element: a `TensorSpec` at each leaf, with None for
         lengths that differ.
 
         Known of arrays, files, numbers, a generator with a signature, and all that
         keeps or stacks their elements. Where it is not (behind `map` and `interleave`,
         of other generators) the first element is drawn, by a pass of its own that no
-        other pass counts, and its lengths are told as they are.
+        other pass counts, and its lengths are reported unchanged.
 
         Raises:
-            OutOfRangeError: It is not known, and there is no element to be looked at.
+            OutOfRangeError: It is not known, and there is no element to inspect.
         """
         return self._recipe.spec(looked_at)
 
@@ -398,8 +398,8 @@ class Dataset(Sources):
         """A fresh pass, whose place a `zs.Checkpoint` can save.
 
         After an error of a function or a source, which ends a pass here and not in TF,
-        each later draw raises that error again: whoever catches it and goes on does not
-        take it for the end of the data. After Ctrl-C in a draw, which ends the pass,
+        each later draw raises that error again: a program that catches it does not take
+        it for the end of the data. After Ctrl-C in a draw, which ends the pass,
         too, each later one raises `ClosedError`.
         """
         return DatasetIterator(self._recipe)

@@ -45,7 +45,7 @@ def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
     A pass that is given up ends its sources one after the other by this, not by the
     garbage collector's whim.
     """
-    # Asked now: at the end of the interpreter nobody can answer any more.
+    # Asked now: at the end of the interpreter nobody can answer.
     closing = iterator if isinstance(iterator, ClosingIterator) else None
     try:
         yield iterator
@@ -147,10 +147,10 @@ class Elements(Generic[T]):
                 raise error.with_traceback(trace) from None
             self._ended = True
             raise
-        except Exception as error:  # goes to whoever draws; kept for who draws next
+        except Exception as error:  # to the thread that draws; kept for the next one
             self._broken = (error, error.__traceback__)
             raise
-        except BaseException as error:  # Ctrl-C, to whoever draws
+        except BaseException as error:  # Ctrl-C, to the thread that draws
             if isinstance(self._source, GeneratorType) and not self._source.gi_frame:
                 what = f"{type(error).__name__} in a draw has ended this pass"
                 ended = ClosedError(f"{self.name}: {what}: begin another one")

@@ -81,10 +81,10 @@ def _dtype(leaf: Any) -> Any:
 
 
 def looked_at(recipe: Recipe) -> Spec:
-    """What the first element looks like; of a pass that others do not count.
+    """Describes the first element, of a pass that others do not count.
 
     Raises:
-        OutOfRangeError: There is none.
+        OutOfRangeError: There is no element.
     """
     with ending(_unshuffled(recipe.apart()).begun().elements()) as elements:
         for element in elements:

@@ -29,7 +29,7 @@ Dimensions = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
 _ENDLESS: Final = sys.maxsize >> 20
-"""Indices of a dataset of grain that is repeated for ever, also in large batches."""
+"""Indices of a dataset of grain that is repeated without end, also in large batches."""
 
 
 @final
@@ -72,7 +72,7 @@ class Foreign(Recipe):
 
 @runtime_checkable
 class TensorFlowDataset(Protocol):
-    """A ``tf.data.Dataset``, told by its shape."""
+    """A ``tf.data.Dataset``, recognized by its attributes."""
 
     @property
     def element_spec(self) -> Any: ...

@@ -5,7 +5,7 @@ take that for a constant of its own. So it is refused where it enters, with its 
 its type and what to give instead.
 
 Classes that jax knows as pytrees are structure. jax is asked about them if somebody has
-imported it; else nobody can have told it of a class.
+imported it; else no class can be registered with it.
 
 Law of the file: nothing is converted or copied, and arrays of other libraries are not
 read: they may be on a device.
@@ -141,7 +141,7 @@ def require_text(array: Any, path: str, given: object) -> None:
 
 
 def require_data(element: Element) -> None:
-    """Refuses an element of somebody else's dataset that has a leaf which is no data.
+    """Refuses an element of a foreign dataset that has a leaf which is not data.
 
     Raises:
         TypeError: As `require_text`.
@@ -215,7 +215,7 @@ def _advice(leaf: object) -> str:
 
 
 def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
-    """What is neither plain structure nor plainly data, with its place."""
+    """Yields what is neither plain structure nor plainly data, with its place."""
     kind = type(element)
     if kind is dict:
         for key, item in element.items():

@@ -1,4 +1,4 @@
-"""What a recipe is made of: found by walking from the last operation to the source.
+"""What a recipe consists of: found by walking from the last operation to the source.
 
 Sharing a dataset out among workers rewrites its recipe: another source with fewer
 files, or a shard where the user left a hint. What is known without a pass (the batch
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Hinted(Reordered):
-    """Where the user wants the dataset sharded, by whoever distributes it."""
+    """Marks where the user wants the dataset sharded when it is distributed."""
 
     source: Recipe
 
@@ -65,7 +65,7 @@ class Hinted(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class Opted(Reordered):
-    """Options for everything before it and after it."""
+    """Sets options for all operations before and after it."""
 
     source: Recipe
     policy: AutoShardPolicy | None
@@ -81,7 +81,7 @@ class Opted(Reordered):
 
 
 def options_of(recipe: Recipe) -> Options:
-    """The options of the recipe; of several, the last ones count."""
+    """Returns the options of the recipe; the last ones win."""
     found = Options()
     for each in walk(recipe):
         if isinstance(each, Opted | Foreign):
@@ -131,7 +131,7 @@ class KnownShapes:
 
 
 def shapes_of(recipe: Recipe) -> KnownShapes:
-    """What is known of them: its own spec says more than the operation."""
+    """Returns the shapes that are known: its own spec says more than the operation."""
     match recipe:
         case Foreign():
             return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
@@ -245,7 +245,7 @@ def is_fresh(recipe: Recipe) -> bool:
 
 
 def file_count(recipe: Recipe) -> int | None:
-    """How many files (or parts of files) it is read from, None if it is not, or not
+    """Returns how many files (or parts) it is read from, None if it is not, or not
     from them alone. Nobody knows which files of zipped datasets belong together."""
     source = _source(recipe)
     if isinstance(source, Files):
@@ -301,7 +301,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
-    """How many operations, counted from the last, come after the one whose elements
+    """Counts the operations, from the last one, that come after the one whose elements
     workers deal out by number, so that they have to see them in one order; None: they
     deal out none."""
     if policy is AutoShardPolicy.HINT:

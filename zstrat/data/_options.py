@@ -1,4 +1,4 @@
-"""How a dataset is shared out among workers, and what its function is told of them.
+"""How a dataset is shared out among workers, and what its function learns of them.
 
 Options, in TF's words, are written by the user, attribute by attribute, and copied when
 they are attached to a dataset: what is changed afterwards changes nothing.

@@ -1,8 +1,8 @@
 """Threads that work for a pass: one that reads ahead, several that call functions.
 
 A `Prefetcher` stays a bounded number of elements ahead of its reader. Its thread knows
-the buffer and the source, never the iterator: so an iterator that nobody holds any more
-is collected, and its end closes the buffer and thereby ends the thread. The source
+the buffer and the source, never the iterator: so an iterator without references is
+collected, and its end closes the buffer and thereby ends the thread. The source
 runs, fails and is closed on that thread alone.
 
 `in_order` calls a user's function for several elements at a time, on as many threads as
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 GOODBYE: Final = 5.0
-"""Seconds that whoever closes threads, and the end of the interpreter, wait for one
-that is blocked in user code; it is a daemon and ends by itself when it comes back."""
+"""Seconds that a close, and the end of the interpreter, wait for a thread
+that is blocked in user code; it is a daemon and ends when the code returns."""
 
 _WAITING: Final = 2
 """Elements that are under way, for each thread: one is made, one is ready or begun."""
@@ -81,7 +81,7 @@ class _Buffer:
 
     def put(self, item: object) -> bool:
         """False once the buffer is closed: the item was not taken, stop."""
-        # No deadline: a slow reader is no fault, and one that is gone closes this.
+        # No deadline: a slow reader is not a fault, and one that is gone closes this.
         if not self._room.get() or self._is_closed:
             return False
         self._items.put(item)
@@ -124,7 +124,7 @@ class _Buffer:
 
     def close(self) -> bool:
         """False if it was closed before, as all are when the interpreter ends: later
-        there may be no module any more to do it with."""
+        the modules that it needs may be gone."""
         if self._is_closed:
             return False
         self._is_closed = True
@@ -147,7 +147,7 @@ class Prefetcher:
 
     def __init__(self, source: Iterator[Any], size: int) -> None:
         self._buffer: Final = _Buffer(size)
-        # The source runs in the context of whoever began the pass (the worker's).
+        # The source runs in the context of the thread that began the pass.
         context = contextvars.copy_context()
         self._thread: Final = SteadyThread(
             context.run, (_fill, source, self._buffer), name="zstrat prefetch"
@@ -181,7 +181,7 @@ def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
 
 
 def threads_of(calls: int | None) -> int:
-    """What ``num_parallel_calls`` means: -1 (AUTOTUNE) as many as cores; None: 0.
+    """Returns the threads for ``num_parallel_calls``: -1 is one per core, None is 0.
 
     Raises:
         ValueError: It is 0, or below -1.
@@ -239,7 +239,7 @@ _Results = SimpleQueue[_Result]
 
 
 def _dropped() -> _Result:
-    """Of a call that nobody makes any more: who draws must not wait for it."""
+    """Error of a call that is no longer made: readers must not wait for it."""
     return _Result(None, CancelledError())
 
 
@@ -280,7 +280,7 @@ class Callers:
 
     def end(self) -> bool:
         """Tells the threads to end after the call that they are in; False if they were
-        told before, as all are when the interpreter ends."""
+        stopped before, as all are when the interpreter ends."""
         if self._is_ended:
             return False
         self._is_ended = True
@@ -347,7 +347,7 @@ def numbered(
     def named(number: int, element: Any) -> Any:
         try:
             return call(element)
-        except Exception as error:  # goes on, to who draws the element
+        except Exception as error:  # to the reader that draws the element
             error.add_note(_note(what, function, number, element, error))
             raise
 
@@ -365,7 +365,7 @@ def _note(
 
 
 def _line(function: Any, error: BaseException) -> str:
-    """Where the user's function was: its own line, not one of what it called."""
+    """Returns the line of the user's function that failed, not one that it called."""
     code = getattr(function, "__code__", None)
     trace = error.__traceback__
     while trace is not None:
@@ -373,7 +373,7 @@ def _line(function: Any, error: BaseException) -> str:
             return f"{code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     if code is None:
-        return "a place that it does not tell"
+        return "an unknown place"
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 

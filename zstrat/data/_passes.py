@@ -51,12 +51,12 @@ class Recipe(abc.ABC):
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
     def spec(self, look: Look) -> Spec:
-        """What an element looks like, found without a pass; who does not know asks
+        """Describes an element without a pass; who does not know asks
         ``look``, which may draw one."""
         return look(self)
 
     def part(self, parts: int, index: int) -> Recipe:
-        """One of so many parts, which together are all items: every ``parts``-th item,
+        """Returns one of the parts that together are all items: every ``parts``-th,
         unless the source says what else is better read apart."""
         return SlicedPass(self, start=index, step=parts)
 
@@ -88,8 +88,8 @@ class Recipe(abc.ABC):
         return SlicedPass(self, start=count) if count else self
 
     def chance(self) -> str:
-        """Why a pass with the same numbers may come in another order, in words for the
-        user; "" if none does, as far as the recipe can tell."""
+        """Why a pass with the same numbers may come in another order, as text for the
+        user; "" if none does, as far as the recipe shows."""
         return ""
 
     def one(self, item: Any) -> Element:
@@ -221,7 +221,7 @@ class Counted(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Generated(Recipe):
-    """What a callable's iterable yields; it is called anew for each pass."""
+    """What a callable's iterable yields; it is called again for each pass."""
 
     generator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -423,7 +423,7 @@ class Repeated(Reordered):
                     empty = False
                     yield item
             if empty:
-                return  # for ever nothing is nothing, not a hang
+                return  # an empty dataset without end is empty, and does not hang
 
     def without_first(self, count: int) -> Recipe:
         size = self.source.size()

@@ -2,11 +2,11 @@
 
 A position is the number of elements that were drawn, and what makes the order of the
 pass: the numbers of its shuffles, and the seeds that were drawn for those without one.
-No element is kept: the pass is begun anew and what was drawn is left out, which over
+No element is kept: the pass is begun again and what was drawn is skipped, which over
 arrays in memory costs no element.
 
 Law of the file: a position is written down only of a pass that comes again in the same
-order, as far as the recipe can tell, and found again in a recipe of the same
+order, as far as the recipe shows, and found again in a recipe of the same
 operations; functions and sources have to give the same each time.
 """
 
@@ -82,7 +82,7 @@ class Position:
         drawn: How many elements come before it.
         orders: Of each shuffle its seed, if that was drawn, and the number of the pass.
         sizes: How many elements there are, wherever that changes between the end of the
-            recipe and its sources: they tell that it is the same dataset. Empty: not
+            recipe and its sources: they show that it is the same dataset. Empty: not
             to be compared.
         operations: Those that decide which elements come when, in words, for the same
             reason. None: not to be compared.
@@ -140,7 +140,7 @@ class Position:
         """
         if any(seed is not None for seed, _ in self.orders):
             raise _unsaved(
-                "each process shuffles in an order of its own. Give shuffle the same "
+                "each process shuffles in its own order. Give shuffle the same "
                 "seed in all of them: shuffle(buffer_size, seed=...)"
             )
         operations = self.operations if are_alike else None
@@ -151,7 +151,7 @@ class Position:
         return plain_place(self)
 
     def misfit(self, recipe: Recipe) -> str:
-        """Why it is no place in the passes of the recipe; "" if it is one."""
+        """Says why it is not a place in the passes of the recipe; "" if it is one."""
         sizes = _sizes(recipe)
         if self.sizes and sizes != self.sizes:
             return (
@@ -263,7 +263,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """All that shuffles in it, the last first."""
+    """Returns its shuffles, the last one first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 

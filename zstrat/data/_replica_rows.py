@@ -9,12 +9,12 @@ replica of the worker.
   came one by one, in batches of the sizes of `batch_sizes_for_worker`, again and again
   (`BySizes`).
 - An unknown batch size, or rows that are sharded (DATA, also to one worker, as by
-  TF): each batch is cut by itself into as many pieces as there are replicas of all
+  TF): each batch is cut separately into as many pieces as there are replicas of all
   workers (`ByPieces`); into even ones if it has the rows that all are promised to have,
   as TF, which traces functions, knows them then.
 
 Law of the file: no data, no I/O; every row is in exactly one piece, in the order of
-arrival, and every piece has a span, though it may be an empty one, so that whoever
+arrival, and every piece has a span, though it may be an empty one, so that code that
 obeys knows what nothing looks like.
 """
 
@@ -81,7 +81,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> list[Cut]:
-        """What is left when no more batches come: at most one step."""
+        """Returns what is left after the last batch: at most one step."""
 
     @property
     @abc.abstractmethod

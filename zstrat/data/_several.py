@@ -110,7 +110,7 @@ class Concatenated(Several):
         fewer: list[Recipe] = []
         for source in self.sources:
             size = source.size()
-            if size < 0:  # also what is repeated for ever may have no element
+            if size < 0:  # a dataset without end may have no element, too
                 break
             missing = min(count, size)
             fewer.append(source.without_first(missing))
@@ -149,7 +149,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
     """The structure of datasets as a recipe.
 
     Args:
-        recipe_of: Of a leaf; raises if that is no dataset.
+        recipe_of: Of a leaf; raises if that is not a dataset.
     """
     sources: list[Recipe] = []
 

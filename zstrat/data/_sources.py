@@ -36,7 +36,7 @@ class Sources:
 
     @property
     def recipe(self) -> Recipe:
-        """How it is made; for those who share it out."""
+        """Its recipe, for code that shards it."""
         return self._recipe
 
     @classmethod
@@ -51,7 +51,7 @@ class Sources:
 
     @classmethod
     def from_tensors(cls, tensors: Element) -> Self:
-        """One element: the whole structure.
+        """Yields one element: the whole structure.
 
         Raises:
             ValueError: There is no array in it.
@@ -72,7 +72,7 @@ class Sources:
         what goes in. A strategy does not deal it out by file.
 
         Raises:
-            TypeError: There is no dataset, something else than a dataset, or a list.
+            TypeError: No dataset is given, or something that is not one, or a list.
         """
         if args and datasets is not None:
             raise TypeError("Both `*args` and `datasets` cannot be set.")
@@ -104,7 +104,7 @@ class Sources:
 
     @classmethod
     def from_tensor_slices(cls, tensors: Element) -> Self:
-        """One element for each index of the first axis of the arrays.
+        """Yields an element for each index of the first axis of the arrays.
 
         The arrays stay where they are: elements are views or gathers of them.
 
@@ -139,7 +139,7 @@ class Sources:
         *,
         output_signature: Any = None,
     ) -> Self:
-        """What ``generator(*args)`` yields; it is called once for each pass.
+        """Yields what ``generator(*args)`` yields; it is called once for each pass.
 
         Args:
             output_signature: What an element has to look like: a `TensorSpec` at each
@@ -165,10 +165,10 @@ class Sources:
     def from_files(
         cls, filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
     ) -> Self:
-        """What ``read(filename)`` yields of each file, one file after the other.
+        """Yields what ``read(filename)`` yields of each file, one file after the other.
 
         A strategy knows the files, and gives each worker some of them. ``read`` is
-        called anew in each pass; it may yield `bytes`, and then gets bytes back.
+        called again in each pass; it may yield `bytes`, and then gets bytes back.
 
         Raises:
             ValueError: There are no files.
@@ -247,10 +247,10 @@ class Sources:
         Raises:
             ImportError: pyarrow is not installed.
             FileNotFoundError: A file is missing.
-            ValueError: There are no files; one is none of Parquet, lacks a column, or
+            ValueError: There are no files; one is not of Parquet, lacks a column, or
                 has other types than the first; ``batch_size`` is not positive. While
                 iterating: values are null.
-            TypeError: A column is no array.
+            TypeError: A column is not an array.
         """
         recipe: Recipe = files.parquet_rows(files.paths_of(filenames), columns)
         if batch_size is not None:

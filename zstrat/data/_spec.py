@@ -49,7 +49,7 @@ class TensorSpec:
             of dtype object), `str` for text of any length.
 
     Raises:
-        TypeError: numpy does not know the dtype, or a length is no whole number.
+        TypeError: numpy does not know the dtype, or a length is not an integer.
     """
 
     shape: tuple[int | None, ...]
@@ -275,7 +275,7 @@ def _is_wider(given: str, wanted: str) -> bool:
 
 
 def lost(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Why `kept` refuses numbers, in words."""
+    """Says why `kept` refuses numbers."""
     given, kind = _kind(found), _kind(wanted)
     if kind in "fc" and (given == kind or _is_wider(given, kind)):
         return "in which some of its values would be infinite"

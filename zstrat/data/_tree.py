@@ -2,7 +2,7 @@
 
 Dicts, tuples (named ones too) and objects of other classes that jax knows as pytrees
 are structure; everything else, a list included, is a leaf and becomes a numpy array. No
-jax is needed: a dataset is also built where there is none.
+jax is needed: a dataset is also built without it.
 
 Records (`bytes`) alone stay what they are, and several become an array of objects, as
 TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
@@ -29,7 +29,7 @@ def as_element(value: object, path: str = "") -> Element:
     """The structure with every leaf as a numpy array, or as the record that it is.
 
     Raises:
-        ValueError: A leaf is no array: a ragged list, for one; or it is a masked array,
+        ValueError: A leaf is not an array (a ragged list, say), or is a masked array,
             which would lose its mask. Names its place.
         TypeError: A leaf is an object that is neither a number nor text, or holds some;
             names its place, its type and what to give.
@@ -173,7 +173,7 @@ def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stacked(elements: Sequence[Element], path: str = "") -> Element:
-    """One element whose leaves have a new first axis: the elements, in order.
+    """Returns one element whose leaves have a new first axis: the elements, in order.
 
     Raises:
         ValueError: The elements differ in structure, in the shape of a leaf, or in
@@ -215,7 +215,7 @@ def _stacked_nodes(first: Node, elements: Sequence[Element], path: str) -> Eleme
 
 
 def node_treedef(value: Any) -> Any:
-    """What jax says of a node of a class that it knows; None for what is no such."""
+    """Returns what jax knows of the class of a node; None for any other class."""
     node = node_of(value)
     return None if node is None else node.treedef
 
@@ -297,7 +297,7 @@ _KINDS: Final = {
     "m": "spans of time",
     "O": "objects",
 }
-"""What is no number, by the kind of dtype."""
+"""Names of values that are not numbers, by the kind of dtype."""
 
 _MISSING: Final = "text that is missing"
 
@@ -310,7 +310,7 @@ _OBJECTS: Final[dict[frozenset[object], str]] = {
 
 
 def kind_of(leaf: object) -> str:
-    """What sort of values an array has: those of two sorts are no batch together."""
+    """Returns the sort of values of an array; two sorts cannot be one batch."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
         found: set[object] = set(map(type, array.ravel().tolist()))

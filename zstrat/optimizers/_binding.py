@@ -126,10 +126,10 @@ class Binding:
 
 
 def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
-    found = RandomNumbers(str(kind), bool(is_partitionable))
-    if found.is_set:
-        jax.random.key(0, impl=found.kind)  # refuses an unknown kind
-    return found
+    result = RandomNumbers(str(kind), bool(is_partitionable))
+    if result.is_set:
+        jax.random.key(0, impl=result.kind)  # refuses an unknown kind
+    return result
 
 
 def _require_same_cut(rule: TreeRule, wanted: Any) -> None:

@@ -241,22 +241,22 @@ class _Search:
     def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
         """Returns for each shared leaf of the state the operands that advance it, and
         the shared leaves that it depends on in the end."""
-        found: dict[int, tuple[set[Any], set[int]]] = {}
+        result: dict[int, tuple[set[Any], set[int]]] = {}
         direct: dict[int, set[int]] = {}
         for number in self._shared:
             var = self._program.outputs[self._leaves + number]
             got = self._cut([var], self._shared_mask, _SMALL, number)
             if isinstance(got, Coupling):
                 return got
-            found[number] = (got[0], set())
+            result[number] = (got[0], set())
             direct[number] = got[1]
         for number in self._shared:
-            found[number] = (found[number][0], _closed({number}, direct))
-        self._reach = {number: reach for number, (_, reach) in found.items()}
-        for number, (_, reach) in list(found.items()):
-            frontier = set[Any]().union(*[found[n][0] for n in reach])
-            found[number] = (frontier, reach)
-        return found
+            result[number] = (result[number][0], _closed({number}, direct))
+        self._reach = {number: reach for number, (_, reach) in result.items()}
+        for number, (_, reach) in list(result.items()):
+            frontier = set[Any]().union(*[result[n][0] for n in reach])
+            result[number] = (frontier, reach)
+        return result
 
     def closure(self, used: Iterable[int]) -> set[int]:
         """Returns the leaves of the shared state that are used, and all that advance
@@ -398,12 +398,12 @@ _FAILS: Final = object()
 
 
 def _closed(first: set[int], direct: dict[int, set[int]]) -> set[int]:
-    found, left = set[int](), set(first)
+    result, left = set[int](), set(first)
     while left:
         number = left.pop()
-        found.add(number)
-        left |= direct[number] - found
-    return found
+        result.add(number)
+        left |= direct[number] - result
+    return result
 
 
 def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[Any]:

@@ -94,11 +94,11 @@ def _written_in(eqn: Any) -> str:
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
     """Returns for each variable the inputs that it depends on; ``given`` are those of
     the inputs of the program."""
-    found: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    result: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
-        through = _through(eqn, [mask_of(found, var) for var in eqn.invars])
-        found.update(zip(eqn.outvars, through, strict=True))
-    return found
+        through = _through(eqn, [mask_of(result, var) for var in eqn.invars])
+        result.update(zip(eqn.outvars, through, strict=True))
+    return result
 
 
 def mask_of(found: Mapping[Any, int], var: Any) -> int:
@@ -366,11 +366,11 @@ def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:
 
 def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
     index, *rest = given
-    found = [index] * len(eqn.outvars)
+    result = [index] * len(eqn.outvars)
     for branch in eqn.params["branches"]:
         inside = _outputs(branch.jaxpr, rest)
-        found = [one | other for one, other in zip(found, inside, strict=True)]
-    return found
+        result = [one | other for one, other in zip(result, inside, strict=True)]
+    return result
 
 
 def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:

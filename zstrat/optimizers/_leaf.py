@@ -289,17 +289,17 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
 
 
 def _cut_for_rows(tree: TreeRule) -> TreeRule:
-    found = tree.traced()
-    if found.early or found.cut().coupling is not None:
-        return found
-    early = found.early_rule()
-    for leaf in range(len(found.kinds)):
-        if _operands(early, leaf) == _operands(found, leaf):
+    result = tree.traced()
+    if result.early or result.cut().coupling is not None:
+        return result
+    early = result.early_rule()
+    for leaf in range(len(result.kinds)):
+        if _operands(early, leaf) == _operands(result, leaf):
             continue
-        was = leaf_rule(found, leaf).row_dependence
+        was = leaf_rule(result, leaf).row_dependence
         if was and not leaf_rule(early, leaf).row_dependence:
             return early
-    return found
+    return result
 
 
 def _operands(tree: TreeRule, leaf: int) -> set[Any]:
@@ -333,9 +333,9 @@ class _Step:
         return moved, after
 
     def closed(self) -> Any:
-        found = self._part.closed(self._inputs)
-        if found is not None:
-            return found
+        result = self._part.closed(self._inputs)
+        if result is not None:
+            return result
 
         def run(*given: Any) -> list[Any]:
             known = dict(zip(self._inputs, given, strict=True))
@@ -407,8 +407,8 @@ def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 def _distinct(names: Sequence[str]) -> list[str]:
     """Numbers the names where several are equal."""
     seen: dict[str, int] = {}
-    found = []
+    result = []
     for name in names:
         count = seen[name] = seen.get(name, -1) + 1
-        found.append(f"{name}#{count}" if count else name)
-    return found
+        result.append(f"{name}#{count}" if count else name)
+    return result

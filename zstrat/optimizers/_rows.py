@@ -253,10 +253,10 @@ def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
     if given[0] != FREE:
         raise RowsTogether("it branches on rows")
     each = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
-    found = []
+    result = []
     for axes in zip(*each, strict=True):
         mine = {axis for axis in axes if axis != FREE}
         if len(mine) > 1:
             raise RowsTogether("cond mixes rows with another axis")
-        found.append(next(iter(mine), FREE))
-    return found
+        result.append(next(iter(mine), FREE))
+    return result

@@ -320,9 +320,9 @@ def _inherit(
 def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
     """Finds the leaves of the state that are in copies of the structure of the tree."""
     numbered = state.treedef.unflatten(list(range(len(state.leaves))))
-    found: dict[int, StateOwner] = {}
-    _match(structure.treedef, numbered, 0, found)
-    return found
+    result: dict[int, StateOwner] = {}
+    _match(structure.treedef, numbered, 0, result)
+    return result
 
 
 def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:

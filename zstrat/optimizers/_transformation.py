@@ -149,16 +149,16 @@ class TreeTransformation:
         Raises:
             InvalidArgumentError: They have another structure, or other shapes.
         """
-        found, treedef = jax.tree.flatten(moved)
+        result, treedef = jax.tree.flatten(moved)
         if treedef != self.structure.treedef:
             raise InvalidArgumentError(
                 f"optimizer {self.name!r} gives updates of another structure than its "
                 f"tree, which is {self.structure.treedef}: {treedef}"
             )
-        for leaf, (new, old) in enumerate(zip(found, values, strict=True)):
+        for leaf, (new, old) in enumerate(zip(result, values, strict=True)):
             if new.shape != old.shape:
                 raise InvalidArgumentError(self._misshapen(leaf, new.shape))
-        return found
+        return result
 
     def _misshapen(self, leaf: int, shape: tuple[int, ...]) -> str:
         words, kind = self.structure.words(leaf), self.kinds[leaf]
@@ -225,5 +225,5 @@ class TreeTransformation:
 def shaped(dims: Sequence[int], dtype: Any) -> Shape:
     """Makes an array without a value."""
     made: Any = jax.ShapeDtypeStruct  # untyped
-    found: Shape = made(tuple(dims), dtype)
-    return found
+    result: Shape = made(tuple(dims), dtype)
+    return result

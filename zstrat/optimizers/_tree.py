@@ -75,8 +75,8 @@ class TreeRule(TreeTransformation):
         """Caches a result about the tree."""
         if key not in self._programs:
             self._programs[key] = find()
-        found: T = self._programs[key]
-        return found
+        result: T = self._programs[key]
+        return result
 
     def read_state(self) -> frozenset[int]:
         """Returns the leaves of the state that an update reads."""
@@ -214,12 +214,12 @@ class TreeRule(TreeTransformation):
         try:
             self.cut()
         except StateGrowsError:
-            found = replace(self, grows=True, _programs={})
+            result = replace(self, grows=True, _programs={})
             # Leaves that the first update adds are there from the start then, as zeros:
             # only an update that does not look at them gives what optax gives.
-            require_unread(found, found.update(), found.state())
-            found.cut()
-            return found
+            require_unread(result, result.update(), result.state())
+            result.cut()
+            return result
         return self
 
     def _brought_together(self) -> str:

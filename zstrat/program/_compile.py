@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
     from ._results import StepResult
-    from .trace._body import TracedBody
     from .trace._context import WorkerContext
-    from .trace._plan import Plan
+    from .trace._plan import Plan, TracedBody
 
 
 class CompiledProgram:
@@ -56,9 +55,9 @@ class CompiledProgram:
     def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
         """Returns this program for the variables of another plan."""
         del variables
-        made = copy.copy(self)
-        made.plan, made.constant = plan, None
-        return made
+        copied = copy.copy(self)
+        copied.plan, copied.constant = plan, None
+        return copied
 
     def __call__(
         self, inputs: list[Any], elements: list[Any], values: list[Any]
@@ -72,7 +71,7 @@ class CompiledProgram:
         if self._traced:
             outputs = self._jitted(inputs, elements, values)
         else:
-            with _refusals.in_our_words(self.plan.function):
+            with _refusals.translated_errors(self.plan.function):
                 outputs = self._jitted(inputs, elements, values)
             self._traced = True
         results, operands = outputs
@@ -86,13 +85,13 @@ def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> An
         context_before = worker_context.set(context)
         try:
             known = dict(zip(keys, values, strict=True))
-            made = body(inputs, elements, known)
+            outputs = body(inputs, elements, known)
         finally:
             worker_context.reset(context_before)
         given = {id(value) for value in (*inputs, *elements, *values)}
         return (
-            [own(array, given) for array in made.results],
-            [[own(x, given) for x in operands] for operands in made.operands],
+            [own(array, given) for array in outputs.results],
+            [[own(x, given) for x in operands] for operands in outputs.operands],
         )
 
     program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]

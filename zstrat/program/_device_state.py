@@ -57,14 +57,14 @@ class PlannedVariables:
             x for x in self._storages if isinstance(x, DeviceStorage)
         ]
         self._here = [*self._read_storages, *self._moved_storages]
-        found = {id(storage.pool): storage.pool for storage in self._here}
+        pools = {id(storage.pool): storage.pool for storage in self._here}
         self._away = [
             variable
             for variable in plan.variables
             if not isinstance(variable.storage, DeviceStorage)
         ]
-        self._pools: list[DevicePool] = [found[key] for key in sorted(found)]
-        self.travels = any(each.travels for each in self._pools)
+        self._pools: list[DevicePool] = [pools[key] for key in sorted(pools)]
+        self.travels = any(pool.travels for pool in self._pools)
         """Whether values are kept on another device than steps run on, so that a failed
         step does not lose them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
@@ -79,10 +79,11 @@ class PlannedVariables:
     def _joint_places(
         self,
     ) -> list[tuple[DeviceStorage, int, tuple[tuple[SlotRule, int, int], ...]]]:
-        """Each storage that a step moves, and where in what it makes its arrays are;
-        none
-        if what is moved is not kept as one state: it travels, or there are variables
-        with another lock, or elsewhere."""
+        """Returns each updated storage with the indices of its arrays in the outputs.
+
+        Empty if the updated variables are not kept as one joint state: values travel,
+        or there are variables of several pools, or on other tasks.
+        """
         storages = {id(storage): storage for storage in self._moved_storages}
         beside: dict[int, list[tuple[SlotRule, int, int]]] = {
             key: [] for key in storages
@@ -110,8 +111,8 @@ class PlannedVariables:
             return None
         others = {variable.spec.key: variable for variable in variables}
         keys = [key for specs, _ in plan.moves for key in [s.key for s in specs]]
-        mine = {variable.spec.key: variable for variable in self._moved}
-        known = {**mine, **others}
+        own = {variable.spec.key: variable for variable in self._moved}
+        known = {**own, **others}
         moved = [known[key] for key in dict.fromkeys(keys)]
         return PlannedVariables(plan, moved, [])
 
@@ -153,19 +154,19 @@ class PlannedVariables:
         """
         # Not a context manager: a Ctrl-C in its Python would leave a lock held. Nothing
         # is raised between the body of a `with` and the release of a lock of C's.
-        found = self._pools
-        if len(found) == 1:
-            with found[0].turn:
+        pools = self._pools
+        if len(pools) == 1:
+            with pools[0].turn:
                 return self._settled(act)
-        return _holding([each.turn for each in found], lambda: self._settled(act))
+        return _holding([pool.turn for pool in pools], lambda: self._settled(act))
 
     def alone(self, act: Callable[[], T]) -> T:
         """Calls ``act`` while no other code reads the variables; inside of a turn."""
-        found = self._pools
-        if len(found) == 1:
-            with found[0].lock:
+        pools = self._pools
+        if len(pools) == 1:
+            with pools[0].lock:
                 return act()
-        return _holding([each.lock for each in found], act)
+        return _holding([pool.lock for pool in pools], act)
 
     def _settled(self, act: Callable[[], T]) -> T:
         try:

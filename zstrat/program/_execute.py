@@ -36,10 +36,10 @@ from .lookup._lookups import Wanted
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
 from .trace._eager import Immediate
-from .trace._int32_checks import require_fitting, tell_of_arguments
+from .trace._int32_checks import require_fitting, warn_of_arguments
 from .trace._iterator import StepIterator
 from .trace._keras_models import watch_keras_models
-from .trace._refusals import not_shared, variables_in_our_words
+from .trace._refusals import not_shared, translated_variable_errors
 from .trace._signature import cut
 from .trace._structure import ResultLayout, is_described, split
 
@@ -202,8 +202,8 @@ def run_eager(
         TypeError: The result is not a pytree that can be rebuilt without a trace.
         Exception: Whatever the body raises.
     """
-    words = variables_in_our_words(function.name)
-    with words, Immediate(storage, draw).recording() as eager:
+    errors = translated_variable_errors(function.name)
+    with errors, Immediate(storage, draw).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs), eager.read)
     plain = structure.plain
     if not is_described(plain):
@@ -271,8 +271,8 @@ def _run_body(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs the Python body with values; it may create variables."""
-    words = variables_in_our_words(function.name)
-    with words, Immediate(None).recording() as eager:
+    errors = translated_variable_errors(function.name)
+    with errors, Immediate(None).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs), eager.read)
     return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
 
@@ -309,10 +309,10 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
 
 def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepUpdate]:
     """Makes the updates of a step for variables of other storages."""
-    found: list[StepUpdate] = []
+    updates: list[StepUpdate] = []
     for update, arrays in zip(plan.updates, operands, strict=True):
-        found += outgoing(update, arrays)
-    return found
+        updates += outgoing(update, arrays)
+    return updates
 
 
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
@@ -354,7 +354,7 @@ def _called(
     """Calls the body with jax arrays, as in a captured step, in new containers: other
     calls share these arguments."""
     watch_keras_models()
-    tell_of_arguments(function.name, args, kwargs, function.programs.said)
+    warn_of_arguments(function.name, args, kwargs, function.programs.warned)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)
 

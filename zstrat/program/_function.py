@@ -53,12 +53,12 @@ class BoundFunctions:
 
     def of(self, unbound: Function, instance: object) -> Function:
         """Returns the function bound to the instance; the same object each time."""
-        found = self._bound.get(unbound)
-        if found is None:
+        bound = self._bound.get(unbound)
+        if bound is None:
             body = unbound.body.__get__(instance)
-            made = type(unbound)(body, eager=unbound.eager)
-            found = self._bound.setdefault(unbound, made)
-        return found
+            new = type(unbound)(body, eager=unbound.eager)
+            bound = self._bound.setdefault(unbound, new)
+        return bound
 
     def __reduce__(self) -> Any:
         return BoundFunctions, ()
@@ -85,14 +85,14 @@ def bound_functions(instance: object, name: str) -> BoundFunctions:
             "whose objects have __slots__ and cannot keep their programs: add "
             "'__dict__' to __slots__, or make it a function outside of the class"
         ) from None
-    found = kept.get(_ENTRY)
-    if found is None or found.owner is not instance:
+    functions = kept.get(_ENTRY)
+    if functions is None or functions.owner is not instance:
         with _lock:
-            found = kept.get(_ENTRY)
+            functions = kept.get(_ENTRY)
             # A shallow copy has the entry of the original.
-            if found is None or found.owner is not instance:
-                found = kept[_ENTRY] = BoundFunctions(instance)
-    bound: BoundFunctions = found
+            if functions is None or functions.owner is not instance:
+                functions = kept[_ENTRY] = BoundFunctions(instance)
+    bound: BoundFunctions = functions
     return bound
 
 
@@ -219,12 +219,12 @@ class Function:
         finally:
             in_python_step.reset(before)
 
-    def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
+    def _turn_to_python(self, error: _refusals.LoopsOverData) -> None:
         """Runs the step in Python from now on, and warns."""
         self._is_python = True
         warnings.warn(
             f"the step function {self.name!r} runs in Python, operation by operation, "
-            f"because it branches on where {found.name} ends (at {found.where}), and a "
+            f"because it branches on where {error.name} ends (at {error.where}), and a "
             "traced step cannot. Each strategy.run and each zs.function in it is still "
             "compiled; to compile the whole body of the loop, make it a zs.function "
             "and call that in the loop",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from zstrat.variables import (
         OptimizerHandle,
-        StorageRows,
         StorageUpdate,
         Table,
         TraceRecorder,
@@ -75,7 +74,7 @@ class PerWorkerVariable(AbstractVariable):
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy of the values, as `zstrat.Variable` tells it."""
+        """The strategy of the values; see `zstrat.Variable.distribute_strategy`."""
         return self._variables[0].distribute_strategy
 
     @property
@@ -148,28 +147,12 @@ class PerWorkerVariable(AbstractVariable):
 class _OnWorkers(UnboundStorage):
     """The storage in a step that is called here instead of scheduled."""
 
-    def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_not_scheduled(variable))
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise RuntimeError(_not_scheduled(variable))
-
-    def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        raise RuntimeError(_not_scheduled(parts[0][0]))
-
-
-def _not_scheduled(variable: VariableHandle) -> str:
-    return (
-        f"{variable.spec} has a value for each worker (per_worker_variable=True), but "
-        "this step was called outside of a worker: schedule it with a "
-        "ClusterCoordinator"
-    )
+    def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{variable.spec} has a value for each worker (per_worker_variable=True), "
+            "but this step was called outside of a worker: schedule it with a "
+            "ClusterCoordinator"
+        )
 
 
 _NOWHERE: Final = _OnWorkers()

@@ -32,7 +32,7 @@ from .trace._alike import (
 )
 from .trace._context import current_fingerprint, worker_context
 from .trace._discover import Staged, Traced, discover
-from .trace._int32_checks import watch
+from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
@@ -40,9 +40,8 @@ from .trace._signature import describe, plain_numbers, require_traceable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from .trace._body import TracedBody
     from .trace._iterator import StepIterator
-    from .trace._plan import Plan
+    from .trace._plan import Plan, TracedBody
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
@@ -83,13 +82,13 @@ class ProgramsOfCall:
 
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """Finds the program for these elements in the current worker context."""
-        found = self.programs.get(self._name(elements))
-        return found if found is not None and found.is_current else None
+        program = self.programs.get(self._name(elements))
+        return program if program is not None and program.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
         """Whether there is one whose variables are stored differently now."""
-        found = self.programs.get(self._name(elements))
-        return found is not None and not found.is_current
+        program = self.programs.get(self._name(elements))
+        return program is not None and not program.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Adds a program that was just traced."""
@@ -125,7 +124,7 @@ class CompiledPrograms:
         self.trace_count = 0
         self.kept = 0
         """Number of programs; may be read on any thread."""
-        self.said: set[str] = set()
+        self.warned: set[str] = set()
         """Places and dtypes whose downcasts have been warned about."""
         self._has_created = False
         self._step = step
@@ -180,10 +179,10 @@ class CompiledPrograms:
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
         """Makes the program from a shared trace of other variables, if there is one."""
-        found = None if given is None else self._shared.get(given.likeness)
-        if given is None or found is None or has_captured(self._fn, call, given):
+        traces = None if given is None else self._shared.get(given.likeness)
+        if given is None or traces is None or has_captured(self._fn, call, given):
             return None
-        for shared in found:
+        for shared in traces:
             program = _for_others(shared, call, given, draws)
             if program is not None:
                 known = self._calls.setdefault(call.key, ProgramsOfCall())
@@ -223,10 +222,10 @@ class CompiledPrograms:
             plan, body = self._discovered(call, draws, stand_ins)
             draws.keep_used()
             call = call._replace(iterators=list(draws.iterators))
-            looking = watch(plan, call, draws.elements, self.said)
-            look = None if looking is None else looking.look
+            check = downcast_check(plan, call, draws.elements, self.warned)
+            watch = None if check is None else check.check
             captured = tuple(draws.iterators[arguments:])
-            program = self._made(replace(plan, watch=look, captured=captured), body)
+            program = self._made(replace(plan, watch=watch, captured=captured), body)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise
@@ -329,11 +328,11 @@ def _for_others(
     if given.keys == shared.given.keys:
         return None
     draws.iterators = [*call.iterators, *origin.captured]
-    found = origin.find(draws.match(origin.draws))
-    if not isinstance(found, CompiledProgram | StagedProgram):
+    program = origin.find(draws.match(origin.draws))
+    if not isinstance(program, CompiledProgram | StagedProgram):
         return None
-    plan = with_others(found.plan, shared.given, given)
-    return None if plan is None else found.with_others(plan, given.variables)
+    plan = with_others(program.plan, shared.given, given)
+    return None if plan is None else program.with_others(plan, given.variables)
 
 
 def _advice(numbers: Sequence[type]) -> str:

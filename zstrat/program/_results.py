@@ -61,12 +61,14 @@ class Computed(NamedTuple):
 
     def to_host(self) -> None:
         """Starts all transfers from an accelerator."""
-        found = [array for arrays in (self.results, *self.operands) for array in arrays]
+        all_arrays = [
+            array for arrays in (self.results, *self.operands) for array in arrays
+        ]
         # Not on a CPU, where a read is faster than the call. All outputs of one program
         # are on devices of one kind.
-        if len(found) < 2 or next(iter(found[0].devices())).platform == "cpu":
+        if len(all_arrays) < 2 or next(iter(all_arrays[0].devices())).platform == "cpu":
             return
-        for array in found:
+        for array in all_arrays:
             array.copy_to_host_async()
 
 
@@ -108,11 +110,11 @@ def parted(
     update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
 ) -> list[StepUpdate]:
     """Makes the updates of components from rows that are summed and split already."""
-    found = [
+    updates = [
         StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
         for spec, where, indices in parts
     ]
-    return _counted(update, found, rows)
+    return _counted(update, updates, rows)
 
 
 def split(
@@ -130,14 +132,17 @@ def split(
     except IndexError as error:
         raise IndexError(f"{update.where}: {error}") from None
     indices, rows = present(indices, rows)
-    found = runs(indices)
+    index_runs = runs(indices)
     if update.op in SUMMED:
-        ordered, rows = found.unique, sums(found, rows)
+        ordered, rows = index_runs.unique, sums(index_runs, rows)
     elif update.op is UpdateOp.SCATTER_UPDATE:
-        last = found.order[found.starts + found.counts - 1]
-        ordered, rows = found.unique, rows[last]
+        last = index_runs.order[index_runs.starts + index_runs.counts - 1]
+        ordered, rows = index_runs.unique, rows[last]
     else:
-        ordered, rows = indices[found.order].astype(np.int64), rows[found.order]
+        ordered, rows = (
+            indices[index_runs.order].astype(np.int64),
+            rows[index_runs.order],
+        )
     parts = [
         StepUpdate(
             update.specs[piece.component],
@@ -151,13 +156,13 @@ def split(
 
 
 def _counted(
-    update: PlannedUpdate, found: list[StepUpdate], rows: np.ndarray
+    update: PlannedUpdate, updates: list[StepUpdate], rows: np.ndarray
 ) -> list[StepUpdate]:
     """Adds updates without rows for the other components of an optimizer's step."""
     specs = update.specs
-    if update.op is not UpdateOp.OPTIMIZE_ROWS or len(found) == len(specs):
-        return found
-    there = {each.spec.key: each for each in found}
+    if update.op is not UpdateOp.OPTIMIZE_ROWS or len(updates) == len(specs):
+        return updates
+    there = {each.spec.key: each for each in updates}
     nothing = np.empty(0, np.int64), rows[:0]
     return [
         there.get(spec.key) or StepUpdate(spec, update.op, update.optimizer, nothing)

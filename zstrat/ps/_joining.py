@@ -2,12 +2,12 @@
 
 Where every worker runs the whole program (between-graph training), one of them opens
 the session and creates variables and optimizers; the others name what they wait for and
-are answered when it is there. Nobody asks twice.
+are answered when all of it exists. No worker asks twice.
 
 Numbers are given in the order of creation, so a program that creates in another order
-asks for a number that is another variable's. It is told so.
+asks for the number of another variable. It gets an error.
 
-Lives on the loop. Law of the file: whoever changes the session or creates something
+Lives on the loop. Law of the file: code that changes the session or creates something
 calls `look` afterwards.
 """
 
@@ -34,9 +34,9 @@ MAX_WAITING_REQUESTS: Final = 4096
 """Requests that wait at a time: a worker has one for some hundred variables, and there
 are fewer workers."""
 _MAX_WAIT_SECONDS: Final = 7 * 86400.0
-"""Seconds that anybody may wait."""
+"""Seconds that a worker may wait at most."""
 _NAMED: Final = 3
-"""Missing variables that an error names; of more, it says how many."""
+"""Missing variables that an error names; it counts the others."""
 
 _ORDER: Final = (
     "all programs of a cluster create the same variables and optimizers, in the same "
@@ -66,8 +66,8 @@ class Joining:
     def ask(
         self, peer: object, message: JoinSession
     ) -> Message | asyncio.Future[Message]:
-        """The answer, at once or later: DeadlineExceededError at the latest when the
-        patience of the asker is over.
+        """Returns the answer, at once or later: DeadlineExceededError at the latest
+        when the timeout of the worker is over.
 
         Raises:
             StaleSessionError: Another session is open, and variables were asked for.
@@ -90,7 +90,7 @@ class Joining:
         return waiting
 
     def look(self) -> None:
-        """Answers those whose wish has come true, or never will."""
+        """Answers the workers for which everything exists, or never will."""
         for waiting, asked in list(self._waiting.items()):
             try:
                 answer = self._answer(asked.message)
@@ -101,14 +101,14 @@ class Joining:
                     self._end(waiting, answer)
 
     def lost(self, peer: object) -> None:
-        """Forgets what a peer has asked whose connection has ended."""
+        """Drops the requests of a peer whose connection has ended."""
         gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
         for waiting in gone:
             self._waiting.pop(waiting).timer.cancel()
             waiting.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Ends all waits with the error, as nothing will be answered any more."""
+        """Ends all waits with the error, as the server shuts down."""
         for waiting in list(self._waiting):
             self._end(waiting, error)
 
@@ -117,9 +117,9 @@ class Joining:
         if owner is None or message.session not in (0, owner.session):
             if message.variables or message.optimizers:
                 raise StaleSessionError(
-                    f"{self._task} serves no session {message.session:#x} any more: "
-                    "the program that created its variables has ended or was started "
-                    "anew; connect to the cluster again"
+                    f"{self._task} no longer serves session {message.session:#x}: "
+                    "the program that created its variables has ended or was "
+                    "restarted; connect to the cluster again"
                 )
             return None
         if message.session == 0 and not owner.alive:
@@ -143,10 +143,10 @@ class Joining:
         ]
 
     def _compare(self, wish: Awaited | AwaitedOptimizer) -> None:
-        """Refuses a wish under whose number something else was created.
+        """Refuses a wish whose number belongs to something else.
 
         Raises:
-            InvalidArgumentError: What is there under its number is not what was meant.
+            InvalidArgumentError: What exists under the number differs from the wish.
         """
         there = self._there(wish)
         if there is None or there == wish:
@@ -159,7 +159,7 @@ class Joining:
     def _there(
         self, wish: Awaited | AwaitedOptimizer
     ) -> Awaited | AwaitedOptimizer | None:
-        """What was created under the number of a wish; None if nothing was."""
+        """Returns what was created under the number of a wish, if anything."""
         store = self._store
         if isinstance(wish, AwaitedOptimizer):
             if wish.optimizer not in store.engine:
@@ -172,11 +172,11 @@ class Joining:
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:
-        """Answers a worker whose patience is over, with an error or the old session.
+        """Answers a worker whose timeout is over, with an error or the old session.
 
-        A worker that waits for the session of a living program gets the session of the
-        program that has ended, if one left its variables. It does not get that at once:
-        when a whole run is started anew, the chief may be the last to come.
+        A worker that waits for the session of a live program gets the session of the
+        program that has ended, if one left its variables. It does not get it at once:
+        when a whole run is restarted, the chief may be the last to come.
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
@@ -194,8 +194,8 @@ class Joining:
         self._end(
             waiting,
             DeadlineExceededError(
-                f"{self._task}: {what}, and was waited for for {message.timeout:g} s. "
-                f"Look at what keeps the chief; {_ORDER}, and timeouts.request is how "
+                f"{self._task}: {what}, after {message.timeout:g} s. "
+                f"Check why the chief is late; {_ORDER}, and timeouts.request is how "
                 "long they wait for each other"
             ),
         )
@@ -205,15 +205,15 @@ class Joining:
 
         Raises:
             InvalidArgumentError: The program that has opened the session takes its
-                variables for its own: its checkpoints would be no cut, and it would
-                move them, or have them take the place of others, unheard.
+                variables for its own: its checkpoints would not be consistent, and it
+                would move or replace variables without notice.
         """
         if not owner.is_shared:
             raise InvalidArgumentError(
-                f"{self._task}: its session is that of {owner}, which does not share "
+                f"{self._task}: its session belongs to {owner}, which does not share "
                 "it: workers that are programs of their own (BetweenGraphStrategy) "
-                "join one that such a program has opened, its chief or worker 0. End "
-                "that program before, or leave the workers to it"
+                "join a session that such a program has opened, its chief or worker 0. "
+                "End that program first, or leave the workers to it"
             )
 
     def _admitted(self, owner: Owner) -> Message | ZstratError:

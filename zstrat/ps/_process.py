@@ -1,13 +1,13 @@
 """One process of a parameter server: its own store, the copies that it keeps for
-others, and what it leaves to the process that goes on for it.
+others, and the state that it leaves to the next process.
 
 A copy is a whole parameter server beside the one of its process: store, compute thread,
-endpoint and incarnation. So an address is a store, and no request says which one it
-means. A copy lives until it is dropped, or its session is over.
+endpoint and incarnation. So an address stands for a store, and no request names one. A
+copy lives until it is dropped, or its session is over.
 
-A process begins with what the one before it has left, if there is a state folder. Who
-owns its endpoint calls `inherit` before that is bound, `take_over` straight behind, and
-`leave` when what was accepted has been drained. Lives on the loop.
+If there is a state folder, a process begins with what the one before it has left. The
+owner of its endpoint calls `inherit` before the endpoint is bound, `take_over` directly
+after that, and `leave` when what was accepted has been drained. Lives on the loop.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
-RESTART: Final = "its next process goes on with all it holds"
-"""What the peers of a process are told that leaves all to the next one."""
+RESTART: Final = "its next process takes over all it holds"
+"""The reason for which peers of a process lose it that hands over to the next one."""
 
 HostingRequest = AskCopies | HostStore | DropStore
 _HOSTING: Final = AskCopies, HostStore, DropStore
@@ -60,8 +60,9 @@ _HOSTING: Final = AskCopies, HostStore, DropStore
 
 @dataclass(frozen=True, slots=True)
 class _HostedCopy:
-    """``view`` is that in which it was asked for; ``origin`` that of its session, which
-    a program that goes on with it keeps, and one that begins anew does not."""
+    """A copy that the process keeps for another one. ``view`` is that of the order that
+    asked for it; ``origin`` that of its session, which stays when the next program
+    takes the session over."""
 
     session: int
     origin: int
@@ -71,32 +72,32 @@ class _HostedCopy:
     endpoint: Endpoint
 
     async def close(self, reason: str, returns: float = 0.0) -> bool:
-        """Whether all that was accepted was done in time. Cancellation: its address is
-        free all the same."""
+        """Drains and closes it; returns whether all that was accepted was done in time.
+        Cancellation: its address is free all the same."""
         try:
             return await self.service.drain()
         finally:
             await self.endpoint.close(reason, returns)
 
     def left(self, store: int) -> HandedOverStore:
-        """What is there of it, behind `close`."""
-        found, hosted = self.service.role.state_for_successor(store), self.hosted
-        return replace(found, address=hosted.address, incarnation=hosted.incarnation)
+        """Returns what is left of it, after `close`."""
+        state, hosted = self.service.role.state_for_successor(store), self.hosted
+        return replace(state, address=hosted.address, incarnation=hosted.incarnation)
 
 
 @final
 class PsProcess:
-    """What one process has as a parameter server.
+    """The stores of one process of a parameter server.
 
     Args:
         me: The HELLO of the process.
-        bind: The address that it is to have; copies get others of the same interface.
-        settings: With a state folder all is left for another process, when this ends.
+        bind: The address to bind; copies get others of the same interface.
+        settings: With a state folder the next process takes over all that is here.
         on_exit: As of `PsService`.
         make_service: Makes the service of a store.
         make_thread: Makes the threads that read and write a state.
         draw: Draws an incarnation.
-        sockets: Where those of the copies come from.
+        sockets: Makes the sockets of the copies.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class PsProcess:
         self._inherited: Inherited | None = None
         if settings.state is not None:
             self._handover = Handover(settings.state, me.index, self._task, make_thread)
-            # Here and now: nobody is served yet who might be held up.
+            # On the loop: no request can be held up yet.
             largest = settings.limits.body
             self._inherited = self._handover.take(load_code, largest=largest)
         if (left := self._inherited) is None:
@@ -135,8 +136,8 @@ class PsProcess:
 
     def _begin(self, me: Hello, left: HandedOverStore | None) -> None:
         self.me = me
-        """With the incarnation of the process before, if it goes on with what that has
-        left."""
+        """The HELLO of the process; if it takes over a state, the incarnation is that
+        of the process before."""
         self._copies: dict[int, _HostedCopy] = {}
         self.service = self._service(
             me,
@@ -145,20 +146,20 @@ class PsProcess:
             on_exit=self._on_exit,
             on_new_owner=self._follow_new_owner,
         )
-        """Of its own store."""
+        """The service of its own store."""
 
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """As `PsService.handle`, and what the process is asked about copies."""
+        """Handles what `PsService.handle` does, and requests about copies."""
         if isinstance(message, _HOSTING):
             return self._handle_hosting(remote, message)
         return self.service.handle(remote, message)
 
     async def inherit(self) -> bool:
         """Hosts the copies that the process before has kept, each at its address; their
-        requests wait until `take_over`. Or takes nothing of what was left, as whoever
-        knows this process by its incarnation would look for all of it.
+        requests wait until `take_over`. If an address is taken, uses nothing of what
+        was left: peers that know the incarnation would expect all of it.
 
         Returns:
             False if it begins empty, with another incarnation: an address is taken.
@@ -169,8 +170,8 @@ class PsProcess:
         if left is None or self._handover is None:
             return True
         try:
-            for each in left.copies:
-                await self._inherit(left.owner, each)
+            for copy_left in left.copies:
+                await self._inherit(left.owner, copy_left)
         except OSError as error:
             for copy in self._copies.values():
                 await copy.endpoint.close()
@@ -186,26 +187,26 @@ class PsProcess:
         return True
 
     def take_over(self) -> None:
-        """Answers for what was inherited from now on, also that of the copies. Comes
-        when the address is bound and nobody was heard yet."""
+        """Starts to answer for what was inherited, by copies too. Called when the
+        address is bound, and before the first request."""
         if self._inherited is not None and self._handover is not None:
             self._handover.took()
             self.service.take_over(self._inherited.owner)
             self._is_taken_over.set()
 
     async def leave(self, endpoint: Endpoint, *, drained: bool) -> float:
-        """Takes no copies any more, and leaves what is here for the next process, if
-        that is wished and can be done; else drops all copies.
+        """Hosts no further copies, and hands what is here to the next process, if there
+        is a state folder; else drops all copies.
 
         Args:
-            endpoint: Its own; closed before all is written, if others need not wait
-                for that.
-            drained: All that was accepted of its own store is done.
+            endpoint: Its own; closed before the state is written if there are backups,
+                so that peers need not wait for that.
+            drained: All requests that its own store has accepted are done.
 
         Returns:
-            Seconds in which another process goes on with what was here; 0 if none will.
+            Seconds within which the next process takes over; 0 if none will.
 
-        Cancellation: what is left is closed with the process.
+        Cancellation: what is not closed yet is closed with the process.
         """
         self._is_over = True
         owner, patience = self.service.owner, self._settings.timeouts.handover
@@ -215,9 +216,9 @@ class PsProcess:
                     await self._drop(store, "its process was shut down")
             return 0.0
         async with self._changing:
-            # Taken out first: `_look` must not drop what the next process is to have.
+            # Removed first: `_look` must not drop what the next process takes over.
             copies, self._copies = self._copies, {}
-            ends = [await each.close(RESTART, patience) for each in copies.values()]
+            ends = [await copy.close(RESTART, patience) for copy in copies.values()]
         if not drained or not all(ends):
             _LOG.error(
                 "what this process holds is lost with it: something that it had "
@@ -241,7 +242,7 @@ class PsProcess:
             service.role.validate()
 
     def statistics_of_copies(self) -> list[PlainTree]:
-        """The statistics of each copy, with its store and address."""
+        """Returns the statistics of each copy, with its store and address."""
         return [
             {
                 "store": store,
@@ -252,15 +253,15 @@ class PsProcess:
         ]
 
     async def _handle_hosting(self, remote: Remote, message: HostingRequest) -> Message:
-        """Hosts or drops a copy for a coordinator, or tells it which are here.
+        """Hosts or drops a copy for a coordinator, or lists the copies that are here.
 
         Raises:
-            PermissionDeniedError: Somebody else asks, or the process has a key that no
-                other server has.
+            PermissionDeniedError: The caller is not a coordinator, or the process has a
+                key that no other server has.
             StaleSessionError: The session is not the open one, or the view is over.
             OSError, ZstratError: No address can be bound.
 
-        Cancellation: nothing is left half made.
+        Cancellation: no copy is left incomplete.
         """
         check_role(self._task, remote, message)
         async with self._changing:
@@ -276,7 +277,7 @@ class PsProcess:
             return Done()
 
     def _follow_new_owner(self, owner: Owner) -> None:
-        """Another program goes on with what the process has."""
+        """Passes what is here to the next program."""
         for store, copy in self._copies.items():
             self._copies[store] = replace(copy, session=owner.session)
             copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)
@@ -291,13 +292,13 @@ class PsProcess:
                 yield left._replace(address=copy.hosted.address)
 
     def _look(self) -> None:
-        """Drops the copies of sessions that are over. To be called when the session of
-        the process, or of a copy, has changed. A copy that serves goes only when its
+        """Drops the copies of sessions that are over. Called when the session of the
+        process, or of a copy, has changed. A copy that serves is dropped only when its
         own session is closed."""
-        mine = self.service.session
+        session = self.service.session
         for store, copy in self._copies.items():
             at = copy.service.session
-            over = at is None if mine is None else copy.session != mine
+            over = at is None if session is None else copy.session != session
             if over or (at is None and not copy.service.role.is_backup):
                 self._end_soon(self._end(store, copy), store)
 
@@ -313,30 +314,29 @@ class PsProcess:
         if isinstance(message, HostStore):
             self._require_role_key()
         self._require_session(message.session)
-        mine, copy = self.service.session, self._copies.get(message.store)
+        session, copy = self.service.session, self._copies.get(message.store)
         newest = -1 if copy is None else max(copy.view, copy.service.role.view)
-        if message.view < newest and copy is not None and copy.session == mine:
+        if message.view < newest and copy is not None and copy.session == session:
             raise StaleSessionError(
-                f"{self._task} keeps store {message.store} in view {newest}, and view "
+                f"{self._task} keeps store {message.store} in view {newest}: view "
                 f"{message.view} is over"
             )
 
     def _require_session(self, session: int) -> None:
-        if (mine := self.service.session) != session:
+        if (present := self.service.session) != session:
             raise StaleSessionError(
-                f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
-                f"{session:#x}"
+                f"{self._task} serves session {present or 0:#x}, and keeps no copies "
+                f"for {session:#x}"
             )
 
     def _require_role_key(self) -> None:
-        """Refuses to host where this process has a key of its own: whoever connects to
-        a copy expects the key of the task whose store it is."""
+        """Refuses to host a copy with a key of this process alone: peers that connect
+        to the copy expect the key of the task whose store it is."""
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
                 "another task: replicas=1, stores_per_ps= and stores that move need "
-                "keys of roles, as `zstrat keygen` "
-                "makes them without --per-task"
+                "one key per role, which `zstrat keygen` makes without --per-task"
             )
 
     async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
@@ -349,10 +349,10 @@ class PsProcess:
                 return copy.hosted  # asked again, as the answer was lost
             if not message.swaps:
                 await self._drop(store, "an empty one takes its place")
-        # Another incarnation: nobody may take the empty copy for one that was here.
+        # Another incarnation: no peer may take the empty copy for an earlier one.
         me = replace(self.me, index=store, incarnation=self._draw())
         source = self.service if copy is None else copy.service
-        # A copy that swaps has what was of the view before, and is of no newer one.
+        # A copy that swaps has the content of the view before, not of a newer one.
         view = source.role.view if message.swaps else message.view
         service = self._service(me, (owner, view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
@@ -372,10 +372,10 @@ class PsProcess:
     async def _swap(
         self, store: int, source: PsService, before: _HostedCopy | None
     ) -> None:
-        """Has the copy that was made last hold what ``source`` serves.
+        """Moves what ``source`` serves to the copy that was made last.
 
         Args:
-            before: The copy in whose place it is, if ``source`` is one.
+            before: The copy that it replaces, if ``source`` is one.
 
         Raises:
             UnavailableError: All is as before.
@@ -405,9 +405,7 @@ class PsProcess:
         await self._serve(me, service, where, owner, left.view, later)
         if not is_backup:
             service.take_over(owner)
-        _LOG.info(
-            "%s goes on with its copy of store %d at %s", self._task, number, where
-        )
+        _LOG.info("%s keeps its copy of store %d at %s", self._task, number, where)
 
     def _service(
         self,
@@ -479,7 +477,7 @@ def _backup_links(
     security: Security | None,
     sockets: Sockets,
 ) -> Connect:
-    """How the task ``me`` reaches a backup of its store, which has the same name."""
+    """Returns what links the task ``me`` to a backup of its store."""
     return partial(
         Link,
         me=me,
@@ -492,7 +490,7 @@ def _backup_links(
 
 
 def _beside(bind: str, store: int, incarnation: int) -> str:
-    """An address of the same interface that nothing is bound to."""
+    """Returns an address of the same interface that nothing is bound to."""
     if bind.startswith("ipc:"):
         return f"{bind}.{store}-{incarnation:x}"
     return f"{bind.rpartition(':')[0]}:0"

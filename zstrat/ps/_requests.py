@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to
+"""Bytes of arithmetic that the loop does, as `work_of` counts them: 0.1 to
 0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
 
 Plain = (
@@ -85,7 +85,7 @@ _SIZED: Final = (RowsPlan, CreatePlan)
 
 
 class Computation(Protocol):
-    """What any thread may compute before a request goes on."""
+    """Work of a request that any thread may do."""
 
     def compute(self) -> None: ...
 
@@ -97,7 +97,7 @@ Running = Generator[Computation, None, T_co]
 
 
 class PendingRequest(NamedTuple, Generic[T_co]):
-    """``plan`` has to be computed elsewhere, before `advance` goes on."""
+    """A request of which ``plan`` has to be computed before the next `advance`."""
 
     plan: Computation
     running: Running[T_co]
@@ -203,11 +203,11 @@ def exchange(
 ) -> Running[Exchanged | Again]:
     """Serves a push and the pull behind it in one message, a training step of a worker.
 
-    An exchange means what a `Push` followed by a `PullRows` means, and is no third
+    An exchange means what a `Push` followed by a `PullRows` means, and is not a third
     thing: the pull reads what the push wrote, a push that is refused or was applied
     before does not keep the pull from being answered, and a pull that is refused leaves
-    what was pushed. Only, nobody comes in between, because both parts have one turn.
-    If the push has to come again, neither is done.
+    what was pushed. But no other request comes in between, as both have one turn. If
+    the push has to come again, neither is done.
 
     Args:
         check: Raises unless the session is the one that is open.
@@ -276,7 +276,7 @@ def _pulled(
 
 
 def names_of(message: Request) -> list[Hashable]:
-    """What a request uses: nobody else may use it at the same time."""
+    """Returns the names that a request uses, and no other may use meanwhile."""
     match message:
         case Folded(message=push):
             return names_of(push)

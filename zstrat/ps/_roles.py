@@ -1,8 +1,8 @@
 """Who may ask a parameter server for what.
 
-A coordinator owns the session: what is not listed here, it alone may ask for. It and
-the workers pull, push, and tell which variables an optimizer moves (data, no code); the
-evaluator pulls; anybody may inspect. A worker that is a program of its own joins the
+A coordinator owns the session: only it may ask for what is not listed here. It and the
+workers pull, push, and bind variables to optimizers (data, no code); the evaluator
+pulls; any peer may inspect. A worker that is a separate program joins the
 session of the one that creates the variables; one that no program knows reports itself.
 """
 
@@ -64,7 +64,7 @@ ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     Exchange: _TRAINING,
     Inspect: frozenset(Job),
 }
-"""Who may ask for it; for anything else a coordinator may, and nobody else."""
+"""Roles that may send a message; any other only a coordinator may send."""
 
 
 def check_role(task: str, remote: Caller, message: Message) -> None:

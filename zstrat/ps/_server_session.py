@@ -1,8 +1,8 @@
-"""The session of a coordinator on a parameter server: how it is opened, gone on with by
-another program, and closed.
+"""The session of a coordinator on a parameter server: opened, taken over by the next
+program, closed.
 
-What a session had stays until another opens, whether its coordinator is there or not;
-what clears it is here alone. On the loop.
+What a session had stays until another one opens, whether its coordinator is connected
+or not. Law of the file: only this file clears it. Lives on the loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """What a parameter server is made of, for whom a session begins or ends."""
+    """The parts of a parameter server that change with its session."""
 
     store: Store
     serving: Serving
@@ -51,10 +51,11 @@ class ServerParts:
 
 
 def tell_coordinator(ownership: Ownership, message: Message) -> None:
-    """Sends a notice to whose session it is, if he is there."""
+    """Sends a notice to the owner of the session, if it is connected."""
     owner = ownership.owner
     if owner is not None and owner.alive:
-        with contextlib.suppress(PeerLostError, BusyError):  # it is told when back
+        # A coordinator that is away learns of it when it is back.
+        with contextlib.suppress(PeerLostError, BusyError):
             cast("Caller", owner.peer).notify(message)
 
 
@@ -63,11 +64,11 @@ class ServerSession:
     """The session of one parameter server, named ``task`` in errors.
 
     Args:
-        tells: The server tells its coordinator how it is, about once a second.
+        tells: Sends the telemetry to the coordinator, about once a second.
         clock: Seconds.
         on_exit: Called once, when the coordinator ends the process.
         on_cleared: Called when a session is over, and all that it had.
-        on_new_owner: Called when another program goes on with what is here.
+        on_new_owner: Called when another program takes over what is here.
     """
 
     def __init__(
@@ -88,18 +89,19 @@ class ServerSession:
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._on_new_owner = on_new_owner
         self.coordinator_lost_at: float | None = None
-        """When the coordinator was lost that has given the last orders; seconds of
-        ``clock``. None: it is there. Who goes on with its session has given none yet,
-        so this stays until that one is lost, too."""
+        """When the coordinator was lost that gave the last orders, in seconds of
+        ``clock``; None: it is connected. The next program has given no orders yet when
+        it takes the session over, so this stays until that one is lost, too."""
 
     def open(
         self, asked: OpenSession, remote: Caller
     ) -> SessionOpened | Awaitable[SessionOpened]:
-        """The caller takes this server, or goes on with what another one has left.
+        """Opens a session for the caller, or takes over what another program has left.
 
         Raises:
-            BusyError: It is another one's, who is there.
-            InvalidArgumentError: It asks for less than was left under the name.
+            BusyError: Another coordinator has the session, and is connected.
+            InvalidArgumentError: It asks for fewer copies than were left under the
+                name.
         """
         self._require_alone(asked)
         owner = Owner(
@@ -121,16 +123,16 @@ class ServerSession:
         role = self._parts.role
         if new:
             self._clear()
-            if asked.views:  # before anybody asks for what another process has
+            if asked.views:  # before requests come for what another process has
                 role.give_up(asked.views[0])
-        role.needs_backup |= asked.replicas > 0
+        role.completeness.needs_backup |= asked.replicas > 0
         role.backups.report_losses()
         self._parts.joining.look()
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
-        """Ends the session, and drops all that it had here. Not an error if none is
-        open.
+        """Ends the session, and drops all that it had here. It is no error if no
+        session is open.
 
         Raises:
             StaleSessionError: Another session is open, or this one was opened again.
@@ -145,59 +147,61 @@ class ServerSession:
         return Done()
 
     def lost(self, peer: object) -> None:
-        """A connection ended; it may be the coordinator's. What its session has stays
-        until another opens, but for its snapshots: nobody might ever release them."""
+        """Handles the end of a connection, which may be the coordinator's. What its
+        session has stays until another one opens, except snapshots, which nobody might
+        ever release."""
         if self._ownership.lost(peer):
             self.coordinator_lost_at = self._clock()
             self._parts.snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
-        """Keeps what was inherited for the coordinator that had it, and for nobody
-        else, as long as for one whose connection has broken just now."""
+        """Keeps what was inherited for the coordinator that had it, and no other, as
+        long as for a coordinator whose connection has just broken."""
         self._ownership.inherit(owner)
         grace = self._timeouts.liveness + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
     def _require_alone(self, asked: OpenSession) -> None:
-        """Refuses to go on without second copies with what was left in two.
+        """Refuses a program without second copies that takes over a session with them.
 
         Raises:
-            InvalidArgumentError: A program would go on that has no second copies, with
-                what was left in two.
+            InvalidArgumentError: The program has no second copies, and what was left
+                has.
         """
         owner, role = self._ownership.owner, self._parts.role
         if owner is None or owner.session == asked.session or asked.replicas:
             return
-        if asked.name and owner.name == asked.name and role.needs_backup:
+        if asked.name and owner.name == asked.name and role.completeness.needs_backup:
             raise InvalidArgumentError(
-                f"{self._task}: the session {asked.name!r} was left with second copies "
-                "of the parameter servers: give replicas=1 to go on with it, or "
-                "another name as resume= to begin anew"
+                f"{self._task}: the session {asked.name!r} has second copies of the "
+                "parameter servers: pass replicas=1 to continue it, or another name as "
+                "resume= to start from the beginning"
             )
 
     def _adopted(self, asked: OpenSession) -> Awaitable[SessionOpened]:
         self._parts.snapshots.clear()
         role = self._parts.role
         role.change_owner(self.coordinator_lost_at)
-        role.needs_backup = asked.replicas > 0
+        role.completeness.needs_backup = asked.replicas > 0
         owner = self._ownership.owner
         if self._on_new_owner is not None and owner is not None:
             self._on_new_owner(owner)
         return self._change_program(asked.session)
 
     async def _change_program(self, session: int) -> SessionOpened:
-        await self._parts.serving.settled()  # what was computed for the one before
+        # The program before may have requests under way.
+        await self._parts.serving.settled()
         self._ownership.check(session)
         store = self._parts.store
         store.change_program()
-        if store.log is not None:  # a second copy that is there goes on, too
+        if store.log is not None:  # its backup changes with it
             store.log.append(ChangeProgram(session))
         self._parts.joining.look()
         return self._opened(resumed=True)
 
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
-        assert owner is not None, "nobody was awaited since it was opened"
+        assert owner is not None, "nothing was awaited since it was opened"
         self._parts.waiting_workers.look()
         if self._tells:
             self._parts.telemetry.start_notices(self._tell)

@@ -1,10 +1,13 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
-Runs on the loop. It hands each message to who answers it, and knows when the process is
-to end. Who may ask for what is in `_roles`; requests for variables are served by
-`_serving`, those about snapshots by `snapshots`; sessions are in `_server_session`, the
-telemetry in `_service_telemetry`; whether this process serves its store at all, or
-another one does, is in `replication._role`.
+Runs on the loop. `PsService` passes each message to the part that answers it:
+
+- `_roles`: who may ask for what;
+- `_serving`: requests for variables; `_step_requests`: for steps; `snapshots`: for
+  snapshots;
+- `_server_session`: sessions; `_joining`, `_waiting_workers`: workers that wait;
+- `replication._replica_role`: whether this process serves its store at all;
+- `_service_telemetry`: its numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from typing import TYPE_CHECKING, Final
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.wire import (
     AnswerReport,
-    AppliedParts,
     AskClock,
     AskParts,
     AttachBackup,
@@ -32,7 +34,6 @@ from zstrat.wire import (
     EndCapture,
     Exchange,
     Fence,
-    Fenced,
     InitializeVariables,
     Inspect,
     Job,
@@ -55,16 +56,15 @@ from ._roles import ROLES, Caller, check_role, is_forged
 from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
+from ._step_requests import StepRequests
 from ._thread import ComputeThread, MakeThread
 from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
-from .replication._backup import Backup
 from .replication._copying import hand_over
 from .replication._replica_role import ReplicaRole, ReplicationRequest
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
-from .store._changes import acknowledged
 from .store._fold import Folded
-from .store._lookups import row_bytes
+from .store._lookups import promise_large_reply
 from .store._store import Store
 
 if TYPE_CHECKING:
@@ -79,13 +79,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.ps")
 
 _LOOKUPS: Final = (PullRows, Exchange)
-
-_LARGE_REPLY: Final = 2**20
-"""Bytes of rows from which on a caller is told what it will get: see `Caller.promise`.
-"""
-
 _REPORTS: Final = (ReportWorker, AnswerReport)
-"""What is answered by any process that a program has, whichever stores it serves."""
+"""Requests that every process of a program answers, whichever stores it serves."""
 
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
@@ -96,20 +91,19 @@ class PsService:
     Args:
         load_code: Turns shipped bytes into an optax transformation or an initializer;
             runs on the compute thread, and only for code that a coordinator has sent.
-        settings: Its timeouts and limits.
         task: Names this server in errors: ``"/job:ps/task:0"``.
         incarnation: Of the process, or of the copy that it keeps for another one.
         on_exit: Called once, on the loop, when the coordinator ends the process.
-        connect: Makes a link to a backup; None: there cannot be one.
-        backup_of: Whose session, the view in it, and the incarnation of the primary, of
-            which this is the backup until it is made the primary itself.
-        on_cleared: Called when a session is over, and all that it had.
-        on_new_owner: Called when another program goes on with what is here.
-        clock: Seconds, of those times that are not the loop's.
-        make_thread: Makes the threads that do what would hold up the loop.
-        keeps_state: What is here when it ends is left for another process
+        connect: Makes a link to a backup; None: the store cannot have one.
+        backup_of: Makes this a backup, until it is promoted: the owner of the session,
+            the view in it, and the incarnation of the primary.
+        on_cleared: Called when a session is over, and all that it had is dropped.
+        on_new_owner: Called when another program takes over what is here.
+        clock: Seconds, for times that are not the loop's.
+        make_thread: Makes the threads for work that would hold up the loop.
+        keeps_state: The next process takes over what is here when this one ends
             (`ReplicaRole.state_for_successor`).
-        tells: It tells its coordinator how it is, about once a second.
+        tells: Sends the telemetry to the coordinator, about once a second.
         inherited: What the process before has left.
     """
 
@@ -133,8 +127,6 @@ class PsService:
     ) -> None:
         self._settings = settings
         self._task = task
-        self._incarnation = incarnation
-        self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
             self._store = Store(engine, task=task, largest=largest)
@@ -143,31 +135,27 @@ class PsService:
         self._ownership = Ownership(task)
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
-        check = self._ownership.check
         tell = partial(tell_coordinator, self._ownership)
         self._serving = Serving(
             self._store,
             self._thread,
-            check=check,
+            check=self._ownership.check,
             admit=self._require_open,
             # Asked late: the role is made below, of what serving has.
             objection=lambda: self.role.objection,
             clock=clock,
         )
+        self._steps = StepRequests(self._store, self._serving, self._require_place)
+        turn, thread = self._serving.turn, self._thread
         self._snapshots = SnapshotService(
-            task,
-            self._store,
-            self._serving.turn,
-            self._require_place,
-            self._thread,
-            make_thread,
+            task, self._store, turn, self._require_place, thread, make_thread
         )
         timeouts = settings.timeouts
         self.role: Final = ReplicaRole(
             task,
             self._store,
             self._ownership,
-            self._serving.turn,
+            turn,
             timeouts,
             incarnation=incarnation,
             notify=tell,
@@ -177,36 +165,31 @@ class PsService:
         self._joining = Joining(task, self._ownership, self._store)
         self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
         if backup_of is not None:
-            owner, view, named = backup_of
-            backup = Backup(
-                task,
-                self._store,
-                self._thread,
-                owner.session,
-                view,
-                named,
-                self.role.promoted,
-                clock,
-                self._serving.replayed,
-            )
-            self.role.be_backup(owner, backup)
+            self.role.be_backup(*backup_of, thread, self._serving.replayed)
         if inherited is not None:
             self.role.inherit(inherited)
         self._draining = False
-        self._failed = 0
-        self._telemetry = ServiceTelemetry(self._store, self._serving, clock)
+        self._telemetry = ServiceTelemetry(
+            self._ownership,
+            self._store,
+            self._serving,
+            self._snapshots,
+            self.role,
+            clock,
+        )
+        parts = ServerParts(
+            self._store,
+            self._serving,
+            self._snapshots,
+            self.role,
+            self._joining,
+            self._waiting_workers,
+            self._telemetry,
+        )
         self._session = ServerSession(
             task,
             self._ownership,
-            ServerParts(
-                self._store,
-                self._serving,
-                self._snapshots,
-                self.role,
-                self._joining,
-                self._waiting_workers,
-                self._telemetry,
-            ),
+            parts,
             timeouts,
             tells=tells,
             clock=clock,
@@ -217,18 +200,18 @@ class PsService:
 
     @property
     def coordinator_lost_at(self) -> float | None:
-        """When the coordinator was lost that has given the last orders, in seconds of
-        ``clock``; None: it is there."""
+        """When the coordinator was lost that gave the last orders, in seconds of
+        ``clock``; None: it is connected."""
         return self._session.coordinator_lost_at
 
     @property
     def session(self) -> int | None:
-        """The one that is open."""
+        """The number of the open session."""
         return self._ownership.session
 
     @property
     def owner(self) -> Owner | None:
-        """Whose session it is, whether he is there or not."""
+        """Whose session is open, whether connected or not."""
         return self._ownership.owner
 
     def handle(
@@ -241,8 +224,7 @@ class PsService:
             ZstratError: The request is refused; nothing has changed.
         """
         silence, is_serving = self.role.silence, self.role.is_serving
-        # A look changes nothing: it is answered even while all else is left to the next
-        # process.
+        # Inspecting changes nothing, so it is answered even by a silent process.
         if silence is not None and not isinstance(message, Inspect):
             return silence
         try:
@@ -251,7 +233,7 @@ class PsService:
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
                 if isinstance(message, _LOOKUPS) and message.rows:
-                    self._promise_large_reply(remote, message)
+                    promise_large_reply(self._store.variables, message, remote.promise)
                 return self._served(message)
             match message:
                 case OpenSession():
@@ -269,22 +251,9 @@ class PsService:
                     self._ownership.check(message.session)
                     self._waiting_workers.answered(message)
                     return Done()
-                case AskParts():
+                case AskParts() | Fence() | RaiseMark():
                     self._ownership.check(message.session)
-                    # Now, before what waits: earlier runs of the step push in vain from
-                    # here on.
-                    self._store.claim(message.step, message.attempt)
-                    return self._applied_parts(message)
-                case Fence():
-                    self._ownership.check(message.session)
-                    # Now, so that nothing of these steps begins any more; they are
-                    # forgotten when what is under way has ended (`_fenced`).
-                    self._store.close_steps(message.low_water, message.over)
-                    return self._fenced(message)
-                case RaiseMark(session=session, low_water=low_water):
-                    self._ownership.check(session)
-                    self._store.raise_mark(low_water)
-                    return Done()
+                    return self._steps.handle(message)
                 case Inspect():
                     return Statistics(self.statistics())
                 case AskClock() | BeginCapture() | EndCapture():
@@ -302,24 +271,13 @@ class PsService:
                         f"{type(message).__name__}"
                     )
         except ZstratError:  # counted, and on to the caller
-            self._failed += 1
+            self._telemetry.failed += 1
             raise
-
-    def _promise_large_reply(
-        self, remote: Caller, message: PullRows | Exchange
-    ) -> None:
-        """Counts a large answer as waiting before it is made: a short message may ask
-        for much, and the peer must not ask for more before it has read that."""
-        operands = len(message.arrays) - len(message.rows)
-        indices = message.arrays[operands:]
-        nbytes = row_bytes(self._store.variables, message.rows, indices)
-        if nbytes > _LARGE_REPLY:
-            remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         self._telemetry.touch()
         served = self._serving.take(message)
-        # Programs that have joined may be waiting for just this (`Joining`).
+        # Programs that have joined may wait for this variable (`Joining`).
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
                 served.add_done_callback(lambda _: self._joining.look())
@@ -327,19 +285,7 @@ class PsService:
                 self._joining.look()
         return served
 
-    async def _applied_parts(self, asked: AskParts) -> AppliedParts:
-        await self._serving.settled()  # an earlier run may have a part under way
-        self._require_place(asked.session)
-        applied = self._store.applied_parts(asked.step, asked.first)
-        return await acknowledged(self._store.log, applied)
-
-    async def _fenced(self, fence: Fence) -> Fenced:
-        await self._serving.settled()  # what was pushed before may be under way
-        self._require_place(fence.session)
-        fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
-        return await acknowledged(self._store.log, fenced)
-
-    def _take(self, folded: Folded) -> Message | Awaitable[Message]:
+    def _take_folded(self, folded: Folded) -> Message | Awaitable[Message]:
         if self.role.silence is not None:
             return self.role.silence
         try:
@@ -347,25 +293,25 @@ class PsService:
                 raise self.role.refusal
             return self._serving.take(folded)
         except ZstratError:  # counted, and on to the caller
-            self._failed += 1
+            self._telemetry.failed += 1
             raise
 
     def absorb(
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
-        """Works on the body of a large push while it arrives, if that can be."""
+        """Returns what applies a large push while it arrives, if that is possible."""
         if not isinstance(message, Push | Exchange) or not self.role.is_serving:
             return None
         if remote.role not in ROLES[type(message)]:
             return None
         if is_forged(remote, message):
-            return None  # and refused when it is all there
+            return None  # it is refused when the whole message is here
         fold = self._serving.fold(message, specs)
-        return None if fold is None else Folded(message, fold, self._take)
+        return None if fold is None else Folded(message, fold, self._take_folded)
 
     def lost(self, remote: Caller, reason: str) -> None:
-        """A connection ended. What its session has here stays until another opens, but
-        for its snapshots: nobody might ever release them."""
+        """Handles the end of a connection. What its session has here stays until
+        another one opens, except snapshots, which nobody might ever release."""
         self._joining.lost(remote)
         self._waiting_workers.lost(remote)
         backup = self.role.backup
@@ -374,24 +320,23 @@ class PsService:
         self._session.lost(remote)
 
     def take_over(self, owner: Owner) -> None:
-        """From now on what was inherited is there for the coordinator that had it, and
-        nobody else may have it."""
+        """Keeps what was inherited for the coordinator that had it, and no other."""
         self._session.take_over(owner)
 
     async def drain(self) -> bool:
-        """Finishes the requests that were accepted, and ends the thread. New requests
-        are refused; if what is here is left to the next process, they are not answered
-        at all, so that their senders ask that one.
+        """Finishes the requests that were accepted, and ends the thread. Refuses new
+        requests, or leaves them unanswered if the next process takes over what is here,
+        so that their senders ask that one.
 
         Returns:
             False if something accepted was not done after ``timeouts.drain``.
 
-        Cancellation: what was accepted may not be answered any more.
+        Cancellation: what was accepted may stay unanswered.
         """
         owner = self._ownership.owner
         if self._keeps_state and (owner is not None or self.role.is_backup):
             self.role.fall_silent()
-            await asyncio.sleep(0)  # what was handed on before has begun by then
+            await asyncio.sleep(0)  # requests that were passed on before begin now
         elif owner is not None and len(self._store) and not self.role.is_replicated:
             log.warning(
                 "the %d variables of session %#x of %s end with this process: with a "
@@ -408,8 +353,8 @@ class PsService:
         self._draining = True
         quietly = self.role.silence is not None
         self._telemetry.close()
-        # In the order in which work is handed on, within one deadline: a request may
-        # leave an answer that waits for the backup, and both may use the thread.
+        # In the order in which work moves on, within one deadline: a request may leave
+        # an answer that waits for the backup, and both may use the thread.
         self.role.give_way()
         if not quietly:
             self._joining.close(self.role.shutdown_error)
@@ -424,51 +369,34 @@ class PsService:
         return saved and ended and self._serving.idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
-        owner = self._ownership.owner
-        values: dict[str, PlainTree] = {
-            "job": "ps",
-            "task": self._task,
-            "incarnation": self._incarnation,
-            "uptime": self._clock() - self._started_at,
-            "session": 0 if owner is None else owner.session,
-            "session_name": "" if owner is None else owner.name,
-            "owner": "" if owner is None else str(owner),
-            "owner_alive": owner is not None and owner.alive,
-            **self._telemetry.counts,
-            "failed": self._failed + self._serving.failed,
-        }
-        values["replication"] = self.role.statistics()
-        values.update(self._store.statistics())
-        values.update(self._snapshots.statistics())
-        return values
+        """Returns plain numbers: see `ServiceTelemetry.statistics`."""
+        return self._telemetry.statistics()
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """The values of `zstrat.telemetry.TaskReport`."""
+        """Returns the values of `zstrat.telemetry.TaskReport`."""
         return self._telemetry.report()
 
     def waited(self, began: float, ended: float) -> None:
-        """An answer had to wait for its way, or for its reader."""
+        """Records how long an answer waited to be sent."""
         self._telemetry.waited(began, ended)
 
     def give_up(self, view: int) -> None:
-        """Another process serves the store since this view: drops what is here of it.
+        """Drops the store, which another process serves since this view.
 
         Raises:
             StaleSessionError: The view is over.
         """
-        # First: it refuses a view that is over, before anything is dropped.
+        # First: it refuses a view that is over before anything is dropped.
         self.role.give_up(view)
         self._snapshots.clear()
         self._store.clear()
 
     async def hand_to(self, backup: PsService) -> None:
-        """Ends to serve the store: all that is here becomes the content of the service
-        of an empty backup, which follows another primary.
+        """Stops serving the store, and moves all that is here to the service of an
+        empty backup, which follows another primary.
 
         Raises:
-            UnavailableError: The backup that is to be the primary is lost; this service
-                serves as before.
+            UnavailableError: The future primary is lost; this service serves as before.
 
         Cancellation: as an error.
         """
@@ -481,15 +409,15 @@ class PsService:
         self._ownership.check(message.session)
         self._require_open()
         done = await self.role.handle(message)
-        if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
+        if isinstance(message, PromoteBackup):  # maybe asked again
             self.role.promoted(remote, message)
         return done
 
     def _handle_aside(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Answers what a process is asked that does not serve the store: what its
-        primary and a coordinator say to a backup, and who wants to serve it again."""
+        """Answers requests to a process that does not serve the store: those of its
+        primary and of a coordinator to a backup, and orders to serve it again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         backup = self.role.backup
@@ -499,19 +427,20 @@ class PsService:
             return self._telemetry.handle(message)
         if backup is not None:
             return backup.handle(remote, message)
-        if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
-            self._require_open()
-            return self._session.open(message, remote)
-        if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
-            return self._session.close(message)
-        if remote.role is Job.CHIEF and isinstance(
-            message, DetachBackup | PromoteBackup
-        ):
-            return self._replicate(remote, message)
+        if remote.role is Job.CHIEF:
+            match message:
+                case OpenSession():
+                    self._require_open()
+                    return self._session.open(message, remote)
+                case CloseSession():
+                    return self._session.close(message)
+                case DetachBackup() | PromoteBackup():
+                    return self._replicate(remote, message)
         raise self.role.shutdown_error if self._draining else self.role.refusal
 
     def _require_place(self, session: int) -> None:
-        """For what has waited: the session, or the place, may be another's by now."""
+        """Refuses a request that has waited if the session has ended meanwhile, or
+        another process has taken over."""
         self._ownership.check(session)
         if (objection := self.role.objection) is not None:
             raise objection

@@ -1,4 +1,4 @@
-"""What a parameter server tells of its time and traffic, and of a time line."""
+"""Numbers of a parameter server: statistics, telemetry and captures of time lines."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from .store._ledger import UNNAMED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.wire import PlainTree
+    from zstrat.wire import Ownership, PlainTree
 
     from ._serving import Serving
+    from .replication._replica_role import ReplicaRole
+    from .snapshots._snapshot_service import SnapshotService
     from .store._store import Store
 
 Capturing = AskClock | BeginCapture | EndCapture
@@ -41,9 +43,19 @@ class ServiceTelemetry:
     """
 
     def __init__(
-        self, store: Store, serving: Serving, clock: Callable[[], float]
+        self,
+        ownership: Ownership,
+        store: Store,
+        serving: Serving,
+        snapshots: SnapshotService,
+        role: ReplicaRole,
+        clock: Callable[[], float],
     ) -> None:
-        self._store, self._serving, self._clock = store, serving, clock
+        self._ownership, self._store, self._serving = ownership, store, serving
+        self._snapshots, self._role, self._clock = snapshots, role, clock
+        self._started_at = clock()
+        self.failed = 0
+        """Requests that were refused at once."""
         self._notices: TelemetryNotices | None = None
         self.recorder.start(self._sums(), clock())
 
@@ -53,12 +65,12 @@ class ServiceTelemetry:
         return self._serving.recorder
 
     def reset(self) -> None:
-        """The session is over: the next one begins with nothing."""
+        """Drops the telemetry of the session, as it is over."""
         self._serving.recorder = Recorder(PS_PHASES)
         self.recorder.start(self._sums(), self._clock())
 
     def handle(self, message: Capturing) -> Message:
-        """Begins or ends the capture of a time line, or tells the clock."""
+        """Begins or ends the capture of a time line, or reads the clock."""
         now, recorder = self._clock(), self.recorder
         match message:
             case AskClock():
@@ -73,16 +85,36 @@ class ServiceTelemetry:
                 return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
     def report(self) -> dict[str, PlainTree]:
-        """The values of `zstrat.telemetry.TaskReport`: of the present session, but for
-        those of the process."""
+        """Returns the values of `zstrat.telemetry.TaskReport`: those of the service are
+        of the present session."""
         now, recorder = self._clock(), self.recorder
         recorder.reach(self._sums(), now)
         service: PlainTree = {**self.counts}
         return {**recorder.plain(now), **process_report(), "service": service}
 
+    def statistics(self) -> dict[str, PlainTree]:
+        """Returns plain numbers, cheap enough to ask for at any time: bytes, seconds,
+        counts."""
+        owner, role = self._ownership.owner, self._role
+        return {
+            "job": "ps",
+            "task": role.task,
+            "incarnation": role.incarnation,
+            "uptime": self._clock() - self._started_at,
+            "session": 0 if owner is None else owner.session,
+            "session_name": "" if owner is None else owner.name,
+            "owner": "" if owner is None else str(owner),
+            "owner_alive": owner is not None and owner.alive,
+            **self.counts,
+            "failed": self.failed + self._serving.failed,
+            "replication": role.statistics(),
+            **self._store.statistics(),
+            **self._snapshots.statistics(),
+        }
+
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of the service that cost nothing to look at."""
+        """Numbers of the service that cost nothing to read."""
         return {
             "waiting": len(self._serving),
             "optimizers": len(self._store.engine),
@@ -90,25 +122,25 @@ class ServiceTelemetry:
         }
 
     def waited(self, began: float, ended: float) -> None:
-        """An answer had to wait for its way, or for its reader."""
+        """Records how long an answer waited to be sent."""
         self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     def _sums(self) -> dict[str, float]:
-        """The totals whose rates are reported, of all sessions."""
+        """Totals of all sessions, whose rates are reported."""
         pulls, pushes = self._store.counts.pulls, self._store.counts.pushes
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
     def start_notices(self, tell: Callable[[Message], None]) -> None:
-        """Tells the coordinator about once a second from now on, if that changes."""
+        """Starts to send a report about once a second, if it has changed."""
         if self._notices is None:
             self._notices = TelemetryNotices(self.report, tell)
 
     def touch(self) -> None:
-        """A request came: there is something to tell."""
+        """Notes that a request came, so that the report has changed."""
         if self._notices is not None:
             self._notices.touch()
 
     def close(self) -> None:
-        """Tells nothing more."""
+        """Stops sending reports."""
         if self._notices is not None:
             self._notices.close()

@@ -1,14 +1,14 @@
-"""Serves the requests of the store: on the spot, on the compute thread, or in turn.
+"""Serves the requests of the store: at once, on the compute thread, or in turn.
 
-Small requests are answered on the spot: reading hands out views, and adding a few MiB
-takes less time than waking a thread. What takes longer than about a millisecond, and
-whatever XLA may have to compile, goes to one compute thread.
+Small requests are answered at once: reading hands out views, and adding a few MiB takes
+less time than waking a thread. Requests that take longer than about a millisecond, and
+all that XLA may have to compile, go to one compute thread.
 
 A request that goes there *holds* the names that it uses (variable keys, its step,
-optimizers) until it is done; whoever needs one of them queues behind, in order of
-arrival, and holds the names that it waits for in its turn. So requests that share a
-name are served in the order in which they came, whoever sent them, and those that share
-none do not wait for each other: a pull does not wait for the compilation of another
+optimizers) until it is done; a request that needs one of them queues in order of
+arrival, and holds the names that it waits for itself. So requests that share a name are
+served in the order in which they came, from whichever peer, and those that share none
+do not wait for each other: a pull does not wait for the compilation of another
 variable's optimizer. The order is kept without threads and I/O (`RequestTurns`): its
 owner calls `enter` and `leave` and runs what is its turn.
 """
@@ -99,7 +99,7 @@ class RequestTurns(Generic[T]):
         return {ticket for queue in self._queues.values() for ticket in queue}
 
     def are_free(self, names: Iterable[Hashable]) -> bool:
-        """True if a request that uses only these may be served on the spot."""
+        """Whether a request that uses only these names may be served at once."""
         queues = self._queues
         return not queues or not any(name in queues for name in names)
 
@@ -116,7 +116,7 @@ class RequestTurns(Generic[T]):
         ticket = Ticket(request, frozenset(names))
         for name in ticket.names:
             queue = self._queues.setdefault(name, deque())
-            # Once for each name: whoever leaves the queue of a name takes one off.
+            # Once for each name: leaving the queue of a name subtracts one.
             ticket.behind += bool(queue)
             queue.append(ticket)
         self._tickets += 1
@@ -126,7 +126,8 @@ class RequestTurns(Generic[T]):
         return ticket.behind == 0
 
     def leave(self, ticket: Ticket[T]) -> list[Ticket[T]]:
-        """Frees the names of a ticket that had its turn; returns whose turn comes."""
+        """Frees the names of a ticket that had its turn; returns the tickets whose turn
+        comes."""
         self._tickets -= 1
         ready: list[Ticket[T]] = []
         for name in ticket.names:
@@ -144,14 +145,13 @@ class RequestTurns(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _WaitingRequest:
-    """A request that is not answered yet; without a message: somebody who takes turns
-    by himself (`zstrat.ps.snapshots._snapshot_service`), and the answer is that his has
-    come."""
+    """A request that is not answered yet. Without a message it only waits for its turn
+    (`Serving.turn`), and the answer is that the turn has come."""
 
     message: Request | None
     answer: asyncio.Future[Message]
     began: float = 0.0
-    """When its turn had come."""
+    """When its turn came."""
 
 
 @final
@@ -159,11 +159,11 @@ class Serving:
     """Serves the requests for one store. Lives on the loop.
 
     Args:
-        check: Raises unless the session is the one that is open.
-        admit: Raises if nothing may begin that has to wait.
-        objection: What is said instead of an answer, if another process serves the
-            store by then: that may lack what was computed here meanwhile.
-        clock: What pushes are timed by.
+        check: Raises unless the session is the open one.
+        admit: Raises if no request may begin to wait.
+        objection: The error that replaces an answer if another process serves the store
+            by then, which may lack what was computed here meanwhile.
+        clock: Seconds, by which pushes are timed.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Serving:
             tuple[set[Ticket[_WaitingRequest]], asyncio.Future[None]]
         ] = []
         self.idle = asyncio.Event()
-        """Set while nobody waits for an answer."""
+        """Set while no request waits or is computed."""
         self.idle.set()
 
     def __len__(self) -> int:
@@ -217,16 +217,17 @@ class Serving:
                 served = advance(served.running, error)
             else:
                 ticket.request.began = began
-                self._go_on(ticket, served)
+                self._advance(ticket, served)
                 return ticket.request.answer
         log = self._store.log
-        # A pull changes nothing, and may show what the backup does not have yet
+        # A pull changes nothing, and may return what the backup does not have yet
         # (docs/consistency.md): its answer leaves at once.
         return served if log is None or type(served) is Pulled else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
-        """For a push whose body follows: then `take` a `Folded`. What is to be refused,
-        or has to wait, is so when it is all there."""
+        """Starts to apply a push while its body arrives, if it need not wait; then
+        `take` a `Folded`. A push that is to be refused or to wait is handled when all
+        of it is here."""
         try:
             self._check(message.session)
             self._admit()
@@ -243,8 +244,8 @@ class Serving:
         """Holds names while the body runs; waits for its turn before.
 
         Yields:
-            A function that tells whether nobody holds other names, or waits for them,
-            at that moment.
+            A function that returns whether no request holds other names, or waits for
+            them, at that moment.
 
         Raises:
             BusyError: Too many wait.
@@ -266,8 +267,8 @@ class Serving:
             self._leave(ticket)
 
     async def settled(self) -> None:
-        """Waits until all requests are done that are computed or wait now. Those that
-        come meanwhile are served as ever, and not waited for.
+        """Waits until all requests are done that are computed or wait now, but not for
+        those that come meanwhile.
 
         Cancellation: nothing is lost.
         """
@@ -282,7 +283,7 @@ class Serving:
             self._watches.remove(watch)
 
     def _applied(self, message: Request, began: float) -> None:
-        """Notes how long a push took, with the pull behind it in an exchange: from
+        """Records how long a push took, with the pull after it in an exchange: from
         ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
         assert isinstance(pushed, _PUSHES), pushed
@@ -290,7 +291,7 @@ class Serving:
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
     def replayed(self, change: Message, began: float) -> None:
-        """Notes how long it took to make a change of the primary again, from ``began``
+        """Records how long it took to replay a change of the primary, from ``began``
         until now."""
         if isinstance(change, Push):
             step = UNNAMED if change.writer else change.step
@@ -325,8 +326,8 @@ class Serving:
         return ticket
 
     def _resume(self, ticket: Ticket[_WaitingRequest]) -> None:
-        """Serves a request that had to wait, as its turn has come. What it was checked
-        for when it came, it is checked for again: the session may have changed."""
+        """Serves a request that had to wait, as its turn has come. Checks it again: the
+        session may have changed since it came."""
         message, turn = ticket.request.message, ticket.request.answer
         if message is None:
             if turn.cancelled():
@@ -343,13 +344,13 @@ class Serving:
         except Exception as error:  # goes to the caller
             self._finish(ticket, error)
         else:
-            self._go_on(ticket, served)
+            self._advance(ticket, served)
 
-    def _go_on(
+    def _advance(
         self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest[Message]
     ) -> None:
-        """Goes on with a request until the thread has something to compute for it, or
-        its answer is there."""
+        """Advances a request until the thread has something to compute for it, or its
+        answer is known."""
         try:
             while isinstance(served, PendingRequest):
                 try:
@@ -378,7 +379,7 @@ class Serving:
         except BaseException as error:  # goes to the caller
             self._finish(ticket, error)
         else:
-            self._go_on(ticket, served)
+            self._advance(ticket, served)
 
     def _finish(
         self, ticket: Ticket[_WaitingRequest], outcome: Message | BaseException
@@ -405,8 +406,8 @@ class Serving:
             left.discard(ticket)
             if not left and not settled.done():
                 settled.set_result(None)
-        for following in self._turns.leave(ticket):
+        for next_ticket in self._turns.leave(ticket):
             # Not at once: a long queue of short requests must not hold up the loop.
-            loop.call_soon(self._resume, following)
+            loop.call_soon(self._resume, next_ticket)
         if not self._turns:
             self.idle.set()

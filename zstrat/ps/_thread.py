@@ -119,12 +119,12 @@ class ComputeThread:
             error: BaseException | None = None
             try:
                 job()
-            except BaseException as caught:  # goes to whoever awaits the job
+            except BaseException as caught:  # to the code that awaits the job
                 error = caught
             del job, entry
             try:
                 loop.call_soon_threadsafe(_finish, done, error)
-            except RuntimeError:  # the loop was closed: nobody awaits the job any more
+            except RuntimeError:  # the loop was closed: nothing awaits the job
                 return
             # While this thread waits for the next job it must not keep the last one's
             # arrays alive, by the traceback of its error.

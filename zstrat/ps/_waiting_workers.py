@@ -2,10 +2,11 @@
 
 A worker can reach the server, but not the program. So it reports itself to the server,
 which passes the report on to the program whose session it serves, and the answer back.
-If no program is there, the worker waits for one. Only the program decides whether it
-takes a worker.
+If no program is connected, the worker waits for one. Only the program decides whether
+it takes a worker.
 
-Lives on the loop. Law of the file: whoever changes the session calls `look` afterwards.
+Lives on the loop. Law of the file: code that changes the session calls `look`
+afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 MAX_WAITING_REPORTS: Final = 1024
 """Reports that wait at a time; each is a process with a worker's key."""
 _MAX_WAIT_SECONDS: Final = 7 * 86400.0
-"""Seconds that anybody may wait."""
+"""Seconds that a worker may wait at most."""
 
 
 class _WaitingReport(NamedTuple):
@@ -52,14 +53,14 @@ class WaitingWorkers:
     ) -> None:
         self._task, self._ownership, self._tell = task, ownership, tell
         self._waiting: dict[int, _WaitingReport] = {}
-        # An answer that was meant for the process before finds nobody here.
+        # Numbers begin at random, so an answer meant for the process before fits none.
         self._numbers = itertools.count(new_incarnation())
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
-        """The answer of the program, which the future gets; or DeadlineExceededError,
-        when the patience of the worker is over.
+        """Returns a future of the answer of the program, or of DeadlineExceededError
+        when the timeout of the worker is over.
 
-        A peer that reports the same worker again did not hear an answer, as its
+        A peer that reports the same worker again did not get an answer, as its
         connection broke. The new report replaces the old one.
 
         Raises:
@@ -73,7 +74,7 @@ class WaitingWorkers:
                 raise BusyError(
                     f"{self._task}: another worker has reported itself over this "
                     "connection, and is not answered yet: wait for the answer, or "
-                    "connect anew"
+                    "open another connection"
                 )
             self._fail(number, BusyError(f"{self._task}: it was reported again"))
         if len(self._waiting) >= MAX_WAITING_REPORTS:
@@ -91,30 +92,30 @@ class WaitingWorkers:
         return answer
 
     def look(self) -> None:
-        """Tells the program of all workers that wait. To be called when a session is
-        opened, as its program may not have heard of them."""
+        """Reports all waiting workers to the program. Called when a session is opened,
+        as its program may not know them."""
         for number in self._waiting:
             self._pass_on(number)
 
     def answered(self, message: AnswerReport) -> None:
-        """Passes on what the program has decided about a worker."""
+        """Passes the decision of the program on to its worker."""
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
-            return  # its patience is over, or it is gone
+            return  # its timeout is over, or it is gone
         if message.error is None:
             waiting.answer.set_result(message)
         else:
             waiting.answer.set_exception(from_wire(message.error))
 
     def lost(self, peer: object) -> None:
-        """Forgets what a peer has reported whose connection has ended."""
+        """Drops the reports of a peer whose connection has ended."""
         gone = [n for n, waiting in self._waiting.items() if waiting.peer is peer]
         for number in gone:
             if (waiting := self._take(number)) is not None:
                 waiting.answer.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Ends all waits with the error, as nothing will be answered any more."""
+        """Ends all waits with the error, as the server shuts down."""
         for number in list(self._waiting):
             self._fail(number, error)
 

@@ -38,7 +38,7 @@ class Checkpoint(Tracked):
     in the data is saved: see `zs.data.CheckpointableIterator`.
 
     Raises:
-        TypeError: Something is none of these, or holds an array or a number where a
+        TypeError: Something is of another type, or holds an array or a number where a
             variable should be, or has two keys with one text (1 and "1").
     """
 
@@ -125,7 +125,7 @@ class Checkpoint(Tracked):
         )
 
     async def save_async(self, file_prefix: str | os.PathLike[str]) -> str:
-        """`save`, without blocking the running loop.
+        """Does what `save` does, without blocking the running loop.
 
         Cancellation: nothing was saved, and what was before is as it was; or, at the
         very end, it was saved and does not count: the next one takes its place.
@@ -147,7 +147,7 @@ class Checkpoint(Tracked):
                     lambda old: old.with_saved(name, time.time()),
                 )
             finally:
-                del lock  # whoever catches an error keeps this frame
+                del lock  # a caller that catches an error keeps this frame
         return path
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
@@ -159,7 +159,7 @@ class Checkpoint(Tracked):
         )
 
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
-        """`write`, without blocking the running loop; see `save_async`."""
+        """Does what `write` does, without blocking the loop; see `save_async`."""
         if not local_path(file_prefix):
             raise ValueError("file_prefix: expected a folder, got an empty text")
         path = absolute(file_prefix)
@@ -209,7 +209,7 @@ class Checkpoint(Tracked):
                 (``params=``).
 
         Raises:
-            NotFoundError: It is no checkpoint, or lacks something that is there now;
+            NotFoundError: It is not a checkpoint, or lacks something that exists now;
                 says what. Nothing was restored.
             ValueError: ``partial`` is something else.
             InvalidArgumentError: Shapes or dtypes differ, the checkpoint has what an
@@ -234,7 +234,7 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """`restore`, without blocking the running loop.
+        """Does what `restore` does, without blocking the running loop.
 
         Cancellation: some of the variables may have been restored.
         """
@@ -249,7 +249,7 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """`restore`, but for the count of saves, which stays."""
+        """Restores all but the count of saves, as `restore`."""
         work = self.read_async(
             save_path, expect_partial=expect_partial, partial=partial
         )
@@ -262,7 +262,7 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """`read`, without blocking the running loop; see `restore_async`."""
+        """Does what `read` does, without blocking the loop; see `restore_async`."""
         return await self._begin(save_path, expect_partial, partial, skips_counter=True)
 
     async def _begin(

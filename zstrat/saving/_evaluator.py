@@ -2,8 +2,8 @@
 
 The evaluator is a program of its own, beside the training: it shares nothing with it
 but the folder. It looks at the folder again and again, because the file systems that
-machines share do not tell each other what changes; between two looks it waits, and can
-be told to stop. The numbers go to a file of JSON lines, and to TensorBoard.
+machines share do not report changes to each other; between two looks it waits, and can
+be stopped. The numbers go to a file of JSON lines, and to TensorBoard.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SidecarEvaluator:
         self._stop.open()
 
     def summary(self) -> str:
-        """How far it is, in a few words."""
+        """Says how far the evaluator is, in a few words."""
         last = "none yet" if self._seen is None else os.path.basename(self._seen[0])
         return f"{self._done} evaluations, last {last}"
 
@@ -205,7 +205,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Line by line: whoever follows the file sees whole lines only.
+        # Line by line: readers of the file see whole lines only.
         with explained("JsonLines", path):
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 

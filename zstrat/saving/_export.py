@@ -55,9 +55,9 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
 
     Raises:
         TypeError: The source has something in it that cannot be saved.
-        NotFoundError, DataLossError: It is no checkpoint, or a damaged one.
+        NotFoundError, DataLossError: It is not a checkpoint, or is damaged.
         AlreadyExistsError: ``path`` is a folder.
-        NotFoundError: There is no folder that the file could be in.
+        NotFoundError: The folder of the file does not exist.
         PSUnavailableError: A parameter server is gone.
         ResourceExhaustedError: The disk is full; what was there is as it was.
         OSError: As the system says.
@@ -69,7 +69,7 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
 
 
 async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) -> str:
-    """`export_safetensors`, without blocking the running loop.
+    """Does what `export_safetensors` does, without blocking the running loop.
 
     Cancellation: nothing was written.
     """
@@ -191,7 +191,7 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
 async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
-    """All values, as they are between two steps."""
+    """Reads all values between two steps."""
     async with at_rest(clusters_of(components)):
         return [
             (node.path or node.value.name, await asyncio.to_thread(node.value.numpy))

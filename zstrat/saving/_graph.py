@@ -41,7 +41,7 @@ class Tracked(abc.ABC):
     @property
     @abc.abstractmethod
     def tracked(self) -> dict[str, Any]:
-        """What it holds, by name."""
+        """Returns what it holds, by name."""
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
 
 
 def held(value: Any) -> dict[str, Any]:
-    """What an object holds, by name; nothing if it is a leaf."""
+    """Returns what an object holds, by name; nothing if it is a leaf."""
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}

@@ -1,12 +1,11 @@
-"""Brings stored tensors to where variables live: files to cells, row by row.
+"""Loads the tensors of a checkpoint into variables: from files to cells, row by row.
 
-A parameter server that sees the folder reads what it needs by itself. For one that does
-not, and for variables of this process, the rows are read here; no more of them at a
-time than a bounded piece.
+A parameter server that can read the folder reads what it needs. For others, and for
+variables of this process, the rows are read here, in pieces of bounded size.
 
-What a checkpoint holds for parameter servers is remembered as data, for when one is
-lost (`SavedServers`). That is made while the program's objects are at hand, and
-outlives them: it names no handle, and what it was made of may be dropped.
+What a checkpoint holds for parameter servers is remembered as data, for the loss of a
+server (`SavedServers`). It is made while the program's objects exist, and references
+none of them, so that they may be dropped.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ENTRIES: Final = 256
 
 @dataclass(slots=True)
 class LoadingServer:
-    """What one parameter server is to read."""
+    """The tensors that one parameter server has to read, and slots that it forgets."""
 
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
@@ -75,21 +74,21 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
 
 
 async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMoment]:
-    """Carries out what a matching found, between two steps of each cluster: a step is
-    over before, or begins behind it, with the values and the data of the checkpoint.
+    """Loads what a matching has found, between two steps of each cluster: each step is
+    over before, or begins afterwards, with the values and the data of the checkpoint.
 
     Returns:
-        When that was, of each cluster.
+        The moment of that, for each cluster.
 
     Raises:
-        PSUnavailableError: A server is gone, or was filled again meanwhile.
-        DataLossError, OSError: A file changed or cannot be read.
+        PSUnavailableError: A server is lost, or was restored meanwhile.
+        DataLossError, OSError: A file has changed or cannot be read.
         InvalidArgumentError: A server does not keep such a slot.
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
     for optimizer, variable in found.partly:
-        # So that servers know what else it keeps, and its initial value.
+        # So that servers know its other slots, and their initial values.
         await optimizer.bind_async(variable)
     local, servers = sorted_loads(folder, found.loads)
     files = CheckpointFiles(folder)
@@ -100,19 +99,18 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     ]
     clusters = {id(cluster): cluster for cluster in resting}.values()
     try:
-        # Each rests until all is loaded: no step meets some values of before, and some
-        # of the checkpoint.
+        # All rest until everything is loaded: no step reads a mix of old values and
+        # values of the checkpoint.
         async with at_rest(clusters) as moments:
             await disk(_load_local, local, files)
-            await _all(load_server(*each, files, disk) for each in servers)
+            await _all(load_server(*asked, files, disk) for asked in servers)
             for iterator, _, state in found.places:
                 if isinstance(iterator, PerWorkerIterator):
                     await iterator.set_state_async(state)
                 else:
                     iterator.set_state(state)
             for moment in moments:
-                # A server that was lost meanwhile and filled again has values of
-                # before.
+                # A server that was lost and restored meanwhile has older values.
                 moment.cluster.require_unrestored(moment.restores)
     finally:
         await to_its_end(disk(files.close))
@@ -124,28 +122,28 @@ def sorted_loads(
 ) -> tuple[
     list[tuple[VariableHandle, Load, int]], list[tuple[ClusterSession, LoadingServer]]
 ]:
-    """What is loaded in this process, each with its first row, and what each server of
-    each cluster is to read."""
+    """Returns what is loaded in this process, with first rows, and what each server of
+    each cluster has to read."""
     local: list[tuple[VariableHandle, Load, int]] = []
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
-    for each in loads:
+    for load in loads:
         start = 0
-        for component in each.variable.components:
+        for component in load.variable.components:
             cluster = cluster_of(component)
             if cluster is None:
-                local.append((component, each, start))
+                local.append((component, load, start))
             else:
                 ps = component.spec.ps
                 new = cluster, LoadingServer(ps)
-                _, mine = servers.setdefault((id(cluster), ps), new)
-                _ask(mine, folder, component, each, start)
+                _, server = servers.setdefault((id(cluster), ps), new)
+                _ask(server, folder, component, load, start)
             start += component.shape[0] if component.shape else 0
     return local, list(servers.values())
 
 
 async def _all(works: Iterable[Any]) -> None:
-    """All to their end; then the first error."""
-    # A group of tasks would cancel the others, in the middle of their values.
+    """Awaits all of them; then raises the first error."""
+    # A task group would cancel the others while they write values.
     for outcome in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -164,7 +162,7 @@ def _ask(
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
         return
     if load.optimizer is not None and tensor.by_rows and not tensor.is_whole:
-        # Rows that no gradient had reached begin anew, whatever happened to them since.
+        # Rows that no gradient had reached get their initial slots back.
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
     stop = start + (component.shape[0] if component.shape else 0)
     for piece, first, last in tensor.within(start, stop):
@@ -184,7 +182,7 @@ async def load_server(
     files: CheckpointFiles,
     disk: FileThread,
 ) -> None:
-    """Has a server read what it can, and gives it what is read here.
+    """Has a server read its tensors, or sends it rows that are read here.
 
     Raises: As `load`.
     """
@@ -193,7 +191,7 @@ async def load_server(
         await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:
         return
-    # Asked, not assumed: the same path may be another folder on the server's machine.
+    # Asked: the same path may be another folder on the machine of the server.
     probe = server.entries[0].path
     if (await run(client.sees(probe), "looking for the folder"))[server.ps]:
         for at in range(0, len(server.entries), ENTRIES):
@@ -206,25 +204,25 @@ async def load_server(
 
 
 async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEntry]:
-    """The resets whose slots are there at all."""
+    """Returns the resets whose slots exist."""
     client, run = cluster.client, cluster.run_async
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
-    # The pin only lists what there is; no other pin has its number.
+    # The pin only lists slots; no other pin has its number.
     number = secrets.randbits(62)
     refs = [Ref(server.ps, key) for key in keys]
     try:
         pinned = await run(client.pin(number, refs, list(optimizers)), "looking")
     finally:
         await to_its_end(run(client.release(number), "looking"))
-    there = {(entry.key, entry.optimizer) for _, _, entry in pinned}
-    return [each for each in server.resets if (each.key, each.optimizer) in there]
+    existing = {(entry.key, entry.optimizer) for _, _, entry in pinned}
+    return [r for r in server.resets if (r.key, r.optimizer) in existing]
 
 
 def _batches(
     entries: Iterable[LoadEntry], files: CheckpointFiles
 ) -> Iterator[tuple[list[StoreEntry], list[np.ndarray]]]:
-    """What the entries ask for, read here; each batch fits one message."""
+    """Reads what the entries ask for, in batches that fit one message each."""
     some: list[StoreEntry] = []
     arrays: list[np.ndarray] = []
     size = 0
@@ -242,7 +240,7 @@ def _batches(
 
 
 def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of an entry in pieces, each with where its first row goes."""
+    """Reads the rows of an entry in pieces, each with the index of its first row."""
     if entry.start == entry.stop:
         yield 0, reader.read(entry.name)
         return
@@ -255,29 +253,29 @@ def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarr
 def _load_local(
     local: Sequence[tuple[VariableHandle, Load, int]], files: CheckpointFiles
 ) -> None:
-    """Each variable gets its value and slots at once."""
-    mine: dict[int, list[tuple[Load, int]]] = defaultdict(list)
+    """Loads variables of this process; each gets its value and slots at once."""
+    loads: dict[int, list[tuple[Load, int]]] = defaultdict(list)
     variables = {id(variable): variable for variable, _, _ in local}
-    for variable, each, start in local:
-        mine[id(variable)].append((each, start))
+    for variable, load, start in local:
+        loads[id(variable)].append((load, start))
     for number, variable in variables.items():
         value: np.ndarray | None = None
         slots: dict[OptimizerHandle, SlotValues | None] = {}
-        for each, start in mine[number]:
-            if each.optimizer is None and each.tensor is not None:
+        for load, start in loads[number]:
+            if load.optimizer is None and load.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
-                if not each.tensor.is_whole:
+                if not load.tensor.is_whole:
                     value[...] = variable.numpy()
-                files.fill(value, each.tensor, start)
-            elif each.optimizer is not None:
-                slots.setdefault(each.optimizer, None)
-                if each.tensor is not None:
-                    beside = slots[each.optimizer] or SlotValues((), [], ())
-                    array = _slot(variable, value, each, start, files)
-                    slots[each.optimizer] = SlotValues(
-                        (*beside.names, each.leaf),
+                files.fill(value, load.tensor, start)
+            elif load.optimizer is not None:
+                slots.setdefault(load.optimizer, None)
+                if load.tensor is not None:
+                    beside = slots[load.optimizer] or SlotValues((), [], ())
+                    array = _slot(variable, value, load, start, files)
+                    slots[load.optimizer] = SlotValues(
+                        (*beside.names, load.leaf),
                         [*beside.leaves, array],
-                        (*beside.rows, each.tensor.by_rows),
+                        (*beside.rows, load.tensor.by_rows),
                     )
         storage = variable.storage
         assert isinstance(storage, StorageWithSlots)
@@ -296,7 +294,7 @@ def _completed(
     optimizer: OptimizerHandle,
     beside: SlotValues,
 ) -> SlotValues:
-    """The slots, and those of the variable that the checkpoint lacks."""
+    """Returns the slots, with those of the variable that the checkpoint lacks."""
     assert isinstance(optimizer, Optimizer)
     if optimizer.slots_beside(variable) is None:
         return beside
@@ -316,14 +314,14 @@ def _slot(
     start: int,
     files: CheckpointFiles,
 ) -> np.ndarray:
-    """An array that an optimizer keeps beside a variable of this process.
+    """Loads an array that an optimizer keeps for a variable of this process.
 
     Args:
-        value: That of the variable, if it is restored, too.
+        value: The value of the variable, if it is restored, too.
 
     Raises:
         InvalidArgumentError: Some of its rows are not stored, and the optimizer does
-            not know its tree yet, which would say what they begin with.
+            not know its tree yet, from which their initial values follow.
     """
     tensor, optimizer = load.tensor, load.optimizer
     assert tensor is not None
@@ -334,14 +332,14 @@ def _slot(
         if optimizer.slots_beside(variable) is None:
             raise InvalidArgumentError(
                 f"{load.leaf} of optimizer {optimizer.name!r} beside variable "
-                f"{variable.name!r}: the checkpoint lacks some rows, which begin anew, "
-                "and the optimizer does not know its tree yet: make it with "
-                "zs.Optimizer(transformation, params=params) before restoring"
+                f"{variable.name!r}: the checkpoint lacks some rows, and the optimizer "
+                "cannot initialize them, as it does not know its tree yet: make it "
+                "with zs.Optimizer(transformation, params=params) before restoring"
             )
         rule = optimizer.slot_rule(variable)
         begun = rule.initial(variable.numpy() if value is None else value)
         initial = zip(rule.names, begun, strict=True)
-        # The rows that are stored are filled in below.
+        # Stored rows are filled in below.
         out[...] = np.asarray(dict(initial)[load.leaf])
     files.fill(out, tensor, start)
     return out
@@ -377,7 +375,7 @@ class SavedServers:
 
 @dataclass(frozen=True)
 class _OnLoop:
-    """Asks the servers from the very loop of their cluster."""
+    """Asks the servers on the loop of their cluster."""
 
     client: PsClient
 
@@ -392,9 +390,9 @@ async def remember_saved(
     manifest: Manifest,
     moments: Sequence[ClusterMoment],
 ) -> None:
-    """Tells clusters that may lose a server what they can be filled from.
+    """Has clusters that may lose a server remember the checkpoint to restore it from.
 
-    Cancellation: some may not have been told.
+    Cancellation: some clusters may not remember it.
     """
     watched = [moment for moment in moments if moment.cluster.recovers]
     if watched:
@@ -403,8 +401,8 @@ async def remember_saved(
         found = Matching(nodes, tensors).find(root, 0)
         if lacks := await remember(path, found, watched):
             log.warning(
-                "on_ps_loss='restore': a lost parameter server could not be filled "
-                "from checkpoint %s, as it lacks %s",
+                "on_ps_loss='restore': a lost parameter server could not be restored "
+                "from checkpoint %s, which lacks %s",
                 path,
                 ", ".join(lacks),
             )
@@ -413,26 +411,26 @@ async def remember_saved(
 async def remember(
     path: str, found: Found, moments: Sequence[ClusterMoment]
 ) -> list[str]:
-    """Remembers what a restore has found, as `remember_saved` does what a save wrote;
-    returns what it lacks."""
+    """Has clusters remember a checkpoint that was restored, as `remember_saved` does
+    for one that was saved; returns what it lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
             point = _point(path, found, cluster)
             if not point.variables:
-                continue  # of its iterators alone: no server can be filled from it
+                continue  # it has iterators alone: no server can be restored from it
             lacks += await cluster.remember(point, cut, restores)
     return lacks
 
 
 def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
-    mine = [
-        each
-        for each in found.loads
-        if any(cluster_of(part) is cluster for part in each.variable.components)
+    loads = [
+        load
+        for load in found.loads
+        if any(cluster_of(part) is cluster for part in load.variable.components)
     ]
-    values = [each for each in mine if each.optimizer is None]
-    _, servers = sorted_loads(path, mine)
+    values = [load for load in loads if load.optimizer is None]
+    _, servers = sorted_loads(path, loads)
     optimizers = {
         value.id
         for value, _ in found.pairs
@@ -440,13 +438,13 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
     }
     lacks = [words.strip() for words in (*found.missing, *found.wrong)]
     lacks += [
-        f"rows of variable {each.variable.name!r}"
-        for each in values
-        if each.tensor is not None and not each.tensor.is_whole
+        f"rows of variable {load.variable.name!r}"
+        for load in values
+        if load.tensor is not None and not load.tensor.is_whole
     ]
     return SavedServers(
         path,
-        frozenset(x.spec.key for each in values for x in each.variable.components),
+        frozenset(x.spec.key for load in values for x in load.variable.components),
         frozenset(optimizers),
         lacks,
         [server for _, server in servers],

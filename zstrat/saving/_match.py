@@ -148,9 +148,9 @@ class Matching:
         """Notes what was found as taken; returns the modules that are new."""
         new = []
         for value, place in found.pairs:
-            mine = self._taken.setdefault(place, {})
-            if id(value) not in mine:
-                mine[id(value)] = value
+            taken = self._taken.setdefault(place, {})
+            if id(value) not in taken:
+                taken[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
         for _, place, _ in found.places:
@@ -206,7 +206,7 @@ class Matching:
         elif isinstance(value, SavedIterator):
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
-            elif place not in self._taken:  # one that comes later begins a pass anew
+            elif place not in self._taken:  # a later one begins its pass from the start
                 self._place(value, place, path, found)
             return
         if is_new:
@@ -270,8 +270,8 @@ class Matching:
             node, other = self._nodes[at], self._nodes[before]
             pairs = [(node.tensor, other.tensor)]
             for stored in slots:
-                mine, theirs = stored.get(at, {}), stored.get(before, {})
-                pairs += [(mine[leaf], theirs[leaf]) for leaf in mine.keys() & theirs]
+                one, two = stored.get(at, {}), stored.get(before, {})
+                pairs += [(one[leaf], two[leaf]) for leaf in one.keys() & two]
             if not all(self._are_same(*pair) for pair in pairs):
                 found.wrong.append(
                     f"  {words(variable)} is one here, and in the checkpoint there are "
@@ -297,8 +297,8 @@ class Matching:
             stored, classes = self._nodes[at].slots, self._nodes[at].state
             for variable, place in variables:
                 if {(id(optimizer), at), (id(variable), place)} & new:
-                    mine = stored.get(place, {})
-                    self._slots(optimizer, variable, mine, classes, found)
+                    leaves = stored.get(place, {})
+                    self._slots(optimizer, variable, leaves, classes, found)
 
     def _by_kind(self, found: Found, kind: type[Any]) -> list[tuple[Any, int]]:
         taken = ((v, at) for at, values in self._taken.items() for v in values.values())
@@ -402,13 +402,13 @@ def _require_none(wrong: Sequence[str], path: str, *remedy: str) -> None:
 
 
 def words(variable: AbstractVariable) -> str:
-    """What a message calls a variable."""
+    """Returns the name of a variable in messages."""
     shape = list(variable.shape)
     return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
 
 
 def _leaves(value: Any, path: str, named: bool) -> list[str]:
-    """The variables, optimizers and iterators below an object, in words."""
+    """Describes the variables, optimizers and iterators below an object."""
     found = []
     for node in graph_of(value, path).nodes:
         match node.value:

@@ -1,6 +1,6 @@
-"""What a run tells of itself on its way to writers: to TensorBoard, into a file.
+"""Sends the metrics of a run to writers: to TensorBoard, into a file.
 
-Law of the file: the training never waits for a writer, and never hears of one. A thread
+Law of the file: training never waits for a writer, nor fails because of one. A thread
 asks the coordinator from time to time; a full disk or a folder that hangs costs points,
 and is logged.
 """
@@ -31,7 +31,7 @@ Point = tuple[int, dict[str, float]]
 
 
 class TellsMetrics(Protocol):
-    """A coordinator, as far as it tells metrics."""
+    """A coordinator, as far as it reports metrics."""
 
     def metrics(self) -> Mapping[str, Any]: ...
 
@@ -39,7 +39,7 @@ class TellsMetrics(Protocol):
 @dataclass
 class ExportedPoints:
     """Which points are new. What `zs.log_scalar` was given has its name and its step;
-    what the run tells besides is below ``run/``, at the number of steps done."""
+    other metrics of the run are below ``run/``, at the number of steps done."""
 
     _until: dict[str, float] = field(default_factory=dict)
 
@@ -80,11 +80,11 @@ def _number(value: object) -> float:
 
 @final
 class MetricsExport:
-    """Writes what a run tells of itself, for as long as it is open: the scalars of
+    """Writes the metrics of a run, for as long as it is open: the scalars of
     `log_scalar`, steps and examples per second, staleness, and the phases of steps.
 
     A context manager. A writer that fails is logged once, and written to again; the
-    program hears nothing of it.
+    program is not notified.
 
     Args:
         coordinator: Whose metrics.
@@ -93,7 +93,7 @@ class MetricsExport:
             in that time the last 1,000 are written.
 
     Raises:
-        ValueError: ``every`` is no time.
+        ValueError: ``every`` is not a time.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MetricsExport:
             ends = self._ends.wait(self._every)
             try:
                 points = self._points.take(self._coordinator.metrics())
-            except Exception:  # to the log: nobody else is there to hear it
+            except Exception:  # to the log: no caller waits
                 log.exception("asking for metrics")
                 continue
             for writer in self._writers:

@@ -1,11 +1,11 @@
 """How a save or a restore runs: in a blocking call or awaited, in turn, with its files.
 
 One coroutine serves both forms of a call. The blocking form runs it to its end in a
-loop on a thread of its own: a notebook's thread has a loop already, and Ctrl-C in the
+loop on its own thread: a notebook's thread has a loop already, and Ctrl-C in the
 middle of a loop could lose the next step of a task, which would then be waited for in
 vain. It cancels the coroutine, which cleans up as a cancelled task does. Files are
 touched on one named thread an operation, one call after the other. Who waits at a
-terminal is told how far it is (`ProgressBar`).
+terminal shows how far it is (`ProgressBar`).
 
 Saves and restores of the same objects are made one after the other (`in_turn`). Two
 that run side by side, in threads or in tasks, would mix: a save would take some values
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 _held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
     "zstrat_held_up", default=None
 )
-"""The loop that stands still until a blocking call returns; None: there is none. Set by
+"""The loop that stands still until a blocking call returns, if any. Set by
 `run_blocking` alone."""
 
 
@@ -117,11 +117,11 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     Cancellation: the turn is given up.
     """
     graph = graph_of(root)  # held: ids are of living objects
-    mine = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
+    own = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
     before: list[Future[None]] = []
     with _turns_lock:
         # Those, too, that the earlier ones wait for.
-        keys, loops = mine.keys, set[asyncio.AbstractEventLoop]()
+        keys, loops = own.keys, set[asyncio.AbstractEventLoop]()
         for turn in reversed(_turns):
             if not turn.keys.isdisjoint(keys):
                 keys |= turn.keys
@@ -133,18 +133,18 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
                 "first, or call the form that ends in _async"
             )
         for turn in _turns:
-            if not turn.keys.isdisjoint(mine.keys):
+            if not turn.keys.isdisjoint(own.keys):
                 before.append(Future())
                 turn.waiting.append(before[-1])
-        _turns.append(mine)
+        _turns.append(own)
     try:
-        for each in before:
-            await asyncio.wrap_future(each)
+        for earlier in before:
+            await asyncio.wrap_future(earlier)
         yield
     finally:
         with _turns_lock:
-            _turns.remove(mine)
-        for waiter in mine.waiting:
+            _turns.remove(own)
+        for waiter in own.waiting:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(None)
 

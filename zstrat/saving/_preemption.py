@@ -1,12 +1,13 @@
-"""``zs.PreemptionCheckpointHandler``: a program that is about to be ended saves first.
+"""``zs.PreemptionCheckpointHandler``: saves a program that is about to be ended.
 
-All processes of a synchronous strategy save after the same run: after each one they
-tell each other what they want, in one small collective. Whoever coordinates workers
-saves alone, and so does the chief of programs that share parameter servers.
+All processes of a synchronous strategy save after the same run: after each run they
+exchange what they want, in one small collective, and do the most that one of them
+wants. A coordinator of workers saves alone, and so does the chief of programs that
+share parameter servers. The wish of one process is decided without a clock
+(`Countdown`).
 
-Whoever ends a program says so first, by a signal or by what the program asks, and gives
-it some time. What all processes of a cluster do is the most that one of them wants;
-what one wants is decided without a clock (`Countdown`).
+The end of a program is announced some time before, by a signal or by a function that
+the program gives.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a program learns of its end, and what it does then.
+    """How a program is notified of its end, and what it does then.
 
     Args:
-        termination_watcher_fn: Says whether the end has been announced; asked between
+        termination_watcher_fn: Returns whether the end was announced; called between
             two runs, at most once a second. None: SIGTERM and SIGUSR1 announce it.
         exit_fn: Called after the last save. None: ``sys.exit(75)``, which engines and
             service managers take as "try again".
-        grace_period: Seconds from the announcement to the end. Until shortly before
-            it training goes on, with a checkpoint at once and one at the end. None, 0:
-            the run that is under way ends, and the program saves and leaves.
-        save_fn: Saves, in place of the checkpoint manager; in every process.
+        grace_period: Seconds from the announcement to the end. Training continues until
+            shortly before it, with a checkpoint at once and one at the end. None, 0:
+            the current run ends, and the program saves and exits.
+        save_fn: Saves instead of the checkpoint manager; called in every process.
 
     Raises:
         ValueError: ``grace_period`` is negative.
@@ -75,18 +76,18 @@ class TerminationConfig:
 
 
 class Wish(enum.IntEnum):
-    """What one process wants all to do; the greatest is done."""
+    """What one process wants all processes to do; they do the greatest wish."""
 
     GO_ON = 0
     SAVE = 1
-    """The end is announced, and there is time left."""
+    """The end is announced, and time is left."""
     LEAVE = 2
-    """Save, and end."""
+    """Save, and exit."""
 
 
 @final
 class Countdown:
-    """What this process wants, by what it was told and how long things took."""
+    """Decides what this process wants, from announcements and durations."""
 
     def __init__(self, grace_period: float) -> None:
         self._grace = grace_period
@@ -95,22 +96,22 @@ class Countdown:
         self._saving = self._running = 0.0
 
     def announced(self, now: float) -> None:
-        """The end was announced; the first time counts."""
+        """Notes that the end was announced; the first time counts."""
         if self._announced_at is None:
             self._announced_at = now
 
     def ran(self, seconds: float) -> None:
-        """A run took so long; the longest counts."""
+        """Notes how long a run took; the longest counts."""
         self._running = max(self._running, seconds)
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint took so long; the longest counts."""
+        """Notes how long a checkpoint took; the longest counts."""
         self._has_saved = True
         self._saving = max(self._saving, seconds)
 
     def wish(self, now: float) -> Wish:
-        """What this process wants after a run. Twice what is still to be done has to
-        fit into what is left: the next run and a checkpoint."""
+        """Returns what this process wants after a run. It continues if twice the next
+        run and a checkpoint fit into the time that is left."""
         if self._announced_at is None:
             return Wish.GO_ON
         left = self._announced_at + self._grace - now
@@ -119,50 +120,50 @@ class Countdown:
         return Wish.SAVE
 
     def is_due(self, agreed: Wish) -> bool:
-        """Whether to save now that all agree: once when it is announced, and last."""
+        """Whether to save: once when the end is announced, and once at the end."""
         return agreed is Wish.LEAVE or (agreed is Wish.SAVE and not self._has_saved)
 
 
 T = TypeVar("T")
 
 _RUNS: Final = "checkpointed_runs"
-"""TensorFlow's name of the count in checkpoints."""
+"""The name that TensorFlow gives the count in checkpoints."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _A_DAY: Final = 86_400.0
-"""Seconds that one process may wait for the run of another: who is gone is missed much
-earlier than that."""
+"""Seconds that one process may wait for the run of another: the loss of a process is
+noticed much earlier."""
 _PAUSE: Final = 1.0
-"""Seconds between two questions to a termination_watcher_fn."""
+"""Seconds between two calls of a termination_watcher_fn."""
 
 log = logging.getLogger("zstrat.saving")
 
 
 @final
 class PreemptionCheckpointHandler:
-    """Saves when the end of the program is announced, and ends it with 75; made anew it
-    restores.
+    """Saves a checkpoint when the end of the program is announced, and exits with 75;
+    restores it when the program is restarted.
 
-    SIGTERM or SIGUSR1 announce it (``termination_config`` says otherwise): the run that
-    is under way ends, in all processes of a synchronous strategy the same one, a
+    SIGTERM or SIGUSR1 announce the end, unless ``termination_config`` says otherwise:
+    the current run ends, the same one in all processes of a synchronous strategy, a
     checkpoint is saved, and ``sys.exit(75)`` ends the program. A second SIGTERM ends it
-    at once. What is not in a `run`, nor followed by `save_checkpoint_if_preempted`,
-    goes on as if nothing had been announced.
+    at once. Code outside of `run` that is not followed by
+    `save_checkpoint_if_preempted` is not interrupted.
 
-    What a run has scheduled on workers ends before the checkpoint is saved, so schedule
-    no more in one than fits into the time that is left.
+    Steps that a run has scheduled on workers end before the checkpoint is saved, so
+    schedule no more of them in one run than fit into the time that is left.
 
     Args:
-        cluster_resolver: ``strategy.cluster_resolver``; None: the program is alone.
-        checkpoint_or_checkpoint_manager: What is saved: a `zs.CheckpointManager`, or a
-            `zs.Checkpoint`, of which the last one is kept in ``checkpoint_dir``.
-        checkpoint_dir: Of a `zs.Checkpoint`; the same for all processes.
+        cluster_resolver: ``strategy.cluster_resolver``; None: one process alone.
+        checkpoint_or_checkpoint_manager: Saves: a `zs.CheckpointManager`, or a
+            `zs.Checkpoint`, of which the newest one is kept in ``checkpoint_dir``.
+        checkpoint_dir: Folder of a `zs.Checkpoint`; the same for all processes.
         termination_config: A `zs.TerminationConfig`.
 
     Raises:
         InvalidArgumentError: A `zs.Checkpoint` without a folder, or a manager with
             another one.
-        ValueError: This is not the main thread, so no signal would be heard; or this
-            process trains nothing.
+        ValueError: This is not the main thread, which alone receives signals; or this
+            process does not train.
         Else as `zs.CheckpointManager.restore_or_initialize`, and as
         `zs.collectives.Group`.
     """
@@ -198,14 +199,14 @@ class PreemptionCheckpointHandler:
     def run(
         self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any
     ) -> T:
-        """Calls the function, counts it, and saves and ends the program if the end is
+        """Calls the function, counts the call, and saves and exits if the end is
         announced. In synchronous training all processes call it equally often.
 
         Raises:
-            SystemExit: The program is to end; nothing may hold it up.
+            SystemExit: The program has to end; do not catch it.
             PeerLostError, CollectiveTimeoutError: Another process did not end this run.
-                After `strategy.reform` go on.
-            Else what the function raises; then it is not counted.
+                Continue after `strategy.reform`.
+            Else what the function raises; then the call is not counted.
         """
         began = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
@@ -215,7 +216,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Saves and ends the program if the end is announced, without a `run`. In
+        """Saves and exits if the end is announced, without a `run`. In
         synchronous training all processes call it at the same place.
 
         Raises: As `run`.
@@ -234,20 +235,20 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """At the end of the block, if it raises nothing, as
-        `save_checkpoint_if_preempted`: for steps that are not given to `run`."""
+        """Calls `save_checkpoint_if_preempted` at the end of a block that raises
+        nothing: for steps outside of `run`."""
         yield
         self.save_checkpoint_if_preempted()
 
     def close(self) -> None:
-        """Hears no signal any more, and leaves the other processes. Closing twice is
+        """Stops listening to signals, and leaves the other processes. Closing twice is
         fine; ``with`` closes at its end."""
         if self._group is not None:
             self._group.close()
         for number, handler in self._before.items():
-            # Not what somebody else has set since. The default is ours, too: see
-            # `_told`.
-            if signal.getsignal(number) in (self._told, signal.SIG_DFL):
+            # Not a handler that other code has set since. The default is ours, too:
+            # see `_signalled`.
+            if signal.getsignal(number) in (self._signalled, signal.SIG_DFL):
                 signal.signal(number, handler)
         self._before.clear()
 
@@ -260,37 +261,39 @@ class PreemptionCheckpointHandler:
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "PreemptionCheckpointHandler: only the main thread hears signals: make "
-                "it there, or give a TerminationConfig with a termination_watcher_fn"
+                "PreemptionCheckpointHandler: only the main thread receives signals: "
+                "make it there, or pass a TerminationConfig with a "
+                "termination_watcher_fn"
             )
-        for each in _SIGNALS:
-            # SIGUSR1 only announces the end: a loader's processes go on until then.
-            in_children = signal.SIG_IGN if each == signal.SIGUSR1 else signal.SIG_DFL
-            self._before[each] = handle(each, self._told, in_children=in_children)
+        for number in _SIGNALS:
+            # SIGUSR1 only announces the end: processes of a loader continue until then.
+            in_children = signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL
+            before = handle(number, self._signalled, in_children=in_children)
+            self._before[number] = before
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._countdown.announced(time.monotonic())
         if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)  # once more ends at once
+            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
 
     def _agreed(self) -> Wish:
-        """What all processes do after this run."""
+        """Returns what all processes do after this run."""
         now = time.monotonic()
         watch = self._config.termination_watcher_fn
         if watch is not None and now - self._asked_at >= _PAUSE:
             self._asked_at = now
             if watch():
                 self._countdown.announced(now)
-        mine = self._countdown.wish(now)
+        wish = self._countdown.wish(now)
         if self._group is None:
-            return mine
-        if self._group.is_broken:  # the strategy has formed anew
+            return wish
+        if self._group.is_broken:  # the strategy was formed again
             self._group.reform()
-        return Wish(int(self._group.all_reduce(np.array(mine), "max")))
+        return Wish(int(self._group.all_reduce(np.array(wish), "max")))
 
     def _save(self) -> None:
         for session in _sessions(self._manager.checkpoint):
-            session.finish()  # so that what is counted is in it
+            session.finish()  # so that the checkpoint has all counted runs
         self._runs.assign(np.int64(self._total))
         if self._config.save_fn is not None:
             self._config.save_fn()
@@ -298,12 +301,12 @@ class PreemptionCheckpointHandler:
             self._manager.save(check_interval=False)
         elif self._trains_in_sync:
             self._take_part()
-        if self._group is not None:  # who ends first may have all others ended
+        if self._group is not None:  # the exit of one process may end the others
             self._group.barrier()
 
     def _take_part(self) -> None:
-        """To save a metric of all processes is a collective; what this one writes is
-        not kept."""
+        """Takes part in the collectives of a save, such as for metrics of all
+        processes. Keeps nothing of what it writes."""
         folder = f"{self._manager.directory}.worker-{self._rank}"
         try:
             self._manager.checkpoint.write(os.path.join(folder, "ckpt"))
@@ -316,11 +319,11 @@ def PreemptionHandler(  # as a class of TF's is called
     strategy: Any = None,
     termination_config: TerminationConfig | None = None,
 ) -> PreemptionCheckpointHandler:
-    """A `PreemptionCheckpointHandler` in few words.
+    """Returns a `PreemptionCheckpointHandler` for a strategy.
 
     Args:
-        manager: What is saved, and where.
-        strategy: Of the program; None: one of this process alone.
+        manager: Saves the checkpoints.
+        strategy: The strategy of the program; None: one process alone.
     """
     resolver = None if strategy is None else strategy.cluster_resolver
     return PreemptionCheckpointHandler(
@@ -346,34 +349,35 @@ def _manager(
 
 
 def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
-    """The number of this process, of which 0 saves, and whether all go in step."""
+    """Returns the number of this process, of which 0 saves, and whether all processes
+    train in step."""
     if resolver is None:
         return 0, False
     spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if "ps" in spec.jobs and (job is None or index is None):
-        return 0, False  # who coordinates need not say who it is
+        return 0, False  # a coordinator need not have a task
     if not spec or job == "evaluator":
         return 0, False
     if job is None or index is None:
         raise ValueError(
-            "PreemptionCheckpointHandler: the resolver does not say which task this "
-            "process is: give it task_type and task_id"
+            "PreemptionCheckpointHandler: the resolver does not know the task of this "
+            "process: pass it task_type and task_id"
         )
     return id_in_cluster(spec, job, index), "ps" not in spec.jobs
 
 
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
-    """The sessions of coordinators to which the saved variables belong."""
+    """Returns the sessions to which the saved variables belong."""
     variables = [node.value for node in graph_of(checkpoint).variables]
-    parts = [part for each in variables for part in each.components]
+    parts = [part for variable in variables for part in variable.components]
     clusters: Sequence[object] = clusters_of(parts)
-    return [each for each in clusters if isinstance(each, ClusterSession)]
+    return [session for session in clusters if isinstance(session, ClusterSession)]
 
 
 def _counter(checkpoint: Checkpoint) -> Any:
-    """The count of runs, with the value of the checkpoint that was restored: set behind
-    that, as one that was saved without a handler has no count."""
+    """Returns the count of runs, as restored. Set after the restore, because a
+    checkpoint that was saved without a handler has no count."""
     if _RUNS not in checkpoint.tracked:
         with contextlib.suppress(NotFoundError):
             setattr(checkpoint, _RUNS, local_counter(_RUNS))

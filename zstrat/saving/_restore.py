@@ -56,7 +56,7 @@ class Restore:
         """Reads, checks and matches the checkpoint, and loads what it can.
 
         Raises:
-            NotFoundError: It is no checkpoint, or lacks something of the program.
+            NotFoundError: It is not a checkpoint, or lacks something of the program.
             DataLossError: It is damaged; nothing was restored.
             InvalidArgumentError: Shapes or dtypes differ; nothing was restored.
             PSUnavailableError: A server is gone.
@@ -137,17 +137,19 @@ class Restore:
         await remember(self.path, self._taken, self._moments)
 
     async def _require_places(self, found: Found) -> None:
-        """Raises:
-        InvalidArgumentError: A worker says that a place is one in other data.
+        """Refuses positions of iterators that workers find to be of other data.
+
+        Raises:
+            InvalidArgumentError: Names them.
         """
-        told = Found()
+        refused = Found()
         for iterator, _, state in found.places:
             if isinstance(iterator, PerWorkerIterator):
                 try:
                     await iterator.require_fit_async(state)
                 except InvalidArgumentError as error:
-                    told.wrong.append(f"  {error}")
-        told.require_right(self.path)
+                    refused.wrong.append(f"  {error}")
+        refused.require_right(self.path)
 
     def _accept(self, found: Found) -> None:
         if self._matching is not None:
@@ -161,7 +163,7 @@ class RestoreStatus:
 
     A restore is strict: it raised if the program had something at that time that the
     checkpoint lacks, or that has another shape or dtype. The other direction, values
-    that the program has not taken (yet), is no error before `assert_consumed`.
+    that the program has not taken (yet), is not an error before `assert_consumed`.
     """
 
     def __init__(self, restore: Restore | None) -> None:

@@ -1,4 +1,4 @@
-"""``zs.CheckpointManager``: numbered checkpoints in one folder, and which are kept."""
+"""``zs.CheckpointManager``: saves, keeps and deletes numbered checkpoints."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ log: Final = logging.getLogger("zstrat.saving")
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, and an older one was taken in its place."""
+    """A checkpoint is damaged, and an older one was restored instead."""
 
 
 def latest_checkpoint(
     checkpoint_dir: str | os.PathLike[str], checkpoint_name: str | None = None
 ) -> str | None:
-    """Path of the newest complete checkpoint in a folder, None if there is none.
+    """Returns the path of the newest complete checkpoint in a folder, if any.
 
     Args:
-        checkpoint_name: Only those that are called ``<checkpoint_name>-<N>``.
+        checkpoint_name: Only checkpoints called ``<checkpoint_name>-<N>``.
 
     Raises:
-        NotFoundError: It is a file, or is below one; says which.
-        TypeError: The name is no text.
+        NotFoundError: It is a file, or is below one; names the file.
+        TypeError: The name is not text.
     """
     directory = absolute(checkpoint_dir)
     prefix = None if checkpoint_name is None else name_given(checkpoint_name)
@@ -63,18 +63,17 @@ def latest_checkpoint(
 class CheckpointManager:
     """Saves numbered checkpoints to a folder and deletes the oldest ones.
 
-    Made anew for a folder with checkpoints of its name it goes on with them. Those of
-    other names, of other managers say, it never deletes, and restores only where there
-    is none of its own. From its first save until `close` (or until it is dropped) no
-    other process can save to the folder.
+    It continues with the checkpoints of its name that are in the folder. Checkpoints of
+    other names, for example of other managers, it never deletes, and restores only if
+    there is none of its own. From its first save until `close` (or until it is dropped)
+    no other process can save to the folder.
 
     Args:
-        max_to_keep: So many of the newest are kept; None: all.
-        keep_checkpoint_every_n_hours: Of those that would be deleted one is kept for
-            good each time that so many hours have passed; each name has hours of its
-            own.
-        checkpoint_name: Of the folders: ``<checkpoint_name>-<N>``.
-        step_counter: A variable (or a callable) that says which step the program is at.
+        max_to_keep: The number of newest checkpoints to keep; None: all.
+        keep_checkpoint_every_n_hours: Of those that would be deleted, one is kept for
+            good each time that so many hours have passed, per name.
+        checkpoint_name: Name of the folders: ``<checkpoint_name>-<N>``.
+        step_counter: A variable, or a callable, with the number of the current step.
         checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
         checkpoint_interval_s: Seconds between two checkpoints; `save` does nothing
@@ -85,8 +84,8 @@ class CheckpointManager:
     Raises:
         ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
             counter, or one of seconds that is not above 0.
-        TypeError: ``max_to_keep`` is no whole number, hours or an interval are none at
-            all, or the name is no text.
+        TypeError: ``max_to_keep`` is not an integer, hours or an interval are not
+            numbers, or the name is not text.
     """
 
     def __init__(
@@ -154,13 +153,13 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of those in turn to be deleted one day, the oldest first."""
+        """Paths of the checkpoints that it may delete, the oldest first."""
         return self._paths(self._own())
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest one, which `restore_or_initialize` restores: without any
-        of its name, as in TensorFlow, the newest in the list of the folder."""
+        """Path of the newest checkpoint, which `restore_or_initialize` restores: of its
+        name, or else, as in TensorFlow, of any name in the folder."""
         paths = self._paths(self._restorable())
         return paths[-1] if paths else None
 
@@ -168,31 +167,31 @@ class CheckpointManager:
         return read_state(self._directory, self._name).without(self._damaged)
 
     def _restorable(self) -> SavedList:
-        """What a restore takes one of, the newest last. Damaged ones are among it only
-        where there is no other, so that nobody begins anew beside them."""
-        for found in (self._own(), read_state(self._directory, self._name)):
-            if found.saved:
-                return found
+        """Returns the checkpoints to try to restore, the newest last. Damaged ones only
+        if there are no others, so that no program starts from the beginning beside
+        them."""
+        for saved in (self._own(), read_state(self._directory, self._name)):
+            if saved.saved:
+                return saved
         return read_state(self._directory)
 
-    def _paths(self, found: SavedList) -> list[str]:
-        return [os.path.join(self._directory, name) for name in found.names]
+    def _paths(self, saved: SavedList) -> list[str]:
+        return [os.path.join(self._directory, name) for name in saved.names]
 
     def save(
         self, checkpoint_number: Any = None, check_interval: bool = True
     ) -> str | None:
-        """Saves a checkpoint and deletes what is too old; returns its path, or None if
-        the interval has not passed.
+        """Saves a checkpoint and deletes old ones; returns its path, or None if the
+        interval has not passed.
 
         Args:
-            checkpoint_number: A whole number or variable in place of the
-                `save_counter`, which grows all the same. One of that number is
-                replaced.
-            check_interval: False: saves however few steps have passed.
+            checkpoint_number: An integer or variable instead of the `save_counter`,
+                which grows all the same. A checkpoint of that number is replaced.
+            check_interval: False: saves even if the interval has not passed.
 
         Raises:
-            ValueError: ``checkpoint_number`` is no whole number, or below 0.
-            Exception: Else as `zs.Checkpoint.save`. What was saved before is as it was.
+            ValueError: ``checkpoint_number`` is not an integer, or below 0.
+            Exception: Else as `zs.Checkpoint.save`. Earlier checkpoints are unchanged.
         """
         return run_blocking(
             self.save_async(checkpoint_number, check_interval), "manager.save_async()"
@@ -201,10 +200,10 @@ class CheckpointManager:
     async def save_async(
         self, checkpoint_number: Any = None, check_interval: bool = True
     ) -> str | None:
-        """`save`, without blocking the running loop.
+        """Does what `save` does, without blocking the running loop.
 
-        Cancellation: nothing was saved, and what was before is as it was; or it was
-        saved, and what is too old is deleted by the next call.
+        Cancellation: nothing was saved, and earlier checkpoints are unchanged; or it
+        was saved, and the next call deletes old ones.
         """
         async with in_turn(self._checkpoint), FileThread() as disk:
             step = await disk(self._step)
@@ -214,8 +213,8 @@ class CheckpointManager:
             if self._lock is None:
                 self._lock = await disk(writer_of, self._directory)
             await disk(clean, self._directory, self._name)
-            # The counter itself grows when the checkpoint is written, so a save that
-            # fails leaves it.
+            # The counter grows when the checkpoint is written, so not in a save that
+            # fails.
             count = int(self._checkpoint.save_counter.numpy()) + 1
             number = count
             if checkpoint_number is not None:
@@ -225,8 +224,8 @@ class CheckpointManager:
 
             def note() -> Mapping[str, Any]:
                 nonlocal step
-                # While training stands still, so that the number fits the values. A
-                # callable of the user's might wait for a step, and none begins now.
+                # While no step runs, so that the number fits the values. A callable of
+                # the user might wait for a step, and none begins now.
                 if not callable(self._counter):
                     step = self._step()
                 return {} if step is None else {"step": step}
@@ -246,7 +245,7 @@ class CheckpointManager:
         passed: list[bool] = []
         if self._interval is not None:
             last = self._last_step
-            # The first save is due however few steps there were, as in TF.
+            # The first save is always due, as in TF.
             if last is None or step is None:
                 return True
             passed.append(step - last >= self._interval)
@@ -257,45 +256,45 @@ class CheckpointManager:
         return any(passed) or not passed
 
     def _rotate(self, name: str) -> None:
-        """Puts the newest into the list, and deletes what is in it no more."""
+        """Lists the newest checkpoint, and deletes those that leave the list."""
 
         def change(stored: SavedList) -> SavedList:
             state = replace(
                 self._own(),
-                # A program that was killed while it deleted left some of them: they
-                # stay doomed until they are gone.
-                doomed=tuple(each for each in stored.doomed if self._is_there(each)),
+                # A program that was killed while it deleted has left some of them:
+                # they stay doomed until they are deleted.
+                doomed=tuple(filter(self._exists, stored.doomed)),
                 left=tuple(
-                    filter(self._is_there, sorted({*stored.left, *self._damaged}))
+                    filter(self._exists, sorted({*stored.left, *self._damaged}))
                 ),
                 preserved_at={self._name: self._began, **stored.preserved_at},
             )
             added = state.with_saved(name, self._clock())
-            mine = added.rotated(self._name, self._keep, self._hours)
-            return stored.with_those_of(self._name, mine, name)
+            own = added.rotated(self._name, self._keep, self._hours)
+            return stored.with_those_of(self._name, own, name)
 
-        # The list first: what is deleted by half when the program is killed is in no
-        # list then.
+        # The list first: a checkpoint that is half deleted when the program is killed
+        # is not listed.
         for doomed in update_state(self._directory, change).doomed:
             remove(os.path.join(self._directory, doomed))
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._directory, name))
 
     def close(self) -> None:
-        """Lets other processes save to the folder; the next save takes it again."""
+        """Lets other processes save to the folder, until the next save."""
         self._lock = None
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint and returns its path; without any, calls
+        """Restores the newest checkpoint and returns its path; if there is none, calls
         ``init_fn`` and returns None.
 
-        Without any of this manager's name the newest in the list of the folder is
-        restored, whatever it is called, as in TensorFlow; the log says so. One that is
-        damaged is left out with a `CheckpointWarning`, for the one before.
+        If there is none of this manager's name, the newest of any name in the folder is
+        restored, as in TensorFlow, and logged. A damaged checkpoint is skipped with a
+        `CheckpointWarning`, for the one before.
 
         Raises:
-            DataLossError: All of them are damaged; names what is wrong with the newest.
+            DataLossError: All of them are damaged; says what is wrong with the newest.
             Exception: Else as `zs.Checkpoint.restore`.
         """
         return run_blocking(
@@ -304,14 +303,14 @@ class CheckpointManager:
         )
 
     async def restore_or_initialize_async(self) -> str | None:
-        """`restore_or_initialize`, without blocking the running loop.
+        """Does what `restore_or_initialize` does, without blocking the running loop.
 
         Cancellation: some of the variables may have been restored.
         """
         return await self._restore_or_initialize(user_line())
 
     async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
-        """Warnings are those of ``line``, a file and a number."""
+        """Warns at ``line``, a file and a line number."""
         first: DataLossError | None = None
         for path in reversed(self._paths(self._restorable())):
             try:
@@ -319,7 +318,7 @@ class CheckpointManager:
             except DataLossError as error:
                 first = first or error
                 self._damaged.add(os.path.basename(path))
-                words = f"checkpoint {path} is damaged and left out: {error}"
+                words = f"checkpoint {path} is damaged and skipped: {error}"
                 warnings.warn_explicit(words, CheckpointWarning, *line)
                 continue
             if self._interval is not None:
@@ -327,7 +326,7 @@ class CheckpointManager:
             self._last_at = self._clock()
             if prefix_of(os.path.basename(path)) != self._name:
                 log.warning(
-                    "restored %s, as there is none called %s-<N> beside it; this "
+                    "restored %s, as no checkpoint is called %s-<N>; this "
                     "CheckpointManager does not delete it",
                     path,
                     self._name,
@@ -344,38 +343,38 @@ class CheckpointManager:
 
 
 def _numbered(number: Any) -> int:
-    """A checkpoint's number, from what a caller gave.
+    """Returns the number of a checkpoint from an argument.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not an integer from 0 on.
     """
     with contextlib.suppress(TypeError, ValueError):
         given = int(number) if isinstance(number, str | bytes) else number
         whole = _integer("checkpoint_number", given)
         if whole >= 0:
             return whole
-    raise ValueError(f"checkpoint_number={number!r}: expected a whole number from 0 on")
+    raise ValueError(f"checkpoint_number={number!r}: expected an integer from 0 on")
 
 
 def _integer(name: str, number: Any) -> int:
-    """A whole number, of whatever type: a variable, say, or a float.
+    """Returns an integer from an argument of any type, such as a variable or a float.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not an integer.
     """
     try:
         whole = int(number)
-        # Not the float alone, which has not all integers beyond 2**53.
+        # Not only as a float, which lacks some integers above 2**53.
         is_text = isinstance(number, str | bytes)
         if not is_text and (whole == number or whole == float(number)):
             return whole
     except (TypeError, ValueError, OverflowError):
-        pass  # to the words below
+        pass  # raised below
     raise TypeError(f"{name}={number!r}: expected an integer")
 
 
 def _require_number(name: str, number: Any) -> None:
-    """Refuses what is not None and no number, before it is needed."""
+    """Refuses an argument that is neither a number nor None, before it is needed."""
     if number is None:
         return
     with contextlib.suppress(TypeError, ValueError, OverflowError):

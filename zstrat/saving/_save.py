@@ -116,7 +116,7 @@ async def _save(
             await disk(folder.commit, manifest)
             for node in graph.iterators:
                 if isinstance(node.value, PerWorkerIterator):
-                    await node.value.begin_at_async(states[node.path])
+                    await node.value.start_at_async(states[node.path])
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
@@ -127,11 +127,11 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
     """The place of an iterator in its data.
 
     Raises:
-        InvalidArgumentError: It cannot be told.
+        InvalidArgumentError: It cannot be determined.
     """
     try:
         if isinstance(node.value, PerWorkerIterator):
-            return await node.value.place_async()
+            return await node.value.position_async()
         state: Mapping[str, Any] = node.value.get_state()
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"the iterator at {node.path}: {error}") from error
@@ -195,7 +195,7 @@ def _parts(
     done: set[int] = set()
     for logical in logicals:
         for pinned, name, _, _ in logical.pieces:
-            if id(pinned) in done:  # a component that is also held by itself
+            if id(pinned) in done:  # a component that is also tracked alone
                 continue
             done.add(id(pinned))
             part = open_.get(id(pinned.source))

@@ -30,7 +30,7 @@ class AskedCluster(Protocol):
 
     @property
     def client(self) -> PsClient:
-        """What asks the servers, in coroutines that `run_async` runs."""
+        """The client that asks the servers, in coroutines that `run_async` runs."""
         ...
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:

@@ -1,6 +1,6 @@
 """Where pinned tensors are stored, and how their bytes get into files.
 
-A *source* is a parameter server, or this process for variables of its own. A server
+A *source* is a parameter server, or this process for its own variables. A server
 that shares the folder writes its own file; the tensors of one that does not are fetched
 in pieces of a bounded size and written here.
 """
@@ -216,7 +216,7 @@ class PinnedSnapshot:
             work = cluster.client.release(self._number)
             release = cluster.run_async(work, "releasing a snapshot")
             # A server that is gone has let go of everything: what was written is whole
-            # without it, and whoever pressed Ctrl-C is not told of something else.
+            # without it, and a user who pressed Ctrl-C does not see another error.
             with contextlib.suppress(PSUnavailableError):
                 await to_its_end(release)
 
@@ -248,7 +248,7 @@ async def stream(
         on_bytes: Told how many bytes more were fetched.
         finish: Ends the file and returns its digests. None: `TensorWriter.finish`.
 
-    Cancellation, and all errors: there is no file.
+    Cancellation, and all errors: no file is left.
     """
     writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:

@@ -1,8 +1,8 @@
 """The list of checkpoints in a folder: the file ``checkpoint`` beside them.
 
-It says which ones are in turn to be deleted and which are the newest; whether one is
-complete its own manifest says. So a list that is lost or behind (the program was killed
-between the two) is made anew from what is there.
+It says which checkpoints are the newest, and which are deleted next; whether one is
+complete its own manifest says. So a list that is lost or out of date (the program was
+killed between the two) is rebuilt from the folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NUMBERED: Final = re.compile(r"(.*)-(\d+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SavedList:
-    """Names of checkpoints in a folder, oldest first, each with when it was saved.
+    """Names of checkpoints in a folder, oldest first, each with the time of its save.
 
-    ``doomed``: to be deleted; some may be already. ``preserved_at``: when the last one
-    was saved that is kept for good, of all that are called so. ``left``: what is no
-    more in the list and still there, because it is kept for good, or was damaged.
+    ``doomed``: to be deleted; some may be already. ``preserved_at``: by prefix, the
+    time of the newest checkpoint that is kept for good. ``left``: checkpoints that are
+    no longer listed and still exist: they are kept for good, or were damaged.
     """
 
     saved: tuple[tuple[str, float], ...] = ()
@@ -51,16 +51,16 @@ class SavedList:
         return [name for name, _ in self.saved]
 
     def with_saved(self, name: str, at: float) -> SavedList:
-        """The list with one more, the newest; also if it was there before."""
-        others = tuple(each for each in self.saved if each[0] != name)
-        doomed = tuple(each for each in self.doomed if each != name)
-        left = tuple(each for each in self.left if each != name)
+        """Returns the list with this checkpoint as its newest."""
+        others = tuple(entry for entry in self.saved if entry[0] != name)
+        doomed = tuple(other for other in self.doomed if other != name)
+        left = tuple(other for other in self.left if other != name)
         return replace(self, saved=(*others, (name, at)), doomed=doomed, left=left)
 
     def rotated(self, prefix: str, keep: int | None, hours: float | None) -> SavedList:
-        """The list, of such as are called ``prefix``, without the oldest beyond
-        ``keep``, which are doomed; but for one every ``hours``, which are kept and
-        leave the list."""
+        """Returns the list, all of which is called ``prefix``, with the newest ``keep``
+        checkpoints. Older ones are doomed, except one every ``hours``, which is kept
+        and leaves the list."""
         saved, doomed, left = list(self.saved), list(self.doomed), list(self.left)
         preserved = dict(self.preserved_at)
         while keep is not None and len(saved) > keep:
@@ -72,57 +72,57 @@ class SavedList:
                 doomed.append(name)
         return SavedList(tuple(saved), tuple(doomed), preserved, tuple(left))
 
-    def with_those_of(self, prefix: str, mine: SavedList, newest: str) -> SavedList:
-        """The list with all that are called ``prefix`` as ``mine`` has them; others
-        stay, and stay where they are. ``newest`` goes to the end."""
-        kept = set(mine.names) - {newest}
+    def with_those_of(self, prefix: str, own: SavedList, newest: str) -> SavedList:
+        """Returns the list with the checkpoints of ``own`` as those called ``prefix``;
+        others stay, in their order. ``newest`` goes to the end."""
+        kept = set(own.names) - {newest}
         here = [
-            each
-            for each in self.saved
-            if prefix_of(each[0]) != prefix or each[0] in kept
+            (name, at)
+            for name, at in self.saved
+            if prefix_of(name) != prefix or name in kept
         ]
         known = {name for name, _ in here}
-        more = [each for each in mine.saved if each[0] not in known]
-        return replace(mine, saved=(*here, *more))
+        more = [entry for entry in own.saved if entry[0] not in known]
+        return replace(own, saved=(*here, *more))
 
     def without(self, names: set[str]) -> SavedList:
-        """The list without some that are no checkpoints any more."""
-        saved = tuple(each for each in self.saved if each[0] not in names)
+        """Returns the list without checkpoints that are damaged."""
+        saved = tuple(entry for entry in self.saved if entry[0] not in names)
         return replace(self, saved=saved)
 
 
 def read_state(directory: str, prefix: str | None = None) -> SavedList:
-    """The checkpoints in a folder that are complete: those of its list, and newer ones
+    """Returns the complete checkpoints of a folder: those of its list, and newer ones
     of the same names that did not get into it.
 
     Args:
-        prefix: Only those that are called so; None: all, or those whose names are in
-            the list, if there is one.
+        prefix: Only checkpoints of this name; None: those of the names in the list, or
+            all if there is no list.
     """
     state = _stored(directory)
-    found = _on_disk(directory)
+    on_disk = _on_disk(directory)
     prefixes = {prefix_of(name) for name in state.names}
     if prefix is not None:
         prefixes = {prefix}
     elif not state.saved:
-        prefixes = {prefix_of(name) for name in found}
+        prefixes = {prefix_of(name) for name in on_disk}
     listed = [
-        each
-        for each in state.saved
-        if each[0] in found and prefix_of(each[0]) in prefixes
+        (name, at)
+        for name, at in state.saved
+        if name in on_disk and prefix_of(name) in prefixes
     ]
     # A save that was killed before it was listed has a higher number than all that are,
-    # or is newer, where the user gave the numbers. Another one was kept for good, and
-    # left the list on purpose; so did what is noted as such, whatever its number.
+    # or is newer, where the user gave the numbers. Any other one left the list on
+    # purpose: it was kept for good, or is in `left`, whatever its number.
     newest: dict[str | None, int] = {}
     last: dict[str | None, float] = {}
     for name, at in listed:
-        newest[prefix_of(name)] = max(newest.get(prefix_of(name), -1), found[name][0])
+        newest[prefix_of(name)] = max(newest.get(prefix_of(name), -1), on_disk[name][0])
         last[prefix_of(name)] = max(last.get(prefix_of(name), at), at)
     known = {*state.names, *state.doomed}
     more = [
         (number, name, at)
-        for name, (number, at) in found.items()
+        for name, (number, at) in on_disk.items()
         if name not in known
         and (name not in state.left or prefix_of(name) not in newest)
         and prefix_of(name) in prefixes
@@ -132,13 +132,13 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         )
     ]
     for _, name, at in sorted(more):
-        listed.insert(_place(listed, name, at), (name, at))
+        listed.insert(_index_of(listed, name, at), (name, at))
     return replace(state, saved=tuple(listed))
 
 
-def _place(saved: list[tuple[str, float]], name: str, at: float) -> int:
-    """Where one that is not listed comes: behind those of its name, whose numbers are
-    lower, and behind what was saved before it under other names."""
+def _index_of(saved: list[tuple[str, float]], name: str, at: float) -> int:
+    """Returns the index at which to insert an unlisted checkpoint: after those of its
+    name, whose numbers are lower, and after earlier ones of other names."""
     prefix = prefix_of(name)
     before = (
         number
@@ -149,10 +149,10 @@ def _place(saved: list[tuple[str, float]], name: str, at: float) -> int:
 
 
 def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> SavedList:
-    """Reads, changes and replaces the list; only for who holds the folder's lock.
+    """Reads, changes and replaces the list. The caller holds the lock of the folder.
 
     Raises:
-        ResourceExhaustedError, OSError: As the system says; the list is as it was.
+        ResourceExhaustedError, OSError: Of the system; the list is unchanged.
     """
     with _changing:
         state = change(_stored(directory))
@@ -172,16 +172,16 @@ def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> Sa
 
 
 def writer_of(directory: str) -> FolderLock:
-    """The right to save to a folder, for as long as the lock is referred to.
+    """Returns the right to save to a folder, for as long as the lock is referenced.
 
-    Savers of one process share it: there the steps of the program say who is next.
+    Savers of one process share it: the program itself orders their saves.
 
     Raises:
         BusyError: Another process saves there; says which.
     """
     path = os.path.join(os.path.realpath(directory), _LOCK)
     with _changing:
-        # Held by reference alone, so a manager that is dropped without `close` lets go.
+        # Held by reference alone: a manager dropped without `close` releases it.
         lock = _writers.get(path)
         if lock is None:
             lock = _writers[path] = FolderLock(path)
@@ -189,16 +189,16 @@ def writer_of(directory: str) -> FolderLock:
 
 
 def prefix_of(name: str) -> str | None:
-    """What a checkpoint is called without its number; None: it has none."""
+    """Returns the name of a checkpoint without its number; None: it has no number."""
     numbered = _NUMBERED.fullmatch(name)
     return None if numbered is None else numbered[1]
 
 
 def name_given(name: Any) -> str:
-    """What a caller calls checkpoints.
+    """Returns the name that a caller gives checkpoints.
 
     Raises:
-        TypeError: It is no text, as a name of files is.
+        TypeError: It is not text.
     """
     try:
         return os.fsdecode(name)
@@ -207,12 +207,11 @@ def name_given(name: Any) -> str:
 
 
 def clean(directory: str, prefix: str) -> None:
-    """Removes what savers left that were killed; only for who holds the lock."""
+    """Removes what killed savers have left. The caller holds the lock of the folder."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = os.path.join(directory, name)
-            # Of a writer that was killed between writing the list and giving it its
-            # name.
+            # Its writer was killed between writing the list and renaming it.
             if re.fullmatch(rf"{STATE}\.\w+\.tmp", name):
                 os.unlink(path)
             elif prefix_of(name) == prefix and os.path.isdir(path) and sweep(path):
@@ -241,15 +240,15 @@ def _stored(directory: str) -> SavedList:
             "saved": list(saved),
             "doomed": list(doomed),
             "preserved_at": preserved,
-        } if all(_is_entry(each) for each in saved):
-            plainly = tuple((name, float(at)) for name, at in saved)
-            left = plain.get("left", [])  # lists of before have none
+        } if all(map(_is_entry, saved)):
+            entries = tuple((name, float(at)) for name, at in saved)
+            left = plain.get("left", [])  # older lists lack it
             return SavedList(
-                plainly, _names(doomed), _preserved(preserved), _names(left)
+                entries, _names(doomed), _preserved(preserved), _names(left)
             )
     log.warning(
-        "%s is damaged, or another program's; the checkpoints are listed from what is "
-        "in the folder",
+        "%s is damaged, or of another program; the checkpoints are listed from the "
+        "folder",
         path,
     )
     return SavedList()
@@ -273,8 +272,8 @@ def _names(plain: Any) -> tuple[str, ...]:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether the name is that of a checkpoint in the folder, and no way out of it:
-    what is doomed is deleted."""
+    """Whether the name is that of a checkpoint inside of the folder: what is doomed is
+    deleted."""
     return (
         isinstance(name, str)
         and _NUMBERED.fullmatch(name) is not None
@@ -283,8 +282,8 @@ def _is_name(name: Any) -> bool:
 
 
 def _on_disk(directory: str) -> dict[str, tuple[int, float]]:
-    """Complete checkpoints: name -> (number, when)."""
-    found = {}
+    """Returns the number and the time of each complete checkpoint, by name."""
+    complete = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
             numbered = _NUMBERED.fullmatch(name)
@@ -292,5 +291,5 @@ def _on_disk(directory: str) -> dict[str, tuple[int, float]]:
                 continue
             with contextlib.suppress(OSError):
                 at = os.stat(os.path.join(directory, name, MANIFEST)).st_mtime
-                found[name] = (int(numbered[2]), at)
-    return found
+                complete[name] = (int(numbered[2]), at)
+    return complete

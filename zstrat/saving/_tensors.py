@@ -143,9 +143,9 @@ def plain_graph(
     slots: dict[int, dict[str, dict[str, str]]] = {}
     for logical in logicals:
         if logical.optimizer is not None:
-            mine = slots.setdefault(number[id(logical.optimizer)], {})
+            own = slots.setdefault(number[id(logical.optimizer)], {})
             # A text, as JSON has no other keys.
-            beside = mine.setdefault(str(number[id(logical.variable)]), {})
+            beside = own.setdefault(str(number[id(logical.variable)]), {})
             beside[logical.leaf] = logical.name
     nodes = []
     for place, node in enumerate(graph.nodes):

@@ -68,8 +68,8 @@ class LogicalDevices:
     @property
     def grid(self) -> np.ndarray:
         """The devices as the mesh has them: ``[replicas, prime, prime, ...]``."""
-        found: np.ndarray = self.mesh.devices
-        return found
+        result: np.ndarray = self.mesh.devices
+        return result
 
     def require_number(self, logical_device_id: int) -> int:
         """Returns the number of a logical device, checked.
@@ -199,7 +199,7 @@ def _in_row(
     extents: Sequence[int], split: Sequence[int]
 ) -> list[tuple[int, ...]] | None:
     """Takes the axes in their order; None if no axis ends where a dimension does."""
-    found, axis = [], 0
+    result, axis = [], 0
     for parts in split:
         first, taken = axis, 1
         while taken < parts and axis < len(extents):
@@ -207,29 +207,29 @@ def _in_row(
             axis += 1
         if taken != parts:
             return None
-        found.append(tuple(range(first, axis)))
-    return found
+        result.append(tuple(range(first, axis)))
+    return result
 
 
 def _anyhow(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
-    left, found = list(range(len(extents))), []
+    left, result = list(range(len(extents))), []
     for parts in split:
         axes = []
         for prime in _primes(parts):
             axes.append(next(axis for axis in left if extents[axis] == prime))
             left.remove(axes[-1])
-        found.append(tuple(axes))
-    return found
+        result.append(tuple(axes))
+    return result
 
 
 def _primes(number: int) -> list[int]:
-    found, prime = [], 2
+    result, prime = [], 2
     while number > 1:
         while number % prime:
             prime += 1
-        found.append(prime)
+        result.append(prime)
         number //= prime
-    return found
+    return result
 
 
 def _integers(given: Any) -> tuple[int, ...]:

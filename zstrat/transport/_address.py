@@ -1,4 +1,4 @@
-"""Addresses as people write them, checked before ZeroMQ sees them."""
+"""Parses and checks addresses before ZeroMQ gets them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import re
 import socket
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 _IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
 
 _HOST: Final = re.compile(r"[0-9A-Za-z._%:*-]{1,255}")
-"""Names, numbers, and interfaces. Some are a stranger's word, and shown in logs."""
+"""Names, numbers, and interfaces. Some come from strangers, and are logged."""
 
 
 class Address(NamedTuple):
     """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port".
 
-    ``is_ipv6``: a socket for it is one of IPv6. One that is bound to all interfaces
-    ("*") takes IPv4, too, and is one of IPv4 where the system has nothing else. A name
-    is looked up among the addresses of IPv4, unless it is known to have none.
+    ``is_ipv6``: a socket for the address is an IPv6 socket. A socket bound to all
+    interfaces ("*") accepts IPv4, too, and is an IPv4 socket where the system has only
+    that. A name is resolved to an IPv4 address, unless it is known to have none.
     """
 
     scheme: str
@@ -35,7 +34,7 @@ class Address(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """The address as ZeroMQ wants it."""
+        """The address in ZeroMQ's form."""
         if self.scheme == "ipc":
             return f"ipc://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -43,10 +42,10 @@ class Address(NamedTuple):
 
 
 def parse(text: str) -> Address:
-    """``host:port``, ``tcp://host:port``, ``[v6]:port`` or ``ipc:///path``.
+    """Parses ``host:port``, ``tcp://host:port``, ``[v6]:port`` or ``ipc:///path``.
 
     Raises:
-        ValueError: It is none of these; says what was expected.
+        ValueError: The text is not an address.
     """
     scheme, found, rest = text.partition("://")
     if not found:
@@ -66,10 +65,10 @@ def parse(text: str) -> Address:
 
 
 def check_address(text: str) -> None:
-    """Whether a task may be reached at that.
+    """Checks that the text is an address with a port.
 
     Raises:
-        ValueError: It is no address, or one without a port.
+        ValueError: It is not.
     """
     address = parse(text)
     if address.scheme == "tcp" and not address.port:
@@ -77,28 +76,28 @@ def check_address(text: str) -> None:
 
 
 def check_reachable(text: str) -> None:
-    """Whether others may be told to reach a task at that.
+    """Checks that other machines can use the address to reach a task.
 
     Raises:
-        ValueError: As `check_address`; or it stands for all interfaces.
+        ValueError: As `check_address`; or the address stands for all interfaces.
     """
     check_address(text)
     if _is_any(parse(text).host):
         raise ValueError(
-            f"address {text!r}: expected the address at which others reach this task, "
-            "and that one stands for all interfaces"
+            f"address {text!r} stands for all interfaces: expected one by which other "
+            "machines reach this task"
         )
 
 
 def reached_as(bound: str, known: str) -> str:
-    """How another endpoint of a process is reached.
+    """Returns the address of another endpoint of a process.
 
     Args:
-        bound: What that one listens at: a port of an interface, or of all of them.
-        known: How the asker reaches the process.
+        bound: Address where that endpoint listens, maybe on all interfaces.
+        known: Address by which the caller reaches the process.
 
     Raises:
-        ValueError: One of them is no address.
+        ValueError: One of them is not an address.
     """
     there, here = parse(bound), parse(known)
     if there.scheme != "tcp" or here.scheme != "tcp" or not _is_any(there.host):
@@ -113,20 +112,18 @@ def _is_any(host: str) -> bool:
 
 
 def is_name(address: Address) -> bool:
-    """Whether the host has to be looked up."""
+    """Returns whether the host is a name that has to be resolved."""
     return not (
         address.scheme == "ipc" or address.host == "*" or _is_number(address.host)
     )
 
 
 async def looked_up(address: Address) -> tuple[Address, bool]:
-    """The address of a name, with what is known of it now: whether it has addresses of
-    IPv6 alone. And whether it has addresses of both kinds.
+    """Resolves a name. Returns the address with `is_ipv6` set, and whether the name has
+    both IPv4 and IPv6 addresses.
 
     Raises:
-        OSError: Nobody knows the name, so far.
-
-    Cancellation: nothing has happened.
+        OSError: The name cannot be resolved, so far.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
@@ -135,18 +132,15 @@ async def looked_up(address: Address) -> tuple[Address, bool]:
 
 
 def unknown(host: str, error: OSError) -> str:
-    """The words for a name that cannot be looked up, with the resolver's error."""
-    return f"nobody knows the name {host!r} ({error.strerror})"
+    """Describes a failed lookup of a name, with the resolver's error."""
+    return f"the name {host!r} cannot be resolved ({error.strerror})"
 
 
 async def bindable(address: Address, task: str) -> Address:
-    """The address, if its host is one that can be bound at all: a number, an interface,
-    or a name that is known.
+    """Resolves an address to bind: its host is a number, an interface, or a name.
 
     Raises:
-        OSError: EADDRNOTAVAIL: nobody knows the name, so far.
-
-    Cancellation: nothing has happened.
+        OSError: EADDRNOTAVAIL: the name cannot be resolved, so far.
     """
     if not is_name(address):
         return address
@@ -158,9 +152,9 @@ async def bindable(address: Address, task: str) -> Address:
         raise OSError(
             errno.EADDRNOTAVAIL,
             f"{task} cannot bind {address.host}:{address.port}: "
-            f"{unknown(address.host, error)}: it may not be in DNS yet, then try "
-            "again; or bind '*', with --bind, if peers reach this machine by a "
-            "name that it does not know itself",
+            f"{unknown(address.host, error)}: try again if it may not be in DNS yet, "
+            "or bind '*' (--bind) if peers reach this machine by a name that it cannot "
+            "resolve itself",
         ) from error
 
 
@@ -173,10 +167,8 @@ def _is_number(host: str) -> bool:
 
 
 async def is_local(address: Address) -> bool:
-    """Whether nothing outside this machine can reach a socket bound there. A name that
-    nobody knows counts as reachable.
-
-    Cancellation: nothing has happened.
+    """Returns whether only this machine can reach a socket bound to the address. False
+    if its name cannot be resolved.
     """
     if address.scheme == "ipc":
         return True
@@ -194,12 +186,12 @@ async def is_local(address: Address) -> bool:
 
 
 def check_directory(address: Address) -> None:
-    """Refuses an ipc address in a directory that other users may enter: whoever can
-    reach the file of the socket can talk to the task.
+    """Checks that only this user may enter the directory of an ipc address: every user
+    that can reach the file of the socket can send messages to the task.
 
     Raises:
-        PermissionError: Others than its owner may enter the directory.
-        FileNotFoundError: There is no such directory.
+        PermissionError: Other users may enter the directory.
+        FileNotFoundError: The directory does not exist.
     """
     directory = Path(address.host).parent
     try:
@@ -219,19 +211,18 @@ def check_directory(address: Address) -> None:
 
 
 def check_unused(address: Address) -> None:
-    """Refuses an ipc address at which a process listens, or that is a file with
-    somebody's data: libzmq would take it away from that process, or remove that file,
-    without a word.
+    """Checks that no process listens at an ipc address, and that no other file is
+    there. libzmq would silently replace the socket, or remove the file.
 
     Raises:
-        OSError: A process listens there, or there is something else than a socket.
+        OSError: A process listens there, or the path is not a socket.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(address.host).st_mode):
             raise FileExistsError(
                 errno.EEXIST,
-                f"cannot bind ipc://{address.host}: that is no socket, and would be "
-                "lost; bind a path where nothing is",
+                f"cannot bind ipc://{address.host}: the path exists, and is not a "
+                "socket: choose another path",
             )
     with socket.socket(
         socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
@@ -241,30 +232,6 @@ def check_unused(address: Address) -> None:
                 errno.EADDRINUSE,
                 f"cannot bind ipc://{address.host}: another process listens there",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class SocketFile:
-    """What a bound ipc address is in the file system. libzmq leaves it there."""
-
-    path: Path
-    number: int
-
-    def remove(self) -> None:
-        """Removes it, unless another socket has taken the path meanwhile."""
-        with suppress(OSError):
-            if self.path.stat().st_ino == self.number:
-                self.path.unlink()
-
-
-def socket_file(address: Address) -> SocketFile | None:
-    """The file of a socket that was just bound, None if it has none."""
-    if address.scheme != "ipc":
-        return None
-    try:
-        return SocketFile(Path(address.host), Path(address.host).stat().st_ino)
-    except OSError:  # somebody cleans up behind us
-        return None
 
 
 def _parse_ipc(text: str, path: str) -> Address:

@@ -1,21 +1,20 @@
-"""Keys: who may join a cluster, and as what.
+"""Keys: which processes may join a cluster, and in which role.
 
-`KeyFolder` reads them. Each task needs the secret of its own role, or its own, and the
-public halves of all. Tasks of a role may have a pair each: then no holder of one can
-pass for another, and no parameter server can keep a second copy for another.
+`KeyFolder` reads them. A task needs the secret of its role, or its own, and the public
+keys of all. Tasks of a role may have a pair each: then no task can impersonate another
+one, and no parameter server can keep a backup for another one.
 
-The authenticator answers libzmq's question whether a key may connect. It sits on the
-loop of its endpoint, at an address that libzmq fixes per context. Whatever goes wrong
-in it is a refusal, never an end: what it cannot decide it denies, and should its socket
-be gone, `revive` opens another one; in between nobody is admitted, because the sockets
-enforce their domain.
+The authenticator answers libzmq when it asks whether a key may connect. It runs on the
+loop of its endpoint, at an address that libzmq fixes per context. An error in it is a
+refusal and never stops it. If its socket is closed, `revive` opens another one; in
+between nobody is admitted, because the sockets enforce their domain.
 
-*Threats.* Everybody who reaches a port may try to talk: CURVE proves who has which
-secret, the authenticator admits exactly the public keys of the folder, and the role of
-a connection is that of its key, whatever its HELLO says. Whoever reads a secret has its
-role: a folder that others can enter is refused (`Secrecy`). CURVE without an
-authenticator admits every key, and one whose domain is not enforced admits all when it
-dies; `arm_server` sets both, before the socket is bound.
+*Threats.* Anybody who reaches a port may try to connect. CURVE proves which secret a
+peer has, the authenticator admits exactly the public keys of the folder, and the role
+of a connection is the role of its key, whatever its HELLO claims. A process that reads
+a secret has its role, so a folder that others can enter is refused (`Secrecy`). CURVE
+without an authenticator admits every key, and a socket that does not enforce its domain
+admits all if the authenticator dies; `arm_server` sets both before the bind.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ if TYPE_CHECKING:
 
 DOMAIN: Final = "zstrat"
 _TALKING: Final = (Job.CHIEF, Job.PS, Job.WORKER)
-"""Each of them talks with the two others."""
+"""Roles whose tasks connect to tasks of the two other roles."""
 
 SETTLED: Final = 1.0
-"""Seconds for which a folder has the same keys before one that is missing counts as
-removed: until then they may be being copied."""
+"""Seconds without a change of the folder until a missing key counts as removed: before,
+the folder may be being copied."""
 
 
 class Security:
-    """The keys of one task: its own pair, and the public keys of all others. They are
-    those that its folder had when it was read last (`refresh`)."""
+    """The keys of one task: its own pair, and the public keys of all others, as its
+    folder had them at the last `refresh`."""
 
     def __init__(
         self,
@@ -61,9 +60,9 @@ class Security:
         self._warned: object = None
         self._found: object = None
         self._since = 0.0
-        """Since when the folder has these, and not all that are valid."""
+        """Since when the folder has these keys, and lacks a valid one."""
         self._rest_until = 0.0
-        """Until when no stranger has us look."""
+        """Until when `look_again` does nothing."""
 
     @classmethod
     def load(
@@ -75,35 +74,37 @@ class Security:
         guarded: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Security:
-        """Reads the keys that a task needs from a key folder: its own pair if there is
-        one, else that of its role.
+        """Reads the keys of a task from a key folder: its own pair if there is one,
+        else the pair of its role.
 
         Args:
-            index: Of the task in ``job``; None: one that has no index.
-            guarded: Somebody else keeps others out of the folder, say by an access
-                control list, whose mask looks like permissions of the group.
+            index: Index of the task in ``job``; None: it has no index.
+            guarded: Do not check permissions, because something else protects the
+                folder, such as an access control list, whose mask looks like
+                permissions of the group.
 
         Raises:
-            ValueError: The folder or a file in it is missing or no key; names it.
-            PermissionDeniedError: Others than its owner can read the secret.
+            ValueError: The folder or a file is missing or not a key; names it.
+            PermissionDeniedError: Other users can read the secret.
         """
         folder = KeyFolder(path, Job(job), index, guarded)
         keys = folder.read()
-        # Only here: a key that is removed later is one that nobody is to have any more.
+        # Only here: a key that is removed later was revoked on purpose.
         known = {job for job, _ in keys.owners.values()}
         if missing := [f"{job}.public" for job in _TALKING if job not in known]:
             raise ValueError(
-                f"key folder {path} lacks {', '.join(missing)}: copy all *.public that "
-                "`zstrat keygen` has made; tasks whose key is missing are refused"
+                f"key folder {path} lacks {', '.join(missing)}: copy all *.public "
+                "files that `zstrat keygen` created; tasks whose key is missing are "
+                "refused"
             )
         return cls(folder, keys, clock)
 
     def refresh(self) -> None:
         """Reads the folder again if it has changed.
 
-        If it cannot be used now, say because it is being copied, the log says so and
-        the keys that are known stay. A key that is missing stays valid until the folder
-        has had the same keys for `SETTLED` seconds, as it may still be copied there.
+        If it cannot be read now, for example because it is being copied, logs that and
+        keeps the known keys. A missing key stays valid until the folder has not changed
+        for `SETTLED` seconds, as the copy may not be complete.
         """
         stamp = self._source.stamp()
         if stamp == self._keys.stamp:
@@ -116,7 +117,7 @@ class Security:
                 return
             if folder.exists():
                 _LOG.warning("the keys in use stay in use: %s", error)
-            else:  # a fleet removes it once it was read
+            else:  # a fleet removes the folder after the start
                 _LOG.debug("%s is gone: the keys in use stay in use", folder)
             self._warned = stamp
             return
@@ -128,8 +129,8 @@ class Security:
             self._keys = replace(self._keys, owners=both)
 
     def look_again(self) -> None:
-        """Calls `refresh`, as somebody has come with a key that is not known; but for a
-        twentieth of the time at most, so that strangers cannot keep us busy."""
+        """Calls `refresh` after a peer came with an unknown key. Takes at most a
+        twentieth of the time, so that strangers cannot keep the process busy."""
         began = self._clock()
         if began < self._rest_until:
             return
@@ -138,7 +139,8 @@ class Security:
         self._rest_until = ended + 19 * (ended - began)
 
     def _is_settled(self, found: Keys) -> bool:
-        """Whether no known key is missing, or the same ones have been for `SETTLED`."""
+        """Whether no known key is missing, or the folder did not change for
+        `SETTLED`."""
         if self._keys.owners.keys() <= found.owners.keys():
             return True
         now = self._clock()
@@ -148,32 +150,33 @@ class Security:
 
     @property
     def job(self) -> Job:
-        """Whose keys these are."""
+        """Role of the task that has these keys."""
         return self._source.job
 
     @property
     def keys(self) -> Keys:
-        """What is in the folder, as far as it is known."""
+        """Keys in the folder, as last read."""
         return self._keys
 
     def role_of(self, key: str) -> Job | None:
-        """The role of a public key, None if it is not one of the cluster's."""
+        """Returns the role of a public key; None if it is not in the key folder."""
         owner = self._keys.owners.get(key)
         return None if owner is None else owner[0]
 
     def index_of(self, key: str) -> int | None:
-        """The index of the only task that has the key; None: all of its role do."""
+        """Returns the index of the only task with the key; None: it is of a role."""
         owner = self._keys.owners.get(key)
         return None if owner is None else owner[1]
 
     @property
     def index(self) -> int | None:
-        """The index of the only task that has this secret; None: all of its role have
+        """Index of the only task with this secret; None: all tasks of the role have
         it."""
         return self.index_of(self._keys.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Lets ``socket`` take only whom the authenticator admits. Before bind."""
+        """Makes ``socket`` accept only keys that the authenticator admits. Before
+        bind."""
         socket.curve_server = True
         socket.curve_secretkey = self._keys.secret.encode()
         socket.zap_domain = DOMAIN.encode()
@@ -186,12 +189,12 @@ class Security:
         index: int | None,
         failed: int = 0,
     ) -> None:
-        """Lets ``socket`` talk only to a task with a key of that server.
+        """Makes ``socket`` connect only to a task with a key of that server.
 
         Args:
-            index: None: any that has the key of the role.
-            failed: Handshakes that failed with the keys tried before. While keys change
-                a server has one of several; each has its turn.
+            index: Index of the server; None: any task with the key of the role.
+            failed: Number of failed handshakes so far. While keys are changed, a server
+                has one of several; each one is tried in turn.
 
         Raises:
             ValueError: The folder has no key of that task or role.
@@ -207,7 +210,7 @@ class Security:
         socket.curve_secretkey = self._keys.secret.encode()
 
     def denied(self, target: str) -> PermissionDeniedError:
-        """The words for a client whose key ``target`` did not admit."""
+        """Returns the error of a client whose key ``target`` refused."""
         return PermissionDeniedError(
             f"{target} refused the key of the role {self.job} from "
             f"{self._source.folder}: the task there has the keys of another cluster; "
@@ -222,8 +225,8 @@ Admits = Callable[[str], bool]
 
 
 class Authenticator:
-    """Admits the CURVE keys (Z85) that ``admits`` says yes to, and the passwords of
-    sockets that demand one. Before the bind."""
+    """Admits CURVE keys (Z85), and passwords of sockets that need one, if ``admits``
+    returns true for them. To be created before the bind."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Admits) -> None:
         self._context, self._admits = context, admits
@@ -232,14 +235,14 @@ class Authenticator:
         self.revive()
 
     def revive(self) -> None:
-        """Makes sure that somebody answers."""
+        """Opens the socket for libzmq's questions if it is closed."""
         if self._pump is not None and not self._pump.is_closed:
             return
         socket: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         socket.linger = 0
         try:
             socket.bind(_ADDRESS)
-        except zmq.ZMQError:  # the one before is not quite gone: at the next revival
+        except zmq.ZMQError:  # the previous one is still closing: at the next call
             socket.close()
             return
         self._pump = Pump(socket, self._asked)
@@ -255,7 +258,7 @@ class Authenticator:
         key = self._admitted(parts)
         if key is None:
             self.refused += 1
-            verdict = b"400", b"this key is not one of the cluster's", b""
+            verdict = b"400", b"this key is not in the key folder", b""
         else:
             verdict = b"200", b"", key.encode()
         self._pump.send((b"1.0", request, *verdict, b""))
@@ -271,10 +274,8 @@ class Authenticator:
             case _:
                 return None
         try:
-            key = word.decode("ascii", "replace")  # a stranger's word
+            key = word.decode("ascii", "replace")  # from a stranger: any bytes
             return key if self._admits(key) else None
-        except (
-            Exception
-        ):  # to the log and to the client as a refusal; the next one counts
+        except Exception:  # to the log, and to the client as a refusal
             _LOG.exception("the check of a key failed: it is refused")
             return None

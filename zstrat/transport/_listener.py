@@ -1,33 +1,26 @@
-"""The address at which an endpoint listens, and connections that have not greeted yet.
+"""The bound socket of an endpoint, and its connections that have not greeted yet.
 
-When the keys of the folder have changed the socket binds anew: libzmq gives a listener
-the options that the socket has at its bind. That ends all connections, so nobody stays
-whose key is in use no more; the others connect again, and send again what they were not
-answered. libzmq closes a listener on a thread of its own, and says when the address is
-free.
+When the keys of the folder change, the socket is bound again: libzmq gives a listener
+the options that the socket has at its bind. That ends all connections, including those
+with a removed key; other peers reconnect, and send unanswered requests again. libzmq
+closes a listener on its own thread, and reports when the address is free.
 
-Whoever reaches the port may open connections and say nothing; each costs a descriptor,
-and without any left nobody is let in. So there is a bound for each address and one for
-all, and above it one of those that wait makes room, drawn by lot: it would be the
-honest newcomer each time if the oldest or the newest had to go. That is a decision
-without I/O (`Newcomers`).
-
-The connections are those of TCP that libzmq has accepted. libzmq has no call that ends
-one connection of a socket, so its descriptor is shut down beneath it: libzmq then finds
-it closed, as if the peer had hung up. A descriptor may belong to another connection by
-now, which the number of its inode tells.
+Anybody who reaches the port may open connections and send nothing. Each connection
+costs a descriptor, and without a free one nobody can connect. So the number of
+connections that have not greeted is bounded per address and in total. Above the bound
+a random one is closed: if it were the oldest or the newest, an attacker could always
+make it the honest one. `Newcomers` decides that without I/O.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
 
 import zmq
-
-from ._address import SocketFile, socket_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +33,10 @@ _LOG: Final = logging.getLogger("zstrat.transport")
 
 
 class _State(enum.Enum):
-    """Whether the socket listens, its old listener is being closed, or it has none."""
+    """States of a bound socket::
+
+    FREE -- bind --> BOUND -- unbind --> LEAVING -- libzmq has closed it --> FREE
+    """
 
     BOUND = enum.auto()
     LEAVING = enum.auto()
@@ -49,13 +45,13 @@ class _State(enum.Enum):
 
 @final
 class BoundSocket:
-    """The address of ``socket``, its file if it has one, and its keys. Binds at once.
+    """Binds ``socket`` to an address, and again when its keys have changed.
 
     Args:
-        task: How the log calls whose socket it is.
+        task: Name of the task in the log.
 
     Raises:
-        ZMQError: It cannot be bound there.
+        ZMQError: The address cannot be bound.
     """
 
     def __init__(
@@ -71,24 +67,24 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Binds anew if the keys have changed. To be called at every tick."""
+        """Binds again if the keys have changed. To be called at every tick."""
         if self._state is _State.FREE:
             self.freed()
         elif self._state is _State.LEAVING:
-            self._state = _State.FREE  # nobody said so: the next tick tries
+            self._state = _State.FREE  # not reported so far: the next tick binds
         elif self._state is _State.BOUND and self._must_renew():
             assert self._security is not None
-            _LOG.info("%s binds anew: its keys have changed", self._task)
+            _LOG.info("%s binds again: its keys have changed", self._task)
             self._security.arm_server(self._socket)
-            # The one that it got, where another port was asked for than any free one.
+            # The bound port, where port 0 was asked for.
             self._endpoint = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._state = _State.LEAVING
-            with contextlib.suppress(zmq.ZMQError):  # it was not bound any more
+            with suppress(zmq.ZMQError):  # it is no longer bound
                 self._socket.unbind(self._endpoint)
 
     def freed(self) -> None:
-        """Binds again, now that libzmq has closed the old listener. If another process
-        has taken the address, the log says so, and the next tick tries again."""
+        """Binds again after libzmq has closed the old listener. If another process has
+        taken the address, logs that, and tries again at the next tick."""
         if self._state is _State.BOUND:
             return
         self._state = _State.FREE
@@ -96,25 +92,32 @@ class BoundSocket:
             self._bind()
         except zmq.ZMQError as error:
             _LOG.error(
-                "%s cannot bind %s again: %s; it tries on",
+                "%s cannot bind %s again: %s; it will keep trying",
                 self._task,
                 self._endpoint,
                 error.strerror,
             )
 
     def remove_file(self) -> None:
-        """Removes the file of an ipc address. To be called while the socket is bound,
-        as another process may take the path afterwards."""
-        if self._file is not None:
-            self._file.remove()
+        """Removes the file of an ipc address, which libzmq leaves, unless another
+        socket has taken the path. To be called while the socket is bound."""
+        if self._inode is not None:
+            with suppress(OSError):
+                path = Path(self._where.host)
+                if path.stat().st_ino == self._inode:
+                    path.unlink()
 
     def _bind(self) -> None:
         self._socket.bind(self._endpoint)
         self._state = _State.BOUND
-        self._file: SocketFile | None = socket_file(self._where)
+        self._inode: int | None = None
+        """Of the file of an ipc address."""
+        if self._where.scheme == "ipc":
+            with suppress(OSError):  # the file may be removed at any time
+                self._inode = Path(self._where.host).stat().st_ino
 
     def _must_renew(self) -> bool:
-        """Whether its own key, or one that it has admitted, is in use no more."""
+        """Whether its own key has changed, or another key was removed."""
         if self._security is None or self._keys is None:
             return False
         self._security.refresh()
@@ -126,19 +129,19 @@ class BoundSocket:
 Line = TypeVar("Line")
 
 PER_ADDRESS: Final = 256
-"""Newcomers from one address: more than the tasks of one host that start at once."""
+"""Most newcomers from one address: more than the tasks of a host that start at once."""
 
 IN_ALL: Final = 1024
-"""Newcomers altogether, where they take no more than a quarter of all descriptors."""
+"""Most newcomers in total, unless that is more than a quarter of all descriptors."""
 
 
 class Newcomers(Generic[Line]):
-    """Connections that have not greeted yet: how many, for how long, and which one has
-    to go. ``Line`` is what the caller hangs up.
+    """Connections that have not greeted yet; decides which ones to close. ``Line`` is
+    what the caller closes.
 
     Args:
-        handshake: Seconds that each has to greet.
-        draw: A number from 0 up to, but not including, its argument.
+        handshake: Seconds that a connection has to greet.
+        draw: Returns a random number below its argument, from 0.
     """
 
     def __init__(
@@ -163,8 +166,9 @@ class Newcomers(Generic[Line]):
     def came(
         self, descriptor: int, line: Line, address: str, now: float
     ) -> Line | None:
-        """A connection was accepted. Returns which one has to make room, if one has."""
-        self.gone(descriptor)  # its end was not told yet, and the number is used again
+        """Adds an accepted connection. Returns the connection to close for it, or
+        None."""
+        self.gone(descriptor)  # the number is reused before its end was reported
         self._waiting[descriptor] = line, address, now
         self._from.setdefault(address, []).append(descriptor)
         if len(self._from[address]) > self._per_address:
@@ -174,7 +178,7 @@ class Newcomers(Generic[Line]):
         return None
 
     def gone(self, descriptor: int) -> None:
-        """The connection has greeted, or has ended."""
+        """Removes a connection that has greeted or ended."""
         _, address, _ = self._waiting.pop(descriptor, (None, "", 0.0))
         neighbours = self._from.get(address, [])
         if descriptor in neighbours:
@@ -183,7 +187,7 @@ class Newcomers(Generic[Line]):
                 del self._from[address]
 
     def late(self, now: float) -> list[Line]:
-        """Takes out the connections that have not greeted in time."""
+        """Removes and returns the connections that have not greeted in time."""
         late = [
             (descriptor, line)
             for descriptor, (line, _, since) in self._waiting.items()

@@ -72,7 +72,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def require_own(loop: asyncio.AbstractEventLoop, what: str) -> None:
-    """Refuses what a loop would never do.
+    """Checks that a loop can run in this process.
 
     Raises:
         ForkedError: This process was forked from the one that runs the loop.
@@ -124,7 +124,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class Bell(Protocol):
-    """Ends one wait."""
+    """Wakes one waiter."""
 
     def ring(self) -> None: ...
 
@@ -139,13 +139,12 @@ class LoopBell:
         self.future: asyncio.Future[None] = self._loop.create_future()
 
     def ring(self) -> None:
-        # A closed loop raises, and has nobody who waits on it any more.
+        # A closed loop raises, but nothing waits on it.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
-        # Not asked first whether it is done: who asks may be cancelled by Ctrl-C before
-        # the next line.
+        # No check for `done` first: Ctrl-C may cancel it between check and set.
         with contextlib.suppress(asyncio.InvalidStateError):
             self.future.set_result(None)
 
@@ -248,14 +247,14 @@ class Portal:
         return await LoopCall(self.loop, work, what, _ENDED).run_async()
 
     def retire(self) -> None:
-        """Begins to close and returns at once; takes no lock (for finalizers)."""
+        """Starts to close, and returns at once; takes no lock (for finalizers)."""
         self.call_soon(self._leave)
 
     def close(self, why: str | None = None) -> None:
         """Awaits the close callback, then ends the thread. Idempotent.
 
         Args:
-            why: What later calls are told; left out: that it is closed.
+            why: Reason in the errors of later calls; None: "the session is closed".
         """
         if why is not None:
             self._why = why
@@ -284,7 +283,7 @@ class Portal:
             raise ClosedError(f"{what}: {self._why}")
 
     def forget(self) -> None:
-        """In a forked process: it has ended here."""
+        """Marks the portal as closed in a forked process."""
         self._closed = True
 
     def _live(self) -> None:
@@ -318,12 +317,12 @@ class Portal:
 
 @final
 class LoopCall(Generic[T]):
-    """A coroutine that ``loop`` carries out for somebody who waits elsewhere: who calls
-    `run` blocks, who calls `run_async` awaits. Once, one of the two.
+    """A coroutine that runs on ``loop`` for a caller elsewhere: `run` blocks, and
+    `run_async` is awaited. One of the two is called once.
 
     Args:
-        what: Names the work in errors.
-        ended: What is said there if the loop ended before the work.
+        what: Name of the work in errors.
+        ended: Reason in the error if the loop ends before the work.
 
     Raises, `run` and `run_async`:
         ClosedError: The loop ended before the work.
@@ -342,8 +341,7 @@ class LoopCall(Generic[T]):
         self._is_over = False
 
     def run(self, timeout: float) -> T:
-        """Gives the work up, and cancels it, if it takes too long, or if Ctrl-C ends
-        the wait.
+        """Blocks until the work has ended. Cancels it after ``timeout``, or on Ctrl-C.
 
         Raises:
             DeadlineExceededError: ``timeout`` seconds were not enough.
@@ -360,7 +358,7 @@ class LoopCall(Generic[T]):
             self._give_up()
 
     async def run_async(self) -> T:
-        """Cancellation: cancels the work."""
+        """Awaits the end of the work. Cancellation: cancels the work."""
         self._bell = bell = LoopBell()
         try:
             self._ask()
@@ -370,7 +368,7 @@ class LoopCall(Generic[T]):
             self._give_up()
 
     def abandon_if_of(self, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop`` is closed, and runs nothing any more that was asked of it."""
+        """Wakes the caller, as ``loop`` is closed and runs nothing more."""
         if self._loop is loop and self._bell is not None:
             self._bell.ring()
 

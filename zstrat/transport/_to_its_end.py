@@ -1,4 +1,4 @@
-"""What is carried out to its end, though the program that awaits it is cancelled."""
+"""Completes work even if the caller that awaits it is cancelled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Awaits what is to be done in any case, as the end of something that has begun.
+    """Awaits work that must be completed, such as a cleanup.
 
-    Cancellation: is raised when that is done.
+    Cancellation: is raised after the work is done.
     """
     task, is_cancelled = asyncio.ensure_future(work), False
     while not task.done():
@@ -36,11 +36,11 @@ async def to_its_end(work: Awaitable[T]) -> T:
 async def on_own_thread(
     function: Callable[[], T], undo: Callable[[T], object] = lambda result: None
 ) -> T:
-    """What the function gives. The threads of `asyncio.to_thread` may all be taken by
-    what waits for this one, and it drops what is cancelled before they come to it.
+    """Runs the function on a new thread, and returns its result. The threads of
+    `asyncio.to_thread` may all be waiting for this call, and skip cancelled calls.
 
-    Cancellation: the function is carried out all the same, then ``undo`` of what it
-    gave; nobody waits for that.
+    Cancellation: the function still runs, then ``undo`` is called with its result;
+    nobody waits for that.
     """
     bell = LoopBell()
     pool = ThreadPoolExecutor(1, "zstrat call")
@@ -49,7 +49,7 @@ async def on_own_thread(
         made.add_done_callback(lambda _: bell.ring())
         try:
             await bell.future
-        except BaseException:  # to the caller: nobody has what is made
+        except BaseException:  # to the caller: nobody gets the result
             pool.submit(partial(_undo, undo, made))
             raise
         return made.result()

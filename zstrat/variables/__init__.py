@@ -1,4 +1,4 @@
-"""Handles of variables: what they are, where they live, how a step meets them."""
+"""Variables: handles, storages, optimizers, and their behaviour in traced steps."""
 
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
@@ -33,11 +33,8 @@ from ._local import copy_storage as copy_storage
 from ._rows import Gathering as Gathering
 from ._rows import integers as integers
 from ._rows import present as present
-from ._rows import read_rows as read_rows
-from ._rows import read_rows_async as read_rows_async
 from ._rows import row_updates as row_updates
 from ._rows import rows_of_component as rows_of_component
-from ._rows import summed as summed
 from ._sharded import ShardedVariable as ShardedVariable
 from ._sharded import joined as joined
 from ._spec import LOCAL as LOCAL

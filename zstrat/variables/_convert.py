@@ -76,8 +76,12 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         own = given.dtype if is_array else _plain_dtype(given.dtype)
         wanted = as_dtype(own, name)
     _check_integers(given, wanted, what)
-    made = exactly(given, wanted, what)
-    array = np.array(made, order="C") if made is given else np.asarray(made, order="C")
+    converted = exactly(given, wanted, what)
+    array = (
+        np.array(converted, order="C")
+        if converted is given
+        else np.asarray(converted, order="C")
+    )
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -92,13 +96,13 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     Raises:
         TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
-    found: np.dtype = np.dtype(jnp.dtype(dtype))
-    if found.name not in DTYPES:
+    known: np.dtype = np.dtype(jnp.dtype(dtype))
+    if known.name not in DTYPES:
         raise TypeError(
-            f"variable {name!r} cannot have dtype {found}: expected one of "
+            f"variable {name!r} cannot have dtype {known}: expected one of "
             f"{', '.join(DTYPES)}"
         )
-    return DTYPES[found.name]  # the little-endian one
+    return DTYPES[known.name]  # the little-endian one
 
 
 def traced_operand(
@@ -313,10 +317,10 @@ def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
     try:
         return np.asarray(value, wanted)
     except TypeError:
-        found = np.asarray(value)
-        if found.dtype.kind != "c":
+        array = np.asarray(value)
+        if array.dtype.kind != "c":
             raise
-        return found
+        return array
     except OverflowError as error:
         raise ValueError(f"{what} does not fit its dtype {wanted}: {error}") from None
 

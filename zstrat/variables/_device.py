@@ -133,8 +133,8 @@ class DeviceStorage(StorageWithSlots):
         Raises:
             DataLossError: It is lost.
         """
-        found = self._looked_at(variable.name, self._all_copies, number)
-        row: np.ndarray = found[number]
+        copies = self._looked_at(variable.name, self._all_copies, number)
+        row: np.ndarray = copies[number]
         return row
 
     def update(
@@ -164,14 +164,14 @@ class DeviceStorage(StorageWithSlots):
                     np.asarray(apply(op, row, own), dtype)
                     for row, own in zip(old, given, strict=False)
                 ]
-                made = np.stack(moves)
+                updated = np.stack(moves)
             else:
                 value = self.like() if is_assignment else np.asarray(self._value)
-                made = np.asarray(apply(op, value, operands), dtype)
+                updated = np.asarray(apply(op, value, operands), dtype)
             if is_assignment:
-                self._restart_from(self._placed(made))
+                self._restart_from(self._placed(updated))
             else:
-                self._value = self._placed(made)
+                self._value = self._placed(updated)
 
     def update_copy(
         self,
@@ -220,14 +220,14 @@ class DeviceStorage(StorageWithSlots):
             else:
                 self._restart_from(self._placed(copies[0]))
 
-    def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
+    def copy_keys(self, next_key: Callable[[], int]) -> tuple[int, ...]:
         """Returns the key of each copy as a variable; makes the keys the first time.
 
         The keys stay the same, so that steps that were traced for a copy are found.
         """
         with self.pool.lock:
             if not self._copy_keys:
-                self._copy_keys = tuple(made() for _ in range(self.pool.copies))
+                self._copy_keys = tuple(next_key() for _ in range(self.pool.copies))
             return self._copy_keys
 
     def part(self) -> None:
@@ -247,8 +247,8 @@ class DeviceStorage(StorageWithSlots):
     def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
         beside = self._slots.get(rule.id)
         if beside is None:
-            made = rule.beside(rule.initial(self._first()))
-            beside = self._slots[rule.id] = self._kept(made)
+            initial = rule.beside(rule.initial(self._first()))
+            beside = self._slots[rule.id] = self._kept(initial)
         elif beside.names is not rule.names:
             beside = self._slots[rule.id] = rule.fitted(name, beside)
         here = self.pool
@@ -265,8 +265,8 @@ class DeviceStorage(StorageWithSlots):
     def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
         """Replaces an optimizer's slots by arrays that nothing else refers to."""
         here = self.pool
-        made = here.returned(leaves) if here.travels else leaves
-        self._slots[rule.id] = rule.beside(made)
+        kept = here.returned(leaves) if here.travels else leaves
+        self._slots[rule.id] = rule.beside(kept)
 
     def join(self, place: JointPlace) -> None:
         """Leaves value and slots in a step's joint state until code asks for them.
@@ -276,7 +276,7 @@ class DeviceStorage(StorageWithSlots):
         if self._joint is not None:
             self._part_from_joint()  # it may have slots that the new place has not
         there = {rule.id for rule, _, _ in place.slots}
-        left = {n: each for n, each in self._own_slots.items() if n not in there}
+        left = {n: slots for n, slots in self._own_slots.items() if n not in there}
         # No call in between: a handler of a signal may read this storage.
         self._joint = place
         self._own_value = None  # readers that find None look in the joint state
@@ -297,7 +297,7 @@ class DeviceStorage(StorageWithSlots):
 
     def shown_slots(self) -> dict[int, SlotValues]:
         """Returns the slots, by id of the optimizer, as arrays of numpy."""
-        return {number: each.on_host() for number, each in self._slots.items()}
+        return {number: slots.on_host() for number, slots in self._slots.items()}
 
     def take_over_shown_slots(self, optimizer: int, slots: SlotValues) -> None:
         """Replaces the slots of one optimizer, as `shown_slots` returns them."""
@@ -437,14 +437,14 @@ class DeviceStorage(StorageWithSlots):
             self._value, self._missing = placed, frozenset()
 
     def _forget_void_slots(self) -> None:
-        for number in [n for n, each in self._slots.items() if each.is_void]:
+        for number in [n for n, slots in self._slots.items() if slots.is_void]:
             del self._slots[number]
 
     @property
     def _is_void(self) -> bool:
         """Whether value or slots are lost, or failed to compute. Waits for them."""
-        found = [SlotValues((), [self._value], ()), *self._slots.values()]
-        return any(each.is_void for each in found)
+        state = [SlotValues((), [self._value], ()), *self._slots.values()]
+        return any(arrays.is_void for arrays in state)
 
     def _kept(self, slots: SlotValues) -> SlotValues:
         # Never apart: optimizers update all copies together.

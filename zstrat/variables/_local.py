@@ -163,8 +163,8 @@ class StorageWithSlots(ProcessStorage):
             self._settle()
             rule = optimizer.slot_rule(variable)
             leaves = self.slots_before(rule, variable.name)
-            made = rule.beside(leaves).replaced(name, np.array(value))
-            self._slots[optimizer.id] = self._kept(made)
+            changed = rule.beside(leaves).replaced(name, np.array(value))
+            self._slots[optimizer.id] = self._kept(changed)
 
     def put(
         self,
@@ -180,13 +180,13 @@ class StorageWithSlots(ProcessStorage):
             # Values of other processes that are still to come would replace these.
             self._settle()
             # Convert all of them first: if one does not fit, nothing has changed.
-            made = {
+            kept = {
                 optimizer.id: None if beside is None else self._kept(beside)
                 for optimizer, beside in slots.items()
             }
             if value is not None:
                 self.take_over_shown(np.asarray(value))
-            for number, beside in made.items():
+            for number, beside in kept.items():
                 self._slots.pop(number, None)
                 if beside is not None:
                     self._slots[number] = beside
@@ -317,7 +317,7 @@ class UnboundStorage(ProcessStorage):
     """
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_unbound_message(variable, "read"))
+        raise self.refusal(variable, "read")
 
     def update(
         self,
@@ -326,16 +326,15 @@ class UnboundStorage(ProcessStorage):
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        raise RuntimeError(_unbound_message(variable, f"{op.name.lower()} of"))
+        raise self.refusal(variable, f"{op.name.lower()} of")
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        raise RuntimeError(_unbound_message(parts[0][0], "read rows of"))
+        raise self.refusal(parts[0][0], "read rows of")
 
-
-def _unbound_message(variable: VariableHandle, what: str) -> str:
-    where = variable.spec.device
-    return (
-        f"{what} {variable.spec} outside a step function: this handle came from "
-        f"another task, and its value is stored at {where}; read and update it inside "
-        "the body of a zs.function, or on the coordinator"
-    )
+    def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
+        """Makes the error of a read or update."""
+        return RuntimeError(
+            f"{what} {variable.spec} outside a step function: this handle came from "
+            f"another task, and its value is stored at {variable.spec.device}; read "
+            "and update it inside the body of a zs.function, or on the coordinator"
+        )

@@ -287,5 +287,7 @@ def _maker_of(frame: FrameType | None) -> str:
     if getattr(function, "__code__", None) is not frame.f_code:
         return ""  # a nested function, such as the update of an optimizer
     # optax annotates what its functions return: transformations and schedules.
-    made = str(function.__annotations__.get("return"))
-    return name if "GradientTransformation" in made or "Callable" in made else ""
+    returned = str(function.__annotations__.get("return"))
+    return (
+        name if "GradientTransformation" in returned or "Callable" in returned else ""
+    )

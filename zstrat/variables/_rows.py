@@ -138,13 +138,13 @@ def row_updates(
     is scattered keeps the order of duplicates.
     """
     indices, rows = present(*operands)
-    found = runs(indices)
+    index_runs = runs(indices)
     if op is UpdateOp.OPTIMIZE_ROWS:
-        indices, rows = found.unique, sums(found, rows)
+        indices, rows = index_runs.unique, sums(index_runs, rows)
     else:
         # uint64 minus int64 is a float in numpy.
-        indices = indices.astype(np.intp, copy=False)[found.order]
-        rows = rows[found.order]
+        indices = indices.astype(np.intp, copy=False)[index_runs.order]
+        rows = rows[index_runs.order]
     parts = {
         piece.component: (piece.local, rows[piece.positions])
         for piece in table.pieces(indices)
@@ -194,8 +194,8 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
     indices = reaching(indices)
     if table.layout is TableLayout.MOD:
         count = len(table.components)
-        mine = (indices % count == component) & (indices >= 0)
-        return jnp.where(mine, indices // count, height)
+        is_own = (indices % count == component) & (indices >= 0)
+        return jnp.where(is_own, indices // count, height)
     first = int(table.offsets[component])
     inside = (indices >= first) & (indices < first + height)
     return jnp.where(inside, indices - first, height)

@@ -201,13 +201,13 @@ class ShardedVariable(AbstractVariable):
             )
         ]
         owners = [part.owner for part in self.components]
-        made: list[Any]
+        copies: list[Any]
         if all(owner is owners[0] for owner in owners):
-            made = [*create(requests, owners[0])]
+            copies = [*create(requests, owners[0])]
         else:  # the program has joined components of several strategies
             pairs = zip(requests, owners, strict=True)
-            made = [create([request], owner)[0] for request, owner in pairs]
-        return ShardedVariable(made, self.name)
+            copies = [create([request], owner)[0] for request, owner in pairs]
+        return ShardedVariable(copies, self.name)
 
     def __reduce__(self) -> Any:
         return joined, (self.components, self.name)

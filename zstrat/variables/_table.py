@@ -204,9 +204,11 @@ class Table:
             return self._ranges(ids)
         count = len(self.components)
         owners = ids % count
-        found = [np.flatnonzero(owners == n) for n in range(count)]
+        positions = [np.flatnonzero(owners == n) for n in range(count)]
         return [
-            TablePiece(n, at, ids[at] // count) for n, at in enumerate(found) if len(at)
+            TablePiece(n, at, ids[at] // count)
+            for n, at in enumerate(positions)
+            if len(at)
         ]
 
     def _ranges(self, ids: np.ndarray) -> list[TablePiece]:
@@ -233,8 +235,8 @@ class Selection:
     def pieces(self, table: Table) -> list[tuple[int, Rows]]:
         """Splits the rows over the components that have some."""
         if isinstance(self.rows, range):
-            found = enumerate(_within(self.rows, table.offsets.tolist()))
-            return [(n, rows) for n, rows in found if rows is not None]
+            slices = enumerate(_within(self.rows, table.offsets.tolist()))
+            return [(n, rows) for n, rows in slices if rows is not None]
         return [(piece.component, piece.local) for piece in table.pieces(self.rows)]
 
 
@@ -332,10 +334,10 @@ def _integer(value: Any) -> int:
 
 def _within(rows: range, offsets: list[int]) -> list[slice | None]:
     """Splits rows at the offsets; each slice counts from its offset."""
-    found: list[slice | None] = []
+    slices: list[slice | None] = []
     for start, stop in itertools.pairwise(offsets):
         skipped = max(0, -(-(start - rows.start) // rows.step))
         first, end = rows.start + skipped * rows.step, min(stop, rows.stop)
         inside = first < end
-        found.append(slice(first - start, end - start, rows.step) if inside else None)
-    return found
+        slices.append(slice(first - start, end - start, rows.step) if inside else None)
+    return slices

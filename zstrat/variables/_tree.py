@@ -120,8 +120,8 @@ class Module:
     @property
     def submodules(self) -> tuple[Module, ...]:
         """All modules below this one."""
-        found = (leaf for leaf in _walk(self, set()) if isinstance(leaf, Module))
-        return tuple(module for module in found if module is not self)
+        modules = (leaf for leaf in _walk(self, set()) if isinstance(leaf, Module))
+        return tuple(module for module in modules if module is not self)
 
 
 def watch(module: Module, callback: OnAttribute) -> None:

@@ -66,8 +66,10 @@ def _applied(
             changed[operands[0]] = operands[1]
             return changed
         case UpdateOp.SCATTER_DIV if value.dtype.kind in "iu":
-            changed, found = value.copy(), runs(operands[0])
-            changed[found.unique] = divided(value[found.unique], found, operands[1])
+            changed, index_runs = value.copy(), runs(operands[0])
+            changed[index_runs.unique] = divided(
+                value[index_runs.unique], index_runs, operands[1]
+            )
             return changed
         case _ if op in _AT:
             changed = value.copy()

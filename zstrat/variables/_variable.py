@@ -110,12 +110,12 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
-        made: Any
+        variable: Any
         if per_worker_variable:
-            made = create_per_worker(request)
+            variable = create_per_worker(request)
         else:
-            made = create([request])[0]
-        return made  # type: ignore[no-any-return]  # or a variable of another class
+            variable = create([request])[0]
+        return variable  # type: ignore[no-any-return]  # or a variable of another class
 
     @property
     def spec(self) -> VariableSpec:
@@ -212,8 +212,8 @@ class Variable(AbstractVariable):
         Raises:
             RuntimeError: In the scope of another strategy than the variable's.
         """
-        made: Any = self._duplicated(self.numpy())
-        return made  # type: ignore[no-any-return]  # or a ShardedVariable
+        copied: Any = self._duplicated(self.numpy())
+        return copied  # type: ignore[no-any-return]  # or a ShardedVariable
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
         is_whole = self.owner is not None or self._spec.part is not None
@@ -239,11 +239,11 @@ def handle(spec: VariableSpec, storage: Storage) -> Variable:
 
 def stand_in(variable: Variable) -> Variable:
     """Makes another handle of the same variable, which equals no other object."""
-    made = object.__new__(type(variable))
+    copied = object.__new__(type(variable))
     slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
     for name in slots:
-        setattr(made, name, getattr(variable, name))
-    return made
+        setattr(copied, name, getattr(variable, name))
+    return copied
 
 
 def _slots(kind: type) -> Sequence[str]:
@@ -276,11 +276,13 @@ def create(
         require_owner(current, owner, requests[0].name)
         current = owner if current is None else current
     if current is None:
-        made: Sequence[AbstractVariable] = [_local(request) for request in requests]
+        variables: Sequence[AbstractVariable] = [
+            _local(request) for request in requests
+        ]
     else:
-        made = current.create_variables(requests)
-    _warn_of_wide(requests, made)
-    return made
+        variables = current.create_variables(requests)
+    _warn_of_wide(requests, variables)
+    return variables
 
 
 def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRequest:
@@ -328,7 +330,7 @@ _NAMED: Final = 3
 
 
 def _warn_of_wide(
-    requests: Sequence[VariableRequest], made: Sequence[AbstractVariable]
+    requests: Sequence[VariableRequest], variables: Sequence[AbstractVariable]
 ) -> None:
     """Warns of new variables that steps will refuse: without a dtype in the request,
     and with floats of 64 bits in the first value. (Integers of 64 bits are on purpose:
@@ -339,7 +341,7 @@ def _warn_of_wide(
     """
     wide = [
         variable
-        for request, variable in zip(requests, made, strict=True)
+        for request, variable in zip(requests, variables, strict=True)
         if request.dtype is None
         and variable.dtype.kind in "fc"
         and downcast_dtype(variable.dtype).itemsize < variable.dtype.itemsize

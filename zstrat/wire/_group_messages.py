@@ -1,7 +1,7 @@
-"""What the ranks of a group of workers say to each other: how it forms, calls and ends.
+"""Messages between the ranks of a group: forming it, its calls, and its end.
 
-Ranks talk without a coordinator. A ticket names one generation of a group, and what
-carries another one is refused.
+No coordinator takes part. A ticket names one generation of a group, and messages with
+another ticket are refused.
 """
 
 from typing import ClassVar, NamedTuple
@@ -10,8 +10,8 @@ from ._schema import Arrays, PlainTree, message
 
 
 class MemberEntry(NamedTuple):
-    """One rank of a group. ``descriptor``, ``capacity`` and ``word`` stand for memory
-    that ranks of the same host may map, as in `Offer`; capacity 0: there is none."""
+    """One rank of a group. ``descriptor``, ``capacity`` and ``word`` describe memory
+    that ranks of the same host may map, as in `Offer`; capacity 0: no memory."""
 
     task: str
     address: str
@@ -25,10 +25,9 @@ class MemberEntry(NamedTuple):
 
 @message
 class JoinGroup:
-    """A rank asks rank 0 to form a generation of a group; answered by `GroupFormed`
-    once all ``size`` ranks have asked, or by the error that names who did not within
-    ``timeout`` seconds. ``generation``: the lowest that will do, 0 for a process that
-    was in none."""
+    """Asks rank 0 to form a generation of a group. Answered by `GroupFormed` once all
+    ``size`` ranks have asked, or after ``timeout`` seconds by an error that names the
+    missing ranks. ``generation``: the lowest acceptable one, 0 for a new process."""
 
     kind: ClassVar = 72
     group: str
@@ -41,9 +40,9 @@ class JoinGroup:
 
 @message
 class GroupFormed:
-    """``ticket`` is drawn at random: what carries another one is of another generation
-    and is refused. ``members`` in the order of ranks. ``choices`` is rank 0's table of
-    algorithms as plain data: ranks with different ones would wait for each other."""
+    """A generation is formed. ``ticket`` is its random name. ``members`` are in the
+    order of ranks. ``choices`` is rank 0's table of algorithms, for all: ranks with
+    different tables would wait for each other."""
 
     kind: ClassVar = 73
     ticket: int
@@ -54,11 +53,11 @@ class GroupFormed:
 
 @message
 class Hop:
-    """A notice: part of one call of a collective, from one rank to another.
+    """A notice with part of one call of a collective, from one rank to another.
 
-    ``call`` numbers the calls of a group, ``place`` the hops of a call, alike on all
-    ranks. ``about`` is a digest of what is called (operation, dtype, sizes): ranks that
-    call different things find it out. ``arrays``: at most one, of bytes.
+    ``call`` numbers the calls of a group, ``place`` the hops of a call, the same on all
+    ranks. ``about`` is a digest of the call (operation, dtype, sizes), by which ranks
+    notice that they make different calls. ``arrays``: at most one, of bytes.
     """
 
     kind: ClassVar = 74
@@ -71,8 +70,8 @@ class Hop:
 
 @message
 class AbortCall:
-    """A notice: the sender gave a call up, for this reason (`to_wire` of an error), and
-    the generation with it. ``lost``: ranks that are gone for good."""
+    """A notice: the sender ends the generation because of ``error`` (`to_wire`) in a
+    call. ``lost``: ranks that are lost."""
 
     kind: ClassVar = 75
     ticket: int
@@ -83,7 +82,7 @@ class AbortCall:
 
 @message
 class AskCall:
-    """How far are you with this call? Answered by `CallState`."""
+    """Asks a rank for its progress with a call. Answered by `CallState`."""
 
     kind: ClassVar = 76
     ticket: int
@@ -92,9 +91,10 @@ class AskCall:
 
 @message
 class CallState:
-    """``about``: what the rank calls in words, "" if it has not called yet; ``waits``:
-    the ranks that it waits for. ``is_over``: the call has ended there. ``is_broken``:
-    so has the generation; an `AbortCall` or `LeaveGroup` that is under way says why."""
+    """The progress of a rank with a call. ``about``: description of the call, "" if the
+    rank has not made it; ``waits``: ranks that it waits for. ``is_over``: the call has
+    ended there. ``is_broken``: the generation has ended there; an `AbortCall` or
+    `LeaveGroup` under way has the reason."""
 
     kind: ClassVar = 77
     about: str
@@ -105,8 +105,8 @@ class CallState:
 
 @message
 class LeaveGroup:
-    """A notice: the sender leaves this generation on purpose. ``calls``: how many it
-    has made, those with a tag not counted."""
+    """A notice: the sender leaves the generation on purpose. ``calls``: number of
+    untagged operations that it has begun."""
 
     kind: ClassVar = 78
     ticket: int

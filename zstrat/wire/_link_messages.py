@@ -1,7 +1,6 @@
-"""What the two ends of a connection say to each other about the connection itself.
+"""Messages about a connection itself: greeting, liveness, transfer of bodies, goodbye.
 
-Whatever task is behind them: who they are, that they live, how a body travels, and that
-they leave. Nobody above a connection ever sees one of these but `Hello`.
+They are the same for all tasks. Above a connection only `Hello` is visible.
 """
 
 import enum
@@ -15,7 +14,7 @@ PROTOCOL: Final = 20
 
 
 class Job(enum.StrEnum):
-    """What a task is; also the role that its key carries."""
+    """The job of a task, and the role of its key."""
 
     CHIEF = "chief"
     WORKER = "worker"
@@ -26,14 +25,13 @@ class Job(enum.StrEnum):
 
 @message
 class Hello:
-    """First message of a connection, and its answer: who I am and what I run.
+    """The first message of a connection, and its answer: identifies task and process.
 
-    ``incarnation`` is drawn at random when the process starts; a peer that returns with
-    another one has lost everything that it held, and a parameter server that goes on
-    with what the process before it has left keeps its number. ``link`` numbers the
-    links of one process, so that a connection which comes back replaces its own
-    predecessor and not that of another link. A worker that has no number yet has the
-    ``index`` -1; there may be several of these.
+    ``incarnation`` is drawn at random when a process starts. A peer that returns with
+    another incarnation has lost its state; a parameter server that continues with the
+    saved state of its predecessor keeps the incarnation. ``link`` numbers the links of
+    one process, so that a reconnect replaces the connection of the same link. A worker
+    without a number has the ``index`` -1; there may be several.
     """
 
     kind: ClassVar = 1
@@ -49,7 +47,8 @@ class Hello:
 
 @message
 class Beat:
-    """I am alive, said by the event loop itself. Answered with a Beat if ``wanted``."""
+    """Shows that the event loop of the sender runs. Answered by a Beat if
+    ``wanted``."""
 
     kind: ClassVar = 2
     wanted: bool
@@ -57,7 +56,7 @@ class Beat:
 
 @message
 class Chunk:
-    """The next part of the body of a message announced before (one raw frame)."""
+    """The next part of the body of an announced message, as one raw frame."""
 
     kind: ClassVar = 3
     stream: int
@@ -66,7 +65,7 @@ class Chunk:
 
 @message
 class Credit:
-    """So many more chunks of the stream may be sent."""
+    """Allows the receiver to send ``chunks`` more chunks of a stream."""
 
     kind: ClassVar = 4
     stream: int
@@ -75,8 +74,8 @@ class Credit:
 
 @message
 class Goodbye:
-    """I leave on purpose. ``returns``: seconds in which a process will be here that has
-    all that this one held, and says so by the same incarnation; 0 if none will."""
+    """The sender leaves on purpose. ``returns``: seconds until its successor, which has
+    its state and incarnation, will be there; 0: there will be no successor."""
 
     kind: ClassVar = 5
     reason: str
@@ -85,9 +84,9 @@ class Goodbye:
 
 @message
 class Offer:
-    """This process has memory for bodies that the peer may map, if it is on this host:
-    the anonymous file ``descriptor`` of the process in its HELLO. It begins with
-    ``word``, which proves to the peer that it has mapped the right one."""
+    """Offers shared memory for bodies to a peer on the same host: the anonymous file
+    ``descriptor`` of the sender's process. The memory begins with ``word``, by which
+    the peer checks that it has mapped the right file."""
 
     kind: ClassVar = 10
     descriptor: int
@@ -97,8 +96,8 @@ class Offer:
 
 @message
 class Mapped:
-    """``proof`` is what the offered memory says behind the word of the offer: only who
-    has mapped it can tell. Empty: it cannot be mapped."""
+    """Answers an `Offer`. ``proof`` is read from the offered memory, after the word,
+    and so proves that it was mapped. Empty: the memory cannot be mapped."""
 
     kind: ClassVar = 11
     proof: bytes
@@ -106,7 +105,7 @@ class Mapped:
 
 @message
 class Placed:
-    """The body of the message announced before is in the sender's memory."""
+    """The body of an announced message is in the sender's memory, at ``offset``."""
 
     kind: ClassVar = 12
     stream: int
@@ -115,7 +114,7 @@ class Placed:
 
 @message
 class Released:
-    """The bodies at these offsets of the peer's memory are not read any more."""
+    """The sender no longer reads the bodies at these offsets of the peer's memory."""
 
     kind: ClassVar = 13
     offsets: list[int]
@@ -123,8 +122,8 @@ class Released:
 
 @message
 class Again:
-    """In place of the outcome of a request whose body came in chunks: nothing was done,
-    the body was not kept, send the same once more. The connection does that by itself.
+    """Asks to send a request with a body in chunks once more. Nothing was done, and the
+    body was not kept. The connection answers it by itself.
     """
 
     kind: ClassVar = 64

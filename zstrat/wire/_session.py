@@ -1,12 +1,12 @@
-"""Who owns a task: at most one coordinator at a time, decided without I/O.
+"""Decides which coordinator owns a task: at most one at a time. Without I/O.
 
-A session is named by the incarnation of its coordinator. It begins with `OpenSession`
-and lasts until its coordinator closes it or another one takes the task over, which is
-granted only when the owner is gone: an owner that was lost keeps what it has on the
-task (it may come back, or the next one may start afresh), but it cannot keep the task.
-A coordinator may have several connections, and a frozen task may hear the last of them
-first: openings and closes say when they were sent, so that an old close ends nothing.
-Only this file changes who the owner is; ps and worker ask it before they act.
+The incarnation of a coordinator names its session. The session begins with
+`OpenSession` and ends when its coordinator closes it, or when another coordinator takes
+over, which is allowed only if the owner is lost. The state of a lost owner stays on the
+task until then, as the owner may come back. A coordinator may have several connections,
+and a frozen task may read the last one first: openings and closes have the time when
+they were sent, so that an old close has no effect. Only this file changes the owner; ps
+and worker check it before they act.
 """
 
 from __future__ import annotations
@@ -28,37 +28,33 @@ class OwnerPeer(Protocol):
 
     @property
     def is_heard(self) -> bool:
-        """Whether it is whole, and the coordinator was heard on it just now."""
+        """Whether the connection is intact, and a message came on it just now."""
         ...
 
     @property
     def heard(self) -> object:
-        """Another value after each message of the coordinator."""
+        """A value that changes with each message of the coordinator."""
         ...
 
 
 @final
 class AbsentPeer:
-    """In place of a connection that is not there yet."""
+    """Stands for a connection that does not exist yet."""
 
     is_heard = False
     heard = None
 
     def notify(self, message: object) -> None:
-        """Refuses, as nobody would hear it.
-
-        Raises:
-            PeerLostError: In any case.
-        """
+        """Raises `PeerLostError`, as nobody is connected."""
         raise PeerLostError("the coordinator", "it has not come back yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The coordinator that holds a task; ``peer`` is its last connection, by identity;
-    ``since`` is when it took it, in seconds since 1970, None if nobody said that;
-    ``name``, ``origin``, ``is_shared``, ``program`` and ``sent`` are those of
-    `OpenSession`; ``sent`` that of the last one."""
+    """The coordinator that owns a task. ``peer`` is its last connection; ``since`` is
+    when it became the owner, in seconds since 1970, None if not known; ``name``,
+    ``origin``, ``is_shared``, ``program`` and ``sent`` are those of `OpenSession`, and
+    ``sent`` is that of the last one."""
 
     session: int
     peer: OwnerPeer
@@ -77,36 +73,36 @@ class Owner:
         return f"{who.job}:{who.index} ({program}pid {who.pid} on {who.host})"
 
     def is_of(self, other: Hello) -> bool:
-        """Whether this HELLO is of the process that holds the task.
+        """Whether this HELLO is from the process that owns the task.
 
-        Containers that have the network of one host have its name, too, and may both
-        have the pid 1: incarnations tell them apart.
+        Containers with the network of one host share its name, and may both have the
+        pid 1, so incarnations are compared, too.
         """
         return _process_of(self.hello) == _process_of(other)
 
     def to(self, other: Hello) -> str:
-        """What a coordinator is told that wants the task, too."""
+        """Describes the owner to another coordinator that asks for the task."""
         if self.is_of(other):
             return (
-                "another strategy of your own program, made before: call "
+                "another strategy of your own program, created earlier: call "
                 "strategy.close() on that one, or use it"
             )
         began = "before you"
         if self.since is not None:
             began = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(self.since))
         return (
-            f"the coordinator {self} since {began}: stop that program, or have this "
-            "one wait for its turn (ZSTRAT_TURN=SECONDS, or Timeouts(turn=SECONDS))"
+            f"the coordinator {self} since {began}: stop that program, or let this one "
+            "wait for its turn (ZSTRAT_TURN=SECONDS, or Timeouts(turn=SECONDS))"
         )
 
 
 def _process_of(hello: Hello) -> tuple[str, int, int]:
-    # The upper bits of incarnations that one process draws are alike.
+    # Incarnations of one process have the same upper bits.
     return hello.host, hello.pid, hello.incarnation >> 32
 
 
 _REFUSED: Final = 1024
-"""Sessions that wait for a task, at most; each is a program that may have gone."""
+"""Most sessions that wait for a task; each is a program that may have ended."""
 
 
 class Ownership:
@@ -116,14 +112,15 @@ class Ownership:
         self._task = task
         self._owner: Owner | None = None
         self._links: list[OwnerPeer] = []
-        """Connections of the owner by which it has opened the session, as it may have
-        several; the last one is where it is told of what happens."""
+        """Connections by which the owner has opened the session; notices are sent on
+        the last one."""
         self._refused: OrderedDict[int, dict[OwnerPeer, object]] = OrderedDict()
-        """What was heard of the owner when another session was first refused for it."""
+        """For each refused session: `OwnerPeer.heard` of the owner's connections when
+        it was first refused."""
 
     @property
     def session(self) -> int | None:
-        """The session that is open, None before the first and after a close."""
+        """The open session; None before the first one and after a close."""
         return None if self._owner is None else self._owner.session
 
     @property
@@ -131,22 +128,23 @@ class Ownership:
         return self._owner
 
     def open(self, asked: Owner, *, several: bool = False) -> bool:
-        """Gives the task to a coordinator.
+        """Makes a coordinator the owner of the task.
 
         Args:
-            asked: Who is to hold it.
+            asked: The new owner.
             several: The coordinator may have several connections to the task, and is
-                lost with the last of them. The caller tells `lost` of each that ends.
+                lost with the last one. The caller calls `lost` with each ended one.
 
         Returns:
-            True if the session is new: what belongs to an older one is to be dropped.
+            True if the session is new: the caller drops the state of an older one.
             False if this session was open already (the coordinator reconnected).
 
         Raises:
-            BusyError: Another coordinator, which is not lost, holds the task.
-            HeldError: The same, where the other coordinator is surely alive: another
-                process, which was heard after this session was first refused. It is a
-                plain BusyError until then, and may pass soon, as after a kill.
+            BusyError: Another coordinator, which is not lost, owns the task.
+            HeldError: The same, and the other coordinator is surely alive: another
+                process, from which a message came after this session was first refused.
+                Until then it is a plain BusyError, which may pass soon, as after a
+                kill.
         """
         owner = self._owner
         is_new = owner is None or owner.session != asked.session
@@ -174,14 +172,13 @@ class Ownership:
         return is_new
 
     def adopt(self, asked: Owner) -> bool:
-        """Gives the task to a coordinator that goes on with the session of this name,
-        after the coordinator that opened it was lost.
+        """Makes a coordinator the owner of the named session of a lost coordinator.
 
         The session gets another number, so that late messages of the lost coordinator
         are refused.
 
         Returns:
-            False, and nothing has changed, if there is no such session.
+            False, without a change, if there is no such session.
         """
         owner = self._owner
         if owner is None or owner.alive or owner.session == asked.session:
@@ -194,16 +191,16 @@ class Ownership:
         return True
 
     def inherit(self, owner: Owner) -> None:
-        """Goes on with the session that the process before had open for this task. Its
-        coordinator counts as alive, as it will connect again; if it is known to be
-        lost, the caller says so by `lost`."""
+        """Continues the session of the previous process of this task. Its coordinator
+        counts as alive, as it will reconnect; if it is known to be lost, the caller
+        calls `lost`."""
         self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:
-        """The connection is gone; True if the owner has no other one."""
+        """Removes an ended connection; returns True if the owner has no other one."""
         owner, self._links = self._owner, self._others(peer)
         if owner is None or owner.peer is not peer:
-            return False  # a connection that the owner has replaced may die late
+            return False  # a connection that the owner has replaced may end late
         if self._links:
             self._owner = replace(owner, peer=self._links[-1])
             return False
@@ -211,8 +208,8 @@ class Ownership:
         return True
 
     def _has_proved_alive(self, owner: Owner, session: int) -> bool:
-        """Whether the owner was heard since ``session`` was first refused. What was
-        heard before proves nothing: it may have been killed or frozen just then."""
+        """Whether a message of the owner has come since ``session`` was first refused.
+        Earlier messages prove nothing: the owner may have been killed just then."""
         links = dict.fromkeys((owner.peer, *self._links))
         before = self._refused.setdefault(session, {link: link.heard for link in links})
         if len(self._refused) > _REFUSED:
@@ -226,7 +223,7 @@ class Ownership:
         """Ends the session; False if none was open (closing twice is no error).
 
         Args:
-            sent: When its coordinator said so, by the clock of `Owner.sent`.
+            sent: When its coordinator sent the order, by the clock of `Owner.sent`.
 
         Raises:
             StaleSessionError: Another session is open, or this one was opened again
@@ -245,10 +242,10 @@ class Ownership:
         return True
 
     def check(self, session: int) -> None:
-        """Passes the requests of the open session, and no others.
+        """Checks that ``session`` is open.
 
         Raises:
-            StaleSessionError: ``session`` is not the one that is open.
+            StaleSessionError: Another session is open, or none.
         """
         owner = self._owner
         if owner is not None and owner.session == session:
@@ -258,5 +255,5 @@ class Ownership:
         )
         raise StaleSessionError(
             f"{self._task} serves {serves}, not session {session:#x}: the task was "
-            "restarted or taken over; connect the program to the cluster anew"
+            "restarted or taken over; reconnect the program to the cluster"
         )

@@ -1,7 +1,7 @@
-"""What a coordinator and a worker say to each other about closures and their resources.
+"""Messages between a coordinator and a worker about closures and their resources.
 
-Code and arguments are shipped once and named from then on; what is dispatched is
-answered by `Completions`, many in one message.
+Code and arguments are sent once, and then referred to by digest or number. Dispatched
+closures are answered by `Completions`, many in one message.
 """
 
 import enum
@@ -20,8 +20,8 @@ class Outcome(enum.IntEnum):
 
 @message
 class PutCode:
-    """Ships a pickled object (a step function, a dataset function) once, named by its
-    digest. Taken from a coordinator alone. Answered by `Done`."""
+    """Sends a pickled object (a step function, a dataset function), named by its
+    digest. Accepted only from a coordinator. Answered by `Done`."""
 
     kind: ClassVar = 48
     session: int
@@ -31,8 +31,8 @@ class PutCode:
 
 @message
 class PutArguments:
-    """Ships the pickled ``(args, kwargs)`` of closures; large arrays travel beside it
-    (pickle protocol 5, out of band, in order). A notice: order on the link suffices."""
+    """Sends the pickled ``(args, kwargs)`` of closures, with large arrays out of band
+    (pickle protocol 5). A notice, as messages of a link keep their order."""
 
     kind: ClassVar = 49
     session: int
@@ -43,7 +43,8 @@ class PutArguments:
 
 @message
 class DropArguments:
-    """No closure with these arguments is left. A notice: order on the link suffices."""
+    """Drops arguments that no closure needs. A notice, as messages of a link keep their
+    order."""
 
     kind: ClassVar = 50
     session: int
@@ -51,9 +52,9 @@ class DropArguments:
 
 
 class Batch(NamedTuple):
-    """Closures that share function and arguments; ``arguments`` 0: called without any.
-    ``attempt`` is 1 for the first try. ``size`` is how many bytes of ``inputs`` each of
-    them has."""
+    """Closures that share function and arguments; ``arguments`` 0: no arguments.
+    ``attempt`` is 1 for the first try. ``size`` is the number of bytes of ``inputs``
+    per closure."""
 
     function: bytes
     arguments: int
@@ -64,11 +65,10 @@ class Batch(NamedTuple):
 
 @message
 class Dispatch:
-    """Runs the closures in order. A notice, answered by `Completions` as they end.
-    ``inputs`` are the arrays among their arguments, closure after closure; those of a
-    batch of large ``size`` are ``arrays`` instead, uint8 [size] for each closure.
-    ``waiting`` is how many are left in the program, and ``full`` whether it could not
-    schedule more."""
+    """Runs closures in order. A notice, followed by `Completions` as they end.
+    ``inputs`` are the arrays among their arguments, closure after closure; a batch of
+    large ``size`` has ``arrays`` instead, uint8 [size] per closure. ``waiting`` is the
+    number of closures left in the program, ``full`` whether its queue is full."""
 
     kind: ClassVar = 51
     session: int
@@ -81,9 +81,9 @@ class Dispatch:
 
 
 class Completion(NamedTuple):
-    """``layout`` names a `LayoutMessage` sent before or with it on this link; ``size``
-    is how many bytes of ``results`` are this closure's, -1 if they stay on the worker
-    (`Fetch`). ``error`` is `errors.to_wire` or None."""
+    """The end of one closure. ``layout`` names a `LayoutMessage` sent before or in the
+    same message; ``size`` is the number of its bytes in ``results``, -1 if they stay on
+    the worker (`Fetch`). ``error`` is `errors.to_wire` or None."""
 
     step: int
     outcome: int
@@ -93,7 +93,7 @@ class Completion(NamedTuple):
 
 
 class LayoutMessage(NamedTuple):
-    """How to cut a result: dtype names and shapes of the leaves, and their structure
+    """Describes a result: dtype names and shapes of the leaves, and their structure
     (nested lists and dicts with leaf numbers, or None if it is not plain)."""
 
     layout: int
@@ -104,7 +104,7 @@ class LayoutMessage(NamedTuple):
 
 @message
 class Completions:
-    """Closures that ended; a notice from worker to coordinator. ``results`` is the
+    """Reports ended closures; a notice from worker to coordinator. ``results`` are the
     little-endian C-order bytes of all small results, leaf after leaf."""
 
     kind: ClassVar = 52
@@ -115,8 +115,8 @@ class Completions:
 
 
 class PrintedText(NamedTuple):
-    """Lines that were printed to one stream (1: standard output, 2: standard error),
-    each with its end; before them so many lines were ``dropped``."""
+    """Lines printed to one stream (1: standard output, 2: standard error), each with
+    its newline, after ``dropped`` lines that were not sent."""
 
     stream: int
     text: str
@@ -125,8 +125,8 @@ class PrintedText(NamedTuple):
 
 @message
 class Printed:
-    """What steps and dataset functions of the session have printed, in order; a notice
-    from worker to coordinator. What a step has printed goes before its completion."""
+    """Output of steps and dataset functions of the session, in order; a notice from
+    worker to coordinator. The output of a step is sent before its completion."""
 
     kind: ClassVar = 67
     session: int
@@ -135,8 +135,8 @@ class Printed:
 
 @message
 class CancelSteps:
-    """Drops every closure that has not begun; each one is answered in `Completions` as
-    cancelled. What runs, runs to its end."""
+    """Cancels every closure that has not begun; each is reported as cancelled in
+    `Completions`. A running closure continues."""
 
     kind: ClassVar = 53
     session: int
@@ -161,7 +161,7 @@ class Fetched:
 
 @message
 class DropResults:
-    """The program holds no value of these steps any more. A notice."""
+    """Drops results that the program no longer refers to. A notice."""
 
     kind: ClassVar = 56
     session: int
@@ -170,11 +170,11 @@ class DropResults:
 
 @message
 class BuildResource:
-    """Builds (again) a per-worker resource from shipped code; answered by
-    `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
-    a callable, ``purpose`` is "iterator" (its result is iterated) or "value". A dataset
-    is told that it is for input pipeline ``pipeline`` of ``pipelines``; 0 of them: that
-    of the worker's place in the session. An iterator goes on at ``state``, of an
+    """Builds or rebuilds a per-worker resource from sent code. Answered by
+    `ResourceBuilt`, or by a `Failure` with the error of the code. ``maker`` is the
+    digest of a callable, ``purpose`` is "iterator" (its result is iterated) or "value".
+    A dataset is built for input pipeline ``pipeline`` of ``pipelines``; if that is 0,
+    for the worker's index in the session. An iterator continues at ``state``, of an
     `IteratorState`; "": at the beginning."""
 
     kind: ClassVar = 57
@@ -198,8 +198,8 @@ class ResourceBuilt:
 
 @message
 class AskIteratorState:
-    """Asks for the place of an iterator in its data, all that was put back counted as
-    not drawn. Answered by `IteratorState`, or by the `Failure` to say it."""
+    """Asks for the position of an iterator, where elements that were put back count as
+    not drawn. Answered by `IteratorState`, or by a `Failure`."""
 
     kind: ClassVar = 115
     session: int
@@ -208,8 +208,8 @@ class AskIteratorState:
 
 @message
 class AskIteratorFit:
-    """Asks whether an iterator can go to the ``state`` of an `IteratorState`. Answered
-    by `Done`, or by the `Failure` that says why it cannot."""
+    """Asks whether an iterator can continue at the ``state`` of an `IteratorState`.
+    Answered by `Done`, or by a `Failure` with the reason."""
 
     kind: ClassVar = 117
     session: int
@@ -219,8 +219,8 @@ class AskIteratorFit:
 
 @message
 class IteratorState:
-    """``state`` is JSON; "" where the iterator had no element when it was built, or
-    could not be built: then it is where it was to begin."""
+    """The position of an iterator. ``state`` is JSON; "" if the iterator was empty or
+    could not be built, and so is still at its beginning."""
 
     kind: ClassVar = 116
     state: str
@@ -228,7 +228,7 @@ class IteratorState:
 
 @message
 class DropResources:
-    """The program holds these resources no more; the worker closes them. A notice."""
+    """Closes resources that the program no longer refers to. A notice."""
 
     kind: ClassVar = 59
     session: int

@@ -1,7 +1,7 @@
-"""What every task is asked, whatever its job, and the outcomes of any request.
+"""Messages to tasks of any job, and the outcomes of any request.
 
-One coordinator owns a task at a time: its session is opened before anything else is
-asked, and what belongs to it is dropped with it (`_session`).
+One coordinator owns a task at a time. It opens a session before anything else, and the
+state of the session is dropped with it (`_session`).
 """
 
 from dataclasses import field
@@ -12,7 +12,7 @@ from ._schema import Arrays, PlainTree, message
 
 @message
 class Failure:
-    """The outcome of a request that failed: `zstrat.errors.to_wire` of the error."""
+    """The outcome of a failed request: `zstrat.errors.to_wire` of the error."""
 
     kind: ClassVar = 6
     error: PlainTree
@@ -20,21 +20,21 @@ class Failure:
 
 @message
 class Done:
-    """The outcome of a request that has nothing to say but that it succeeded."""
+    """The outcome of a successful request without a result."""
 
     kind: ClassVar = 7
 
 
 @message
 class Inspect:
-    """Asks a task for its statistics; any role may."""
+    """Asks a task for its statistics. Allowed for any role."""
 
     kind: ClassVar = 8
 
 
 @message
 class Statistics:
-    """What `Inspect` is answered with: values by the part of the task they tell of."""
+    """Answers `Inspect`: values by the part of the task."""
 
     kind: ClassVar = 9
     values: dict[str, PlainTree]
@@ -42,9 +42,9 @@ class Statistics:
 
 @message
 class Telemetry:
-    """What a task says of itself to the program whose session it serves, about once a
-    second while that changes: the parts of `Statistics` that `zstrat.telemetry` makes.
-    A notice, and nobody misses one that is lost."""
+    """Reports a task to the program whose session it serves, about once a second while
+    the values change: the parts of `Statistics` that `zstrat.telemetry` computes. A
+    notice; the next one replaces one that is lost."""
 
     kind: ClassVar = 105
     values: dict[str, PlainTree]
@@ -52,25 +52,24 @@ class Telemetry:
 
 @message
 class OpenSession:
-    """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
-    while another coordinator that is alive holds it.
+    """Makes a coordinator the owner of a task. Answered by `SessionOpened`, or by a
+    `BusyError` while another coordinator that is alive owns it.
 
-    ``session`` is the incarnation of the coordinator; ``ps`` are the addresses that a
-    worker pulls from and pushes to, in task order; ``index`` is the receiver's place
-    among the tasks of its job that the coordinator knows, from 0, and goes into the
-    worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
-    worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
-    print (`Printed`). ``views``: those of the stores at ``ps``, which may move
-    (`MoveServer`). ``replicas``: second copies that these have, in other processes.
+    ``session`` is the incarnation of the coordinator. ``ps`` are the addresses of the
+    parameter servers in task order. ``index`` is the receiver's index among the tasks
+    of its job that the coordinator knows; it goes into the worker context with
+    ``worker_count``. ``prefetch``: optimizer steps that a worker may fetch ahead.
+    ``listens``: the coordinator wants the output of its steps (`Printed`). ``views``:
+    view numbers of the stores at ``ps``, which may move (`MoveServer`). ``replicas``:
+    number of backups of each store, in other processes.
 
-    A ps heeds the session and what it is called: under a ``name`` it keeps the session
-    of a coordinator that is lost for the next one that opens it by that name, with the
-    variables, their slots and their keys. ``views``, to a ps: the one since which
-    another process serves its store, if one does. ``origin`` is the number that those
-    keys are counted from; 0: the session's own. ``is_shared``: workers that are
-    programs of their own may join it (`JoinSession`). ``program``: what runs there, for
-    words to a person ("train.py"). ``sent``: when, by the clock that only goes forward
-    of the coordinator (`CloseSession`).
+    A ps uses ``session`` and ``name``: if a coordinator is lost, the ps keeps a named
+    session, with variables, slots and keys, for the next coordinator that opens it by
+    this name. ``views`` for a ps: the view since which another process serves its
+    store, if one does. ``origin`` is the number from which the keys are counted; 0: the
+    session's own. ``is_shared``: workers that run a program of their own may join
+    (`JoinSession`). ``program``: name of the program for messages ("train.py").
+    ``sent``: monotonic time of the coordinator when this was sent (`CloseSession`).
     """
 
     kind: ClassVar = 16
@@ -91,12 +90,11 @@ class OpenSession:
 
 @message
 class SessionOpened:
-    """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
+    """A session is open. ``platform`` ("cpu", "gpu", "tpu") and number of ``devices``.
 
-    ``resumed``: the session was open already, and all that it has here is intact.
-    ``session``: its number, in the answer to a `JoinSession`. ``origin``, of a ps: as
-    in `OpenSession`; another number than the session's if that goes on with an older
-    one.
+    ``resumed``: the session was open before, and its state is intact. ``session``: its
+    number, in the answer to a `JoinSession`. ``origin``, of a ps: as in `OpenSession`;
+    differs from the session's number if that continues an older session.
     """
 
     kind: ClassVar = 17
@@ -125,11 +123,10 @@ class AwaitedOptimizer(NamedTuple):
 
 @message
 class JoinSession:
-    """A worker that runs a program of its own asks a ps for the session of the program
-    that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
-    any whose coordinator is there) and all these variables and optimizers are in it;
-    refused if another one is there in place of one of them, or after ``timeout``
-    seconds."""
+    """Asks a ps for the session of the program that creates the variables; sent by a
+    worker that runs a program of its own. Answered by `SessionOpened` once ``session``
+    is open (0: any session whose coordinator is alive) and has all these variables and
+    optimizers. Refused if one of them is another one, or after ``timeout`` seconds."""
 
     kind: ClassVar = 19
     session: int
@@ -140,12 +137,11 @@ class JoinSession:
 
 @message
 class ReportWorker:
-    """A worker that no program knows reports itself to a parameter server, which passes
-    it on to the program whose session it serves. Answered by `AnswerReport` when it is
-    in that session; refused by that program, or after ``timeout`` seconds.
+    """Reports a new worker to a parameter server, which passes it on to the program
+    whose session it serves. Answered by `AnswerReport` when the worker is in that
+    session. Refused by the program, or after ``timeout`` seconds.
 
-    ``address``: where it is to be reached. ``index`` is its number, and -1 that of a
-    worker which asks for one and serves nobody yet.
+    ``address``: address of the worker. ``index``: its number, or -1 if it asks for one.
     """
 
     kind: ClassVar = 111
@@ -156,8 +152,8 @@ class ReportWorker:
 
 @message
 class WorkerReported:
-    """Tells the program of a `ReportWorker`. A notice; it is told again, under the same
-    number ``report``, when the program has opened its session anew."""
+    """Passes a `ReportWorker` to the program. A notice, which is sent again under the
+    same number ``report`` if the program reopens its session."""
 
     kind: ClassVar = 112
     session: int
@@ -169,8 +165,8 @@ class WorkerReported:
 
 @message
 class AnswerReport:
-    """What becomes of a worker that has reported itself: it has this ``index``; or
-    `zstrat.errors.to_wire` of what is in the way."""
+    """Answers a `WorkerReported`: the ``index`` of the worker, or
+    `zstrat.errors.to_wire` of the reason of a refusal."""
 
     kind: ClassVar = 113
     session: int
@@ -181,10 +177,11 @@ class AnswerReport:
 
 @message
 class CloseSession:
-    """Drop all of the session; with ``exit`` the process drains and ends.
+    """Closes the session and drops its state; with ``exit`` the process drains and
+    ends.
 
-    Refused if the session was opened again after this was ``sent``: the two came by
-    different connections, which keep no order.
+    Refused if the session was reopened after this was ``sent``: messages of different
+    connections may arrive in another order.
     """
 
     kind: ClassVar = 18
@@ -195,7 +192,7 @@ class CloseSession:
 
 @message
 class AskClock:
-    """What does your clock say? Answered by `ClockTime` at once."""
+    """Asks a task for the time of its clock. Answered at once by `ClockTime`."""
 
     kind: ClassVar = 106
     session: int
@@ -203,7 +200,7 @@ class AskClock:
 
 @message
 class ClockTime:
-    """Seconds, by the clock that only goes forward of the process that answers."""
+    """Seconds of the monotonic clock of the process that answers."""
 
     kind: ClassVar = 107
     now: float
@@ -211,9 +208,9 @@ class ClockTime:
 
 @message
 class BeginCapture:
-    """From now on keep the spans of the session's steps, the last ``spans`` of them,
-    for at most so many ``seconds``. ``profile``: a worker has jax profile its process
-    as well, into a folder of its own. Answered by `Done`."""
+    """Starts to keep the spans of the session's steps: the last ``spans``, for at most
+    ``seconds``. ``profile``: a worker also starts jax's profiler, into a new folder.
+    Answered by `Done`."""
 
     kind: ClassVar = 108
     session: int
@@ -224,7 +221,7 @@ class BeginCapture:
 
 @message
 class EndCapture:
-    """Keep them no more, and tell those that there are. Answered by `Captured`."""
+    """Stops keeping spans, and asks for them. Answered by `Captured`."""
 
     kind: ClassVar = 109
     session: int
@@ -232,13 +229,13 @@ class EndCapture:
 
 @message
 class Captured:
-    """The spans: steps (int64 [n]), places in ``phases`` (uint8 [n]), begins and ends
-    (float64 [2, n], seconds by the clock of `ClockTime`); and times, bytes that the
-    process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
-    spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
-    none. If there is one, there are three more arrays, of its events: numbers of rows
-    and names (uint32 [2, k]), begins and ends (float64 [2, k]), and a JSON text (uint8)
-    of the rows, the names, and what is to be said of it."""
+    """Captured spans: steps (int64 [n]), indices into ``phases`` (uint8 [n]), starts
+    and ends (float64 [2, n], seconds of the clock of `ClockTime`); and times with the
+    bytes received and sent by the process so far (float64 [3, m]). ``is_cut``: there
+    were more spans. ``profile``: folder of jax's profile; ``problem``: why there is
+    none. A profile adds three arrays of its events: indices of rows and names (uint32
+    [2, k]), starts and ends (float64 [2, k]), and a JSON text (uint8) with the rows,
+    the names and a note."""
 
     kind: ClassVar = 110
     phases: list[str]

@@ -1,9 +1,8 @@
-"""What a worker keeps of its steps while a time line is taken, and jax's own profile.
+"""Captures the spans of a worker's steps for a time line, and jax's own profile.
 
-Spans are kept by the session's recorder, on the loop. jax is told to profile on the
-executor thread, between two steps: it may take a second. Its profile has a clock of its
-own, which begins with it. Marks that are made at its begin, at known moments, say what
-that clock is in ours.
+The session's recorder keeps the spans, on the loop. jax's profiler is started on the
+executor thread, between two steps, as that may take a second. The profile has its own
+clock. Marks at known times, right after the start, relate it to the worker's clock.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ if TYPE_CHECKING:
 
 
 ANSWERED: Final = 120.0
-"""Seconds in which the program may begin, and end, jax's profile of all workers. Behind
-these nobody ends it any more, and it would fill the memory."""
+"""Seconds for the program to start and stop jax's profile on all workers. After them
+the program is assumed lost, and the profile is stopped before it fills the memory."""
 
 Capturing = AskClock | BeginCapture | EndCapture
 
 
 @final
 class SessionCapture:
-    """Of one session. Only the loop touches it.
+    """Answers the messages about captures of one session. Only the loop uses it.
 
     Args:
-        executor: Whose thread tells jax.
-        clock: What the spans are told by.
+        executor: Its thread starts and stops jax's profiler.
+        clock: The clock of the spans.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class SessionCapture:
         self._recorder, self._executor, self._clock = recorder, executor, clock
         self._profile = JaxProfile(clock, 0)
         self._limit: asyncio.TimerHandle | None = None
-        """Of jax's profile, while there is one."""
+        """Stops jax's profile at last; None: there is no profile."""
 
     def serve(self, message: Capturing) -> Message | Awaitable[Message]:
-        """Answers at once, or when jax has done what it was told."""
+        """Answers at once, or when jax's profiler has started or stopped."""
         match message:
             case AskClock():
                 return ClockTime(self._clock())
@@ -80,7 +79,7 @@ class SessionCapture:
                 return self._end_profile()
 
     def close(self) -> None:
-        """The session is over, or who has begun a profile is gone: it ends."""
+        """Stops jax's profile, if there is one."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
@@ -110,43 +109,43 @@ class SessionCapture:
 
 _MARK: Final = "zstrat clock"
 _MARKS: Final = 8
-"""Of which the shortest counts: the first one takes thirty times as long as others."""
+"""Number of marks. The shortest one counts: the first takes thirty times as long."""
 _MAX_NAME_CHARACTERS: Final = 200
-"""Characters of a name: those of fusions may have thousands."""
+"""Most characters of a name: names of fusions may have thousands."""
 
 
 @final
 class JaxProfile:
-    """One profile. Its methods are called on the executor thread; jax can take one at a
-    time in a process.
+    """One profile of jax. Its methods are called on the executor thread. jax supports
+    one profile at a time in a process.
 
     Args:
-        clock: That of the worker's spans.
-        limit: Events that are kept, the last ones.
+        clock: The clock of the worker's spans.
+        limit: Most events that are kept: the last ones.
     """
 
     def __init__(self, clock: Callable[[], float], limit: int) -> None:
         self._clock, self._limit = clock, limit
         self._marks: list[tuple[float, float]] = []
         self.folder = ""
-        """Where it is, once it has begun."""
+        """Folder of the profile, once started."""
         self.problem = ""
-        """Why there is none."""
+        """Why there is no profile; "": no problem."""
         self.events: JaxEvents | None = None
-        """What it has, once it has ended."""
+        """Events of the profile, once stopped."""
 
     def start(self) -> None:
-        """Begins it, in a folder of its own for temporary files."""
+        """Starts the profile, in its own temporary folder."""
         try:
             folder = tempfile.mkdtemp(prefix="zstrat-jax-profile-")
             options = jax.profiler.ProfileOptions()
-            # Each call of Python would take several times as long, the loop's too.
+            # Tracing Python makes each call several times as slow, on the loop, too.
             options.python_tracer_level = 0
             jax.profiler.start_trace(folder, profiler_options=options)
-        except Exception as error:  # told with what was captured
+        except Exception as error:  # reported with the capture
             self.problem = (
-                f"jax does not profile it: {error} (it takes one profile at a time in "
-                "a process: end the other one first)"
+                f"jax's profiler did not start: {error} (a process has one profile "
+                "at a time: stop the other one first)"
             )
             return
         self.folder = folder
@@ -157,18 +156,18 @@ class JaxProfile:
             self._marks.append((began, self._clock()))
 
     def stop(self) -> None:
-        """Ends it, writes it, and reads what it has."""
+        """Stops the profile, writes it, and reads its events."""
         if not self.folder or self.problem:
             return
         try:
             jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
-        except Exception as error:  # told with what was captured
+        except Exception as error:  # reported with the capture
             self.folder, self.problem = "", f"jax's profile is lost: {error}"
             return
         try:
             self.events = self._read()
-        except Exception as error:  # told in the file: a jax of another kind, a disk
-            words = f"none could be read: {type(error).__name__}: {error}"
+        except Exception as error:  # reported in the file: another jax, a full disk
+            words = f"the events cannot be read: {type(error).__name__}: {error}"
             self.events = JaxEvents([], words)
 
     def _read(self) -> JaxEvents:
@@ -189,26 +188,26 @@ class JaxProfile:
         )
 
     def _clock_of(self, marks: list[float]) -> ClockReading:
-        """What the clock of the profile is ahead of ours.
+        """Returns how far the clock of the profile is ahead of the worker's.
 
         Raises:
-            ValueError: The marks are not all there.
+            ValueError: Marks are missing.
         """
         trips = zip(self._marks, marks, strict=True)
         return read_clock([RoundTrip(began, at, ended) for (began, ended), at in trips])
 
 
 def _events(folder: Path) -> Iterator[JaxEvent]:
-    """All that took any time, by the clock of the profile.
+    """Yields the events that have a duration, by the clock of the profile.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no profile in the folder.
     """
     (file,) = folder.rglob("*.xplane.pb")
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         where = plane.name.removeprefix("/device:")
         for line in plane.lines:
-            # Behind the name of a thread stands its number, which says nothing.
+            # The number after the name of a thread has no meaning.
             thread = line.name.partition("/")[0]
             row = thread if plane.name.startswith("/host:") else f"{where} {thread}"
             for event in line.events:

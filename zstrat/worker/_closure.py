@@ -1,13 +1,13 @@
-"""A closure on its way through a worker, from its arrival to how it ended.
+"""The values that describe a closure on a worker, from its arrival to its end.
 
-Its stations are values that cross between thread and loop: `_pipeline` moves them about
-and the executor obeys; nothing here decides.
+They cross between the executor thread and the loop; `_pipeline` decides about them.
 
-How it ended has the form in which the coordinator hears of it. Endings are made on the
-executor thread, complete with the bytes of a small result, so that the loop only puts
-them together. What a program returns has the same layout each time: it is numbered and
-described once. Tracebacks are as the user wants them: their own lines, not the
-machinery around them.
+An `Ending` has the form in which it is reported to the coordinator. It is created on
+the executor thread, with the bytes of a small result, so that the loop only joins
+several into one message. All results of a program have the same layout, which is
+numbered and described once. Tracebacks show the user's lines only.
+
+`Catalog` knows what the steps of each plan read and write.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Do(enum.Enum):
-    """What the executor is to do now."""
+    """The next work of the executor."""
 
     PREPARE = enum.auto()
     ADVANCE = enum.auto()
@@ -58,7 +58,7 @@ class Do(enum.Enum):
 @final
 @dataclass(slots=True, eq=False)
 class Costs:
-    """The seconds that the last preparation, advance and run of a function took."""
+    """Seconds of the last preparation, advance and run of a function."""
 
     prepare: float = math.inf
     advance: float = math.inf
@@ -68,82 +68,82 @@ class Costs:
 @final
 @dataclass(slots=True, eq=False)
 class StepNotes:
-    """What a step has spent its time with, and from when its values are."""
+    """How a step spent its time, and the age of its values."""
 
     drew: float = 0.0
     """Seconds of its preparation."""
     examples: int = 0
-    """That it has drawn."""
+    """Number of examples drawn."""
     asked: float = 0.0
-    """When its values were asked for first,"""
+    """When its values were first requested,"""
     arrived: float = 0.0
-    """when they were there last,"""
+    """when the last ones arrived,"""
     pulled: float = 0.0
-    """and the seconds in between in which they were awaited."""
+    """and the seconds in between spent waiting for them."""
     clocks: Clocks | None = None
-    """What the servers said of their time when it first read of them."""
+    """Clocks of the servers at its first pull."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class ClosureStep:
-    """One closure on its way: the executor says what it is, the pipeline where."""
+    """One closure: the executor sets what it does, the pipeline its state."""
 
     number: int
     task: Any
-    """What to run; shared by the steps of a batch."""
+    """The work; shared by the steps of a batch."""
     costs: Costs
     received: float
-    """When it came, as all times of the executor's clock."""
+    """When it arrived. All times are of the executor's clock."""
     prepared: float = field(init=False)
-    """When its preparation had ended."""
+    """When its preparation ended."""
     notes: StepNotes | None = None
     """None if it was prepared with the others of its batch, and reads nothing."""
     work: Any = None
-    """What the executor made of the task when it prepared the step."""
+    """The prepared step, made of the task."""
     reads: Any = None
-    """What is pulled for it, compared by identity; None: nothing."""
+    """The pull that it needs, compared by identity; None: nothing."""
     nbytes: int = 0
     levels: int = 0
-    """How often it still has to advance, and be pulled again, before it can run."""
+    """Number of advances, each with another pull, before it can run."""
     writes: bool = False
     optimizes: bool = False
-    """All that it writes are gradients for optimizers."""
+    """It writes only gradients for optimizers."""
     alone: bool = False
     ready: bool = False
     values: Any = None
     error: BaseException | None = None
-    """Why its values did not come: it cannot run."""
+    """Why its values could not be pulled, so that it cannot run."""
     ending: Any = None
-    """Known before its turn, as it could not be prepared or advanced."""
+    """Its end, if it could not be prepared or advanced."""
     dropped: bool = False
 
 
 @final
 @dataclass(slots=True, eq=False)
 class SharedPull:
-    """One request for values, on behalf of the steps that read the same variables."""
+    """One pull for all steps that read the same variables."""
 
     reads: Any
     steps: list[ClosureStep]
     asked: float
     clocks: Clocks = field(default_factory=dict)
-    """What the servers say of their time, in the order in which they answer."""
+    """Clocks of the servers, in the order of their answers."""
 
 
 @final
 @dataclass(slots=True)
 class Post:
-    """What crosses to the loop: pushes first, then pulls, so that these read those."""
+    """What the thread sends to the loop. Pushes come first, so that pulls read them."""
 
     pushes: list[tuple[Any, Any]] = field(default_factory=list)
-    """Pairs of push and the ending that its acknowledgement releases."""
+    """Pairs of a push and the ending that is reported after its acknowledgement."""
     read_at: list[Clocks | None] = field(default_factory=list)
-    """The time, on the servers, of what each push was computed from."""
+    """Clocks of the servers at the pull from which each push was computed."""
     pulls: list[SharedPull] = field(default_factory=list)
     endings: list[Any] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
-    """Of the steps that ran. Nothing is posted for their sake."""
+    """Times of the steps that ran. They alone do not cause a post."""
 
     def __bool__(self) -> bool:
         return bool(self.pushes or self.pulls or self.endings)
@@ -151,14 +151,15 @@ class Post:
 
 _NO_LAYOUT: Final = 0
 _REMEMBERED: Final = 4096
-"""Layouts that are found again; an eager step that returns another Python number each
-time makes one for each, and they must not pile up."""
+"""Most layouts that are kept. An eager step that returns another Python number each
+time creates one for each, so they must be bounded."""
 
 
 @final
 @dataclass(slots=True)
 class Ending:
-    """``data`` are the bytes of a small result, ``kept`` the arrays of a large one."""
+    """The end of a closure. ``data`` are the bytes of a small result, ``kept`` the
+    arrays of a large one."""
 
     completion: Completion
     layout: LayoutMessage | None = None
@@ -167,30 +168,30 @@ class Ending:
 
 
 def failed(step: int, error: BaseException) -> Ending:
-    """The closure raised, or could not run."""
+    """Returns the ending of a closure that raised, or could not run."""
     return Ending(Completion(step, int(Outcome.FAILED), _NO_LAYOUT, 0, plain(error)))
 
 
 def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
-    """The closure did not begin.
+    """Returns the ending of a closure that did not begin.
 
-    Without an error it was cancelled as asked. With one, this worker does not take it,
-    and the error says why; it is retryable: another worker may run the closure.
+    Without an error it was cancelled on request. With one, this worker refuses it; the
+    error has the reason and is retryable, so another worker may run the closure.
     """
     assert error is None or error.retryable
-    told = None if error is None else plain(error)
-    return Ending(Completion(step, int(Outcome.CANCELLED), _NO_LAYOUT, 0, told))
+    reason = None if error is None else plain(error)
+    return Ending(Completion(step, int(Outcome.CANCELLED), _NO_LAYOUT, 0, reason))
 
 
 def plain(error: BaseException) -> PlainTree:
-    """The error for the wire, with the lines of the user's own traceback."""
+    """Converts an error for the wire, with the user's lines of its traceback."""
     if _is_of_flags(error):
         error.args = (f"{error}: {FLAGS_ARE_NOT_HERE}", *error.args[1:])
     return cast("PlainTree", errors.to_wire(trim(error)))
 
 
 def _is_of_flags(error: BaseException) -> bool:
-    """Whether absl has raised it, because it has no such flag here."""
+    """Whether absl raised the error because a flag is not defined here."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -201,43 +202,43 @@ def _is_of_flags(error: BaseException) -> bool:
 
 
 _BESIDE: Final = 1024
-"""Bytes of a header that are left for what is told with a layout."""
+"""Bytes of a header that are reserved for what is sent with a layout."""
 
 
 def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
-    """Whether the coordinator takes this description of ``what``. To be asked before a
-    step has an effect: one whose end cannot be told would have one and fail.
+    """Checks that the coordinator accepts this description of ``what``. To be called
+    before a step has an effect, as a step that fails must not have one.
 
     Raises:
-        ValueError: It does not; says why, and what to return instead.
+        ValueError: It does not; says what to return instead.
     """
     message = Completions(0, [], [layout], b"")
     try:
         decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
     except (TypeError, ValueError, errors.ProtocolError) as error:
         raise ValueError(
-            f"{what} that cannot be described to the program: return fewer and larger "
-            "arrays, numbers and texts in arrays, too, and nest them less deeply "
+            f"{what} whose description is too large: return fewer and larger arrays, "
+            "put numbers and texts into arrays, too, and nest them less deeply "
             f"({error})"
         ) from None
 
 
 def _check_fetched(leaves: Sequence[np.ndarray], limits: Limits) -> None:
-    """Whether these arrays, which stay here until they are asked for, can be sent."""
+    """Checks that these arrays, which stay here until fetched, fit one message."""
     try:
         encode(Fetched(tuple(leaves)), limit=limits.header - _BESIDE)
-    except ValueError:  # its advice is about another message
+    except ValueError:  # its remedy is for another message
         raise ValueError(
-            f"the step returns a pytree of {len(leaves)} arrays, of more than "
-            f"{limits.inline} bytes together: one message does not carry as many. "
-            "Return fewer and larger arrays: jnp.stack what has one shape"
+            f"the step returns a pytree of {len(leaves)} arrays with more than "
+            f"{limits.inline} bytes in total: too many for one message. Return fewer "
+            "and larger arrays: jnp.stack arrays of one shape"
         ) from None
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _KnownLayout:
-    source: ResultLayout  # held, so that its identity is not given to another
+    source: ResultLayout  # kept, so that its id is not reused
     layout: LayoutMessage
     size: int
 
@@ -247,7 +248,7 @@ class ResultLayouts:
     """Numbers the layouts of one session.
 
     A program has one layout object for all its results, found by identity; eager steps
-    make a new one each time, found by value.
+    create a new one each time, found by value.
 
     Args:
         limits: Results of more bytes than ``inline`` stay on the worker.
@@ -260,14 +261,14 @@ class ResultLayouts:
         self._by_value: dict[Hashable, _KnownLayout] = {}
 
     def __len__(self) -> int:
-        """How many layouts there were."""
+        """Number of layouts so far."""
         return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:
-        """The closure ran to its end.
+        """Returns the ending of a closure that succeeded.
 
         Raises:
-            ValueError: The coordinator would not take the description of the result.
+            ValueError: The description of the result is too large.
         """
         leaves = result.leaves
         known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
@@ -309,7 +310,7 @@ _FEEDS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS, UpdateOp.OPERANDS)
 
 
 class Reads(NamedTuple):
-    """One pull: variables, and rows of variables. Compared by identity."""
+    """A pull of variables and of rows of variables. Compared by identity."""
 
     refs: tuple[Ref, ...]
     rows: tuple[RowsRef, ...] = ()
@@ -318,24 +319,24 @@ class Reads(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of a step of this plan; ``reads`` and ``nbytes`` without what it looks up."""
+    """What a step of a plan needs; ``reads`` and ``nbytes`` without lookups."""
 
     specs: tuple[VariableSpec, ...]
-    """Of the variables that are read whole."""
+    """Specs of the variables that are read as a whole."""
     reads: Reads | None
     nbytes: int
     writes: bool
     optimizes: bool
     advances: int
-    """How often a step is pulled again before it can run."""
+    """Number of further pulls before a step can run."""
     blocks: tuple[int, ...]
-    """Bytes of the rows that a step makes of the answer to each level: one for each id,
-    however often it is there, while the answer has it once."""
+    """Bytes of the rows that a step makes of each level's answer: a row for each id,
+    with repetitions, while the answer has each row once."""
 
 
 @final
 class Catalog:
-    """The needs of the plans of one session, as long as somebody has the plan."""
+    """The needs of the plans of one session; each is kept as long as its plan."""
 
     def __init__(self) -> None:
         self._needs: Final = WeakKeyDictionary[Plan, Needs]()
@@ -343,15 +344,15 @@ class Catalog:
         self._row_bytes: Final[dict[int, int]] = {}
 
     def of(self, plan: Plan) -> Needs:
-        """What steps of this plan need."""
+        """Returns the needs of steps of this plan."""
         needs = self._needs.get(plan)
         if needs is None:
-            needs = self._needs[plan] = self._found(plan)
+            needs = self._needs[plan] = self._computed(plan)
         return needs
 
     def wanted(self, needs: Needs, wanted: Wanted) -> tuple[Reads | None, int]:
-        """The pull that answers what one step wants now, and the bytes of its answer;
-        None: nothing has to be pulled."""
+        """Returns the pull for what one step wants now, and the bytes of its answer;
+        None: there is nothing to pull."""
         if not wanted.rows:
             return self._whole(wanted.reads), _nbytes(wanted.reads)
         if needs.specs == wanted.reads:
@@ -365,7 +366,7 @@ class Catalog:
             nbytes += len(indices) * self._row_nbytes(spec)
         return Reads(refs, rows), nbytes
 
-    def _found(self, plan: Plan) -> Needs:
+    def _computed(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
         return Needs(
             plan.reads,

@@ -1,10 +1,10 @@
-"""The one thread of a worker that runs user code.
+"""The only thread of a worker that runs user code.
 
-It carries out what the pipeline of the present session decides, and between two
-closures whatever the loop sent it: code to unpickle, datasets to build, values that
-arrived. User code, jax and pickles run here and nowhere else; sockets are touched on
-the loop and nowhere else. They meet in the inbox (loop to thread) and in
-``call_soon_threadsafe`` (thread to loop).
+It carries out what the pipeline of the present session decides, and between closures
+what the loop sends: code to unpickle, datasets to build, values that arrived. User
+code, jax and pickles run only here; sockets are used only on the loop. The loop calls
+the thread through the inbox, and the thread calls the loop by
+``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 
 class WorkerThread(Protocol):
-    """The executor, as the loop sees it (`Executor`)."""
+    """The part of `Executor` that the loop uses."""
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after all that was told before."""
+        """Calls ``event`` on the thread, after everything sent before."""
         ...
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Does a job on the thread between two closures."""
+        """Runs a job on the thread between two closures."""
         ...
 
     def work_for(self, source: StepRunner | None) -> None:
-        """From now on it does these closures. Called on the thread."""
+        """Makes the thread run these closures from now on. Called on the thread."""
         ...
 
     async def close(self, timeout: float) -> bool:
-        """Ends the thread after the work in hand; whether it did in time."""
+        """Ends the thread after the present work; returns False if that is too long."""
         ...
 
 
 @final
 class Executor:
-    """Owns the thread. All public methods belong to the loop, but for `work_for`.
+    """Owns the thread. Public methods are called on the loop, except `work_for`.
 
     Args:
-        on_crash: Called on the loop if the thread ends by a defect of zstrat's own.
+        on_crash: Called on the loop if the thread ends by a defect of zstrat itself.
     """
 
     def __init__(
@@ -64,31 +64,31 @@ class Executor:
     ) -> None:
         self._loop: Final = asyncio.get_running_loop()
         self._on_crash: Final = on_crash
-        # Unbounded as a queue, bounded by those who write: the service bounds closures,
-        # transport the requests of a peer, and each pull is answered once.
+        # Unbounded as a queue, bounded by its writers: the service bounds closures,
+        # the transport bounds requests of a peer, and each pull is answered once.
         self._inbox: Final[queue.SimpleQueue[Callable[[], None]]] = queue.SimpleQueue()
         self._source: StepRunner | None = None
         self._stopping = False
         self._ended: Final[asyncio.Future[None]] = self._loop.create_future()
-        # A daemon, so that user code which never returns cannot keep the process alive.
+        # A daemon thread, so that user code that never returns cannot keep the process.
         self._thread: Final = threading.Thread(
             target=self._main, name=f"zstrat executor {name}", daemon=True
         )
         self._thread.start()
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after all that was told before."""
+        """Calls ``event`` on the thread, after everything sent before."""
         self._inbox.put(event)
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Does a job on the thread between two closures; the future gets what it
-        returns or raises. Cancelling the future gives up the outcome, not the job."""
+        """Runs a job on the thread between two closures, and returns a future of its
+        outcome. Cancelling the future does not stop the job."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._inbox.put(partial(self._do, job, future))
         return future
 
     async def close(self, timeout: float) -> bool:
-        """Ends the thread after the work in hand.
+        """Ends the thread after the present work.
 
         Returns:
             False if user code did not return within ``timeout`` seconds.
@@ -96,15 +96,15 @@ class Executor:
         Cancellation: the thread ends all the same.
         """
         self._inbox.put(self._stop)
-        # No thread pool waits for it: a server in a program that ends has none.
+        # Without a thread pool: none works in a program that is ending.
         await asyncio.wait([self._ended], timeout=timeout)
         if not self._ended.done():
             return False
-        self._thread.join()  # its last line runs
+        self._thread.join()  # the thread is about to end
         return True
 
     def work_for(self, source: StepRunner | None) -> None:
-        """From now on the thread does these closures. To be called on the thread."""
+        """Makes the thread run these closures from now on. Called on the thread."""
         self._source = source
 
     def _stop(self) -> None:
@@ -114,13 +114,13 @@ class Executor:
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:  # a defect: the daemon must end, and says so
+        except BaseException as error:  # a defect: the daemon must end with an error
             _LOG.critical("the executor thread failed", exc_info=True)
             self._call(self._on_crash, error)
         self._call(_resolve, self._ended, None)
 
     def _turn(self) -> None:
-        """Events first, then work until there is none or an event comes."""
+        """Handles events, then works until there is no work or an event comes."""
         inbox = self._inbox
         while not inbox.empty():
             inbox.get_nowait()()
@@ -141,7 +141,7 @@ class Executor:
     def _do(self, job: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:
             result = job()
-        except BaseException as error:  # goes to whoever awaits the job
+        except BaseException as error:  # to the caller that awaits the job
             self._call(_fail, future, error)
         else:
             self._call(_resolve, future, result)
@@ -149,18 +149,18 @@ class Executor:
     def _call(self, function: Callable[..., None], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: the process ends without us
+        except RuntimeError:  # the loop is closed, as the process ends
             self._stopping = True
 
 
 def work(source: StepRunner, now: float, call: Callable[..., object]) -> float | None:
-    """Does the next piece of work there is.
+    """Does the next piece of work.
 
     Args:
-        call: Has the loop call a function with arguments.
+        call: Calls a function on the loop.
 
     Returns:
-        The time at its end; None if there is nothing to do.
+        The time at the end of the work; None if there was nothing to do.
     """
     do, step = source.pipeline.next(now)
     if do is Do.RUN:
@@ -188,7 +188,7 @@ def _resolve(future: asyncio.Future[T], result: T) -> None:
 
 
 def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if isinstance(error, StopIteration):  # which no future may carry
+    if isinstance(error, StopIteration):  # a future cannot hold it
         error = RuntimeError(f"StopIteration left a function: {error}")
     if not future.done():
         future.set_exception(error)

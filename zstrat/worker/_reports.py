@@ -1,9 +1,7 @@
-"""How a coordinator hears of its closures: endings, and large results when it asks.
+"""Reports ended closures to the coordinator, and keeps large results until fetched.
 
-The law: a closure is *open* from its dispatch until its ending was put into a message;
-one that is open is not taken again, and one that is not open is not reported.
-
-Large results stay on the worker until the coordinator asks for them.
+The law: a closure is *open* from its dispatch until its ending is in a message. An open
+closure is not accepted again, and a closure that is not open is not reported.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
     from ._closure import Ending
 
 BATCH: Final = 1024
-"""Endings of one message: about 20 bytes each in its header, which is bounded."""
+"""Most endings of one message: about 20 bytes each in its header, which is bounded."""
 AGAIN: Final = 0.02
-"""Seconds until completions are offered again to a coordinator that does not read."""
+"""Seconds until completions are sent again to a coordinator that does not read."""
 
 _NAMES: Final = {
     int(Outcome.OK): "done",
@@ -42,11 +40,10 @@ _NAMES: Final = {
 
 @final
 class Reports:
-    """The closures of one session that are open, and what has ended of them. Only the
-    loop touches it.
+    """The open closures of one session, and endings to report. Only the loop uses it.
 
     Args:
-        results: Keeps those that are too large to travel with their completion.
+        results: Keeps results that are too large for a completion.
         counts: Counters of outcomes and duplicates.
     """
 
@@ -70,11 +67,12 @@ class Reports:
         self._closed = False
 
     def __len__(self) -> int:
-        """Closures that have not ended."""
+        """Number of open closures."""
         return len(self._open)
 
     def opened(self, batch: Batch) -> Batch:
-        """Opens the closures of a batch; the batch without those that were open."""
+        """Opens the closures of a batch. Returns the batch without those already
+        open."""
         before, taken = len(self._open), batch
         if not self._open.isdisjoint(batch.steps):
             new = [step for step in batch.steps if step not in self._open]
@@ -109,7 +107,7 @@ class Reports:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Forgets everything; nothing is reported any more."""
+        """Drops everything, and stops reporting."""
         self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
@@ -124,14 +122,14 @@ class Reports:
             batch = self._ended[:BATCH]
             try:
                 self._report(batch)
-            except BusyError:  # it does not read: offer them again, and it slows down
+            except BusyError:  # the coordinator does not read: try again later
                 self._flushing = self._loop.call_later(AGAIN, self._flush)
                 return
-            except PeerLostError:  # told to us for itself; it ends the session
+            except PeerLostError:  # the session is notified separately, and ends
                 return
 
     def _report(self, batch: list[Ending]) -> None:
-        """Sends endings, the first of ``_ended``; in halves if they are too large."""
+        """Sends endings, the first ones of ``_ended``; in halves if too large."""
         message = self._completions(batch)
         try:
             self._remote.notify(message)
@@ -178,20 +176,20 @@ one that fetches them within a few steps never comes near this."""
 
 @final
 class Results:
-    """Results by step; the oldest of more than ``limit`` bytes in all are forgotten."""
+    """Large results by step. Beyond ``limit`` bytes in total the oldest are dropped."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self.nbytes = 0
         self._limit: Final = limit
         self._kept: OrderedDict[int, Sequence[np.ndarray]] = OrderedDict()
         self._forgotten = 0
-        """Every result that was forgotten is of a step up to this one."""
+        """Latest step whose result was dropped because of the limit."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, step: int, arrays: Sequence[np.ndarray]) -> None:
-        """The newest one is kept whatever its size."""
+        """Keeps a result. The newest one is kept whatever its size."""
         self.drop([step])
         self._kept[step] = arrays
         self.nbytes += sum(array.nbytes for array in arrays)
@@ -201,10 +199,10 @@ class Results:
             self.drop([oldest])
 
     def of(self, step: int) -> Sequence[np.ndarray]:
-        """The arrays of a result; it stays.
+        """Returns the arrays of a result, which is still kept.
 
         Raises:
-            NotFoundError: It is not here; says whether it had to be forgotten.
+            NotFoundError: The result is not kept; says why.
         """
         arrays = self._kept.get(step)
         if arrays is not None:
@@ -212,13 +210,13 @@ class Results:
         why = "it was dropped, or the closure left no large result"
         if step <= self._forgotten:
             why = (
-                f"this worker keeps {self._limit >> 20} MiB of large results and had "
-                "to forget the oldest: fetch them sooner, or return less from the step"
+                f"this worker keeps {self._limit >> 20} MiB of large results, and has "
+                "dropped the oldest: fetch them sooner, or return less from the step"
             )
         raise NotFoundError(f"the result of closure {step} is not here: {why}")
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Forgets results; unknown ones are no error."""
+        """Drops results; ignores unknown ones."""
         for step in steps:
             arrays = self._kept.pop(step, None)
             if arrays is not None:

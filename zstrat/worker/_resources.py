@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from zstrat.wire import Arrays, BuildResource, PlainTree
 
 Load = Callable[[bytes, Sequence[np.ndarray], Callable[[int], object]], object]
-"""`zstrat.program.load`: code, its large arrays, and what stands for a resource."""
+"""`zstrat.program.load`: takes code, its large arrays, and a function that returns the
+resource of a number."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 NO_ARGUMENTS: Final = 0
@@ -70,7 +71,7 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 @final
 class Broken:
-    """Stands where something could not be loaded or built; whoever needs it raises."""
+    """In place of a resource that could not be built; using it raises ``error``."""
 
     __slots__ = ("error",)
 
@@ -81,8 +82,8 @@ class Broken:
 @final
 @dataclass(slots=True)
 class _Shipped:
-    """Pickled code or arguments, and what they became; ``uses`` are the resources that
-    they refer to."""
+    """Pickled code or arguments, and the unpickled object; ``uses`` are the resources
+    that it refers to."""
 
     code: bytes
     arrays: Arrays = ()
@@ -92,12 +93,12 @@ class _Shipped:
 
 @final
 class Resources:
-    """Functions by digest, arguments and resources by number, of one session.
+    """The functions (by digest), arguments and resources (by number) of one session.
 
     Args:
-        task: This worker, as errors name it.
-        context: Says what dataset functions are told.
-        limits: Of what describes an element or a value.
+        task: Name of this worker in errors.
+        context: Returns the input context for dataset functions.
+        limits: Limits of the description of an element or a value.
     """
 
     def __init__(
@@ -117,37 +118,37 @@ class Resources:
     # Code
 
     def put_code(self, digest: bytes, code: bytes) -> None:
-        """Unpickles a function or a maker, unless it is here.
+        """Unpickles a function, unless that was done before.
 
         Raises:
-            Exception: Whatever unpickling raised; closures that use it raise it too.
+            Exception: The error of unpickling; closures that use it raise it, too.
         """
         if digest not in self._code:
             self._code[digest] = _Shipped(code)
         self.code(digest)
 
     def code(self, digest: bytes) -> Any:
-        """The object of that digest, the same at every call.
+        """Returns the object of that digest, the same at every call.
 
         Raises:
-            NotFoundError: It was not put here.
-            Exception: Whatever unpickling raised.
+            NotFoundError: The worker does not have it.
+            Exception: The error of unpickling.
         """
         shipped = self._code.get(digest)
         if shipped is None:
             raise NotFoundError(
-                f"{self._task} has no function {digest.hex()}: it was restarted since "
-                "the function was shipped"
+                f"{self._task} has no function {digest.hex()}: the worker was "
+                "restarted after the function was sent"
             )
         return self._loaded(shipped, self._captured)
 
     def functions(self) -> Iterable[object]:
-        """Everything that was unpickled. Safe to call from the loop."""
+        """Returns all unpickled functions. Safe to call from the loop."""
         return [shipped.loaded for shipped in list(self._code.values())]
 
     def inherit(self, other: Resources) -> None:
-        """Takes over what the same coordinator shipped before its connection broke, so
-        that nothing that was compiled is compiled again."""
+        """Takes over the code that the same coordinator sent before its connection
+        broke, so that it is not compiled again."""
         for digest, shipped in other._code.items():
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
@@ -162,13 +163,13 @@ class Resources:
             self._arguments.pop(number, None)
 
     def arguments(self, number: int) -> Arguments:
-        """``(args, kwargs)``, the same objects at every call.
+        """Returns ``(args, kwargs)``, the same objects at every call.
 
         Raises:
-            NotFoundError: They were not put here.
+            NotFoundError: The worker does not have them.
             ClosureInputError: They contain a resource that could not be built.
-            OutOfRangeError: They contain the iterator of a dataset of no element.
-            Exception: Whatever unpickling raised.
+            OutOfRangeError: They contain the iterator of an empty dataset.
+            Exception: The error of unpickling.
         """
         if number == NO_ARGUMENTS:
             return (), {}
@@ -186,22 +187,22 @@ class Resources:
                 return find(resource)
 
             shipped.loaded = self._load(shipped.code, shipped.arrays, resolve)
-            parse_no_flags()  # of what it has imported: this is no program of absl's
+            parse_no_flags()  # for modules that it imported: no absl program runs here
         return shipped.loaded
 
     # Resources
 
     def build(self, order: BuildResource) -> LayoutMessage:
-        """Builds a resource, in place of the one that had its number.
+        """Builds a resource, and replaces the previous one of its number.
 
         Returns:
             The layout of an iterator's elements, or of a value.
 
         Raises:
-            OutOfRangeError: The dataset has no element at all.
-            TypeError, ValueError: The maker cannot be called, or makes the wrong thing,
-                or one that cannot be described.
-            Exception: Whatever the maker raised.
+            OutOfRangeError: The dataset is empty.
+            TypeError, ValueError: The maker cannot be called, or its result has the
+                wrong type or too large a description.
+            Exception: The error of the maker.
         """
         self.drop([order.resource])
         try:
@@ -214,7 +215,7 @@ class Resources:
                 what = "the dataset has elements"
             check_layout(layout, self._limits, what)
             return layout
-        except BaseException as error:  # goes to the coordinator, and to its closures
+        except BaseException as error:  # to the coordinator, and to closures
             if isinstance(error, pickle.PicklingError):
                 error.add_note(_BY_NAME)
             self.drop([order.resource])
@@ -222,7 +223,7 @@ class Resources:
             raise
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Closes iterators and forgets resources; unknown ones are no error."""
+        """Closes iterators and drops resources; ignores unknown ones."""
         gone = set(numbers)
         for number in numbers:
             self._made.pop(number, None)
@@ -235,7 +236,7 @@ class Resources:
                 shipped.uses.clear()
 
     def close(self) -> None:
-        """Closes all iterators and forgets everything."""
+        """Closes all iterators and drops everything."""
         self._arguments.clear()
         self._code.clear()
         self.drop(list(self._made))
@@ -251,15 +252,15 @@ class Resources:
             )
         if made is None:
             raise NotFoundError(
-                f"{self._task} has no resource {number}, as its iterator was dropped: "
-                "iterate the dataset again. A step that captured its iterator keeps "
-                "the one of its first call; pass the iterator as an argument instead"
+                f"{self._task} has no resource {number}: its iterator was "
+                "dropped. Iterate the dataset again. A step that captured an iterator "
+                "keeps that of its first call: pass the iterator as an argument instead"
             )
         return made
 
     def _captured(self, number: int) -> object:
-        """A resource that came with code, held by an object: one that is not here is
-        missed only by who draws from it."""
+        """Returns a resource that code has captured. If it is missing, returns an
+        iterator that raises only when it is drawn from."""
         try:
             return self._resource(number)
         except (ClosureInputError, NotFoundError, OutOfRangeError) as error:
@@ -270,7 +271,7 @@ class Resources:
     def _make(self, order: BuildResource) -> object:
         if order.purpose not in ("iterator", "value"):
             raise ValueError(
-                f"a resource is built to be an iterator or a value: {order.purpose!r}"
+                f"purpose={order.purpose!r}: expected 'iterator' or 'value'"
             )
         maker = self.code(order.maker)
         args, kwargs = self.arguments(order.arguments)
@@ -280,17 +281,17 @@ class Resources:
             args = (self._context(),)
         try:
             return maker(*args, **kwargs)
-        except OutOfRangeError as error:  # else taken for the end of what it makes
+        except OutOfRangeError as error:  # else it would mean the end of the dataset
             words = f"the function of a resource failed on {self._task}"
             raise ClosureInputError(words, error) from error
 
     def state(self, number: int) -> str:
-        """The place of an iterator as JSON; "" where it began, as it had no element, or
-        could not be built.
+        """Returns the position of an iterator as JSON; "" if it could not be built, and
+        so is at its beginning.
 
         Raises:
-            NotFoundError: There is none of this number.
-            InvalidArgumentError: It is no iterator whose place can be found again; says
+            NotFoundError: There is no resource of this number.
+            InvalidArgumentError: The position of the iterator cannot be saved; says
                 why.
         """
         if isinstance(self._made.get(number), Broken):
@@ -299,12 +300,12 @@ class Resources:
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
 
     def require_fit(self, number: int, state: str) -> None:
-        """Refuses the place of another dataset. Of an iterator that could not be built
-        nobody knows where it can go.
+        """Checks that an iterator can continue at a position. An iterator that could
+        not be built is not checked.
 
         Raises:
-            NotFoundError: There is none of this number.
-            InvalidArgumentError: It is a place in other data; says why.
+            NotFoundError: There is no resource of this number.
+            InvalidArgumentError: The position is of other data; says why.
         """
         if not isinstance(self._made.get(number), Broken):
             self._resource(number)
@@ -312,7 +313,7 @@ class Resources:
 
     def _iterate(self, number: int, made: object, state: str) -> LayoutMessage:
         name = f"the dataset of {self._task}"
-        parse_no_flags()  # of what the dataset function has imported
+        parse_no_flags()  # for modules that the dataset function imported
         if is_huggingface(made):
             made = as_dataset(made)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
@@ -339,7 +340,7 @@ class Resources:
 
 @final
 class _Absent:
-    """The elements of an iterator that is not here."""
+    """The elements of a missing iterator: drawing one raises its error."""
 
     def __init__(self, error: ZstratError) -> None:
         self._error: Final = error
@@ -359,8 +360,8 @@ def _go_to(iterator: object, state: str) -> None:
 def _checkpointable(iterator: object) -> CheckpointableIterator:
     if not isinstance(iterator, CheckpointableIterator):
         raise InvalidArgumentError(
-            "the place of this iterator cannot be saved: its dataset function returns "
-            "something else than a zs.data.Dataset. Return one, such as "
+            "the position of this iterator cannot be saved, as its dataset function "
+            "does not return a zs.data.Dataset: return one, such as "
             "zs.data.Dataset.from_generator(function)"
         )
     return iterator
@@ -369,16 +370,16 @@ def _checkpointable(iterator: object) -> CheckpointableIterator:
 def _end(elements: Elements[Any] | StepIterator) -> None:
     try:
         elements.close()
-    except BaseException:  # of a user's source: to the log, its last user is gone
+    except BaseException:  # of a user's source: to the log, as nobody uses it now
         _LOG.warning("%s could not be closed", elements.name, exc_info=True)
 
 
 def _wants_context(maker: Callable[..., object]) -> bool:
-    """Whether a dataset function takes an `InputContext`: its one parameter has no
-    default (``lambda i=i: …`` binds a value), or is called ``input_context``."""
+    """Returns whether a dataset function takes an `InputContext`: its first parameter
+    has no default (``lambda i=i: …`` binds a value), or is named ``input_context``."""
     try:
         parameters = list(inspect.signature(maker).parameters.values())
-    except (TypeError, ValueError):  # a builtin that does not say: call it as it is
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     if not parameters:
         return False
@@ -393,25 +394,25 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
     structure = _plain(treedef)
     if not is_described(structure):
         raise TypeError(
-            f"an element of {name} is a tree of arrays with a node that keeps more "
-            "beside its arrays than numbers, text and tuples of these, so the program "
-            f"cannot be told what it looks like: {treedef!s:.300}. Keep functions and "
-            "other objects out of the elements: pass them to the step as arguments"
+            f"an element of {name} is a tree of arrays with a node that has other data "
+            "than arrays, numbers, text and tuples of these, so it cannot be described "
+            f"to the program: {treedef!s:.300}. Pass functions and other objects to "
+            "the step as arguments, not in elements"
         )
     refuse_random_keys(leaves, name)
     arrays = [np.asarray(leaf) for leaf in leaves]
     for array in arrays:
         if array.dtype.kind in "OSUmM":
             raise TypeError(
-                f"an element of {name} contains {kind_of(array)}, and a step draws "
-                "arrays of numbers or booleans: map the dataset first, text to the "
-                "indices of its words, say, or leave the component out"
+                f"an element of {name} contains {kind_of(array)}, expected numbers or "
+                "booleans: map the dataset first, for example text to indices of its "
+                "words, or leave the component out"
             )
     return _layout(arrays, structure)
 
 
 def _layout_of_value(value: object) -> LayoutMessage:
-    """Of a pytree of arrays; of any other object an empty one."""
+    """Returns the layout of a pytree of arrays; an empty one for other objects."""
     leaves, treedef = joined.flatten(value)
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):

@@ -22,25 +22,24 @@ if TYPE_CHECKING:
     from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, Message, MoveServer
 
-RESTARTED: Final = "it was started again, and what it held is gone"
+RESTARTED: Final = "it was restarted, and its state is lost"
 
 
 @final
 class ServerPresence:
-    """How one parameter server stands, as its link says it and its line is told.
+    """Watches the link to one parameter server, and sets the state of its line.
 
-    A server that was started again has lost what it held of the session, so it stays
-    lost for as long as the session lasts, or until it is elsewhere. One that is only
-    away has a while to come back. The line is set before the link is started.
+    A server that was restarted has lost the state of the session, so it stays lost for
+    the rest of the session, or until its store is found elsewhere. A server that is
+    only unreachable has some time to come back. The line is set before the link starts.
 
     Workers and the program connect to servers in any order: until the program has sent
-    work, a server may hold nothing of its session, and be another process each time.
+    work, a server may have no state of the session, and be restarted any time.
 
     Args:
         is_used: The program has sent work.
-        grace: Seconds that a server whose link has lost it has to come back, if it has
-            not said that it takes longer.
-        moves: What it held may be elsewhere, and it has as long to be found there.
+        grace: Seconds for a lost server to come back, if it has not announced more.
+        moves: The store may move to another process, and has as long for that.
     """
 
     line: ServerLine
@@ -50,12 +49,12 @@ class ServerPresence:
     ) -> None:
         self._grace, self._moves, self.is_used = grace, moves, is_used
         self._life: int | None = None
-        """The incarnation that holds what is the session's."""
+        """The incarnation that has the state of the session."""
         self._absence: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def opened(self, hello: Hello) -> None:
-        """The link says that the server has greeted."""
+        """Notes that the server has greeted."""
         if self._is_closed:
             return
         if not self.is_used or self._life in (None, hello.incarnation):
@@ -70,17 +69,17 @@ class ServerPresence:
             self.line.lose(RESTARTED, gone=True)
 
     def lost(self, error: PeerLostError) -> None:
-        """The link says that it has lost the server."""
+        """Notes that the link has lost the server."""
         if not self._is_closed:
             self._miss(error.reason, error.returns)
 
     def leave(self) -> None:
-        """Another one tells the line from now on."""
+        """Stops watching, as another presence takes over the line."""
         self._is_closed = True
         self._stop_absence()
 
     def close(self, error: Exception) -> None:
-        """Nobody waits for the server any more."""
+        """Stops watching, and closes the line."""
         self.leave()
         self.line.close(error)
 
@@ -102,12 +101,12 @@ class ServerPresence:
 
 @final
 class ServerLinks:
-    """To all parameter servers of a session, in task order. On the loop.
+    """The links to all parameter servers of a session, in task order. On the loop.
 
     Args:
-        views: Of the stores at these addresses; none if they stay where they are.
-        replicas: Second copies that each of them has: one that is lost may be found
-            where its copy is.
+        views: View numbers of the stores at these addresses; empty if stores do not
+            move.
+        replicas: Number of backups of each store, one of which may replace it.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class ServerLinks:
     ) -> None:
         self._make_link, self._views = make_link, list(views)
         self._replicas = replicas
-        # The program takes as long to miss a server, and then it finds another one.
+        # The program takes as long to notice a loss, and to promote a backup.
         self._grace = timeouts.reconnect + (2 * timeouts.liveness if replicas else 0.0)
         self._presences: list[ServerPresence] = []
         self._lines: Sequence[ServerLine] = ()
@@ -129,49 +128,52 @@ class ServerLinks:
         self.links = [self._new(index, at) for index, at in enumerate(addresses)]
 
     def attach(self, lines: Sequence[ServerLine]) -> None:
-        """Whom it is told how the servers stand. Called once, before `start`."""
+        """Sets the lines of the servers. Called once, before `start`."""
         self._lines = lines
         for presence, line in zip(self._presences, lines, strict=True):
             presence.line = line
 
     def use(self) -> None:
-        """The program sends work: it has its session on all servers, and one that is
-        started again from now on has lost what it held."""
+        """Notes that the program has sent work. So its session is on all servers, and a
+        server that restarts from now on has lost its state."""
         if not self._is_used:
             self._is_used = True
             for presence in self._presences:
                 presence.is_used = True
 
     def start(self) -> None:
-        """Begins to connect."""
+        """Starts to connect."""
         for link in self.links:
             link.start()
 
     async def wait_open(self, deadline: float) -> None:
-        """Waits until all have answered.
+        """Waits until all servers have greeted.
 
         Raises:
-            DeadlineExceededError: One did not by ``deadline`` (loop time); names it.
+            DeadlineExceededError: A server did not by ``deadline`` (loop time); names
+                it.
             ClosedError: The session ended meanwhile.
 
-        Cancellation: the links go on connecting.
+        Cancellation: the links keep connecting.
         """
         for index, link in enumerate(list(self.links)):
             try:
                 await link.wait_open(deadline)
             except ClosedError:
                 if link is self.links[index]:
-                    raise  # else it has moved, and what is asked of it waits there
+                    raise  # else the store has moved, and requests wait there
 
     async def move(self, message: MoveServer) -> Message:
-        """The server is at another address. Ends when what was asked of it is on its
-        way there, or waits for the connection.
+        """Connects to a store at its new address. Returns when open requests were sent
+        there, or wait for the connection.
 
         Cancellation: the link is not opened.
         """
         index = message.index
         if not 0 <= index < len(self._views):
-            raise ProtocolError(f"MoveServer of ps {index}, which may not move")
+            raise ProtocolError(
+                f"MoveServer of ps {index}: expected an index below {len(self._views)}"
+            )
         if message.view <= self._views[index] or self._is_closed:
             return Done()
         self._views[index] = message.view
@@ -183,14 +185,14 @@ class ServerLinks:
         self._presences[index].line = self._lines[index]
         self._lines[index].move(link)
         await before.close("it has moved")
-        # Behind what the end of its requests sets going: they come first at the next.
+        # After callbacks of the closed link, which requeue its requests in order.
         asyncio.get_running_loop().call_soon(partial(self._start, index, link))
         return Done()
 
     async def close(self, reason: str) -> None:
-        """Closes all; the last thing.
+        """Closes all links, last of all.
 
-        Cancellation: links that are not closed yet are left open.
+        Cancellation: links that are not closed yet stay open.
         """
         self._is_closed = True
         for presence in self._presences:

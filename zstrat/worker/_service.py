@@ -1,11 +1,10 @@
-"""A worker as a handler of messages: everything but the sockets it listens on.
+"""The message handler of a worker: everything except the sockets.
 
 Runs on the loop. One coordinator at a time owns the worker and may run code on it;
-whoever else asks is refused, but for statistics. When the owner is lost its closures,
-datasets and code are dropped and the worker is ready for the next one.
+requests of others are refused, except for statistics. When the owner is lost, its
+closures, datasets and code are dropped, and the worker is ready for the next owner.
 
-What the worker's process consists of is found out here, too: devices, memory,
-compilations.
+Also reports on the process: devices, memory, compilations.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class MakeExecutor(Protocol):
-    """Makes and starts the thread for user code (`Executor`)."""
+    """Creates and starts the thread for user code (`Executor`)."""
 
     def __call__(
         self, name: str, *, on_crash: Callable[[BaseException], None]
@@ -68,28 +67,28 @@ class MakeExecutor(Protocol):
 
 
 OPENING: Final = 10.0
-"""Seconds in which a session is opened, or its coordinator hears what is in the way: it
-asks again, and its user need not look into the logs of the workers."""
+"""Most seconds to open a session. After them the coordinator gets an error that says
+why, and asks again; so its user need not read the logs of the workers."""
 
 
 @final
 class WorkerService:
-    """Answers the messages of one worker. Made and used on the loop.
+    """Answers the messages of one worker. Created and used on the loop.
 
     Args:
-        me: Whom errors and statistics name.
-        make_link: Makes the way to a parameter server.
+        me: The HELLO of this task.
+        make_link: Creates the link to a parameter server.
         on_exit: Called once, when the coordinator ends the process.
-        on_crash: Called if the executor thread dies of a defect of zstrat's own.
-        is_alone: Nobody else in this process uses jax: what jax remembers of a session
-            that is over is dropped. It keeps every trace of its own functions for as
-            long as they live, and ours are never met again.
-        listen: Says who hears what this process prints; None: its sessions do not.
-        load, prepare, run_eager: How user code is unpickled and run.
-        make_executor: Makes the thread that does so.
-        compilations: Counts what XLA compiles; None: one that ends with the service.
-        find_devices: Says what this process computes on: platform and number.
-        tells: It tells its coordinator how it is, about once a second.
+        on_crash: Called if the executor thread dies of a defect of zstrat itself.
+        is_alone: Nothing else in this process uses jax, so jax's caches are cleared
+            after each session. Else they keep the traces of functions that are never
+            called again.
+        listen: Redirects the output of this process to a session; None: it stays.
+        load, prepare, run_eager: Unpickle and run user code.
+        make_executor: Creates the thread for user code.
+        compilations: Counts compilations of XLA; None: creates its own counter.
+        find_devices: Returns the platform and the number of local devices.
+        tells: Whether to send telemetry to the coordinator about once a second.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class WorkerService:
         self._ownership = Ownership(self._task)
         self._session: WorkerSession | None = None
         self.sessions = 0
-        """So many were opened here."""
+        """Number of sessions opened since the start."""
         self._left = asyncio.Event()
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
@@ -136,23 +135,24 @@ class WorkerService:
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Answers a request, or takes a notice.
+        """Answers a request, or handles a notice.
 
         Raises:
-            PermissionDeniedError: The peer is no coordinator.
-            StaleSessionError: Its session is not the one that is open here.
-            BusyError: Another coordinator, which is alive, has this worker.
+            PermissionDeniedError: The sender is not a coordinator.
+            StaleSessionError: The session of the sender is not the open one.
+            BusyError: Another coordinator, which is alive, owns this worker.
         """
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         if not isinstance(message, Owned | OpenSession | CloseSession):
             raise ProtocolError(
-                f"{self._task} is a worker and does not answer {type(message).__name__}"
+                f"{self._task} is a worker, and {type(message).__name__} is not a "
+                "message for workers"
             )
         if remote.role is not Job.CHIEF:
             raise PermissionDeniedError(
-                f"{self._task} takes {type(message).__name__} from a chief, and "
-                f"{remote.name} is {remote.role}"
+                f"{self._task} got {type(message).__name__} from {remote.name} "
+                f"with the role {remote.role}, expected the role {Job.CHIEF}"
             )
         match message:
             case OpenSession():
@@ -163,11 +163,12 @@ class WorkerService:
                 return self._session_of(message.session).serve(message)
 
     def lost(self, remote: Remote, reason: str) -> None:
-        """A connection ended; if it was the owner's, all that is its is dropped."""
+        """Notes that a connection has ended; drops the session if it was the
+        owner's."""
         if self._ownership.lost(remote):
             session = self._ownership.session
             assert session is not None
-            # What it had is gone, so it has to open the session again to go on.
+            # The state of the session is gone, so its owner has to open it again.
             self._ownership.close(session)
             self._drop(f"its coordinator was lost: {reason}")
 
@@ -177,16 +178,17 @@ class WorkerService:
         self._ownership.check(session)
         if self._session is None:
             raise StaleSessionError(
-                f"{self._task} is not ready for session {session:#x}: wait until it "
-                "has answered OpenSession"
+                f"{self._task} is not ready for session {session:#x}: wait for the "
+                "answer to OpenSession"
             )
         return self._session
 
     def _open(self, remote: Remote, message: OpenSession) -> Awaitable[SessionOpened]:
-        """Takes the owner at once; what is awaited is that all is ready.
+        """Makes the sender the owner at once, and returns what waits until all is
+        ready.
 
-        A later start would let a goodbye that came in the same breath overtake the
-        opening, and a coordinator that is gone would own the worker for ever.
+        If the owner were set later, a goodbye that arrives together with the opening
+        could be handled first, and a lost coordinator would own the worker forever.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -199,8 +201,8 @@ class WorkerService:
             sent=message.sent,
         )
         new = self._ownership.open(owner)
-        # A coordinator that connects anew knows nothing of what is here, and has given
-        # its closures to others: it starts afresh too, but for code that is compiled.
+        # A coordinator that reconnects has given its closures to other workers, so the
+        # session starts empty, except for compiled code.
         before = None if new else self._session
         self._session = session = self._new_session(remote, message, before)
         self.sessions += 1
@@ -224,7 +226,7 @@ class WorkerService:
     def _new_session(
         self, remote: Remote, message: OpenSession, before: WorkerSession | None
     ) -> WorkerSession:
-        """A new session in place of the present one, with the code of ``before``."""
+        """Replaces the present session by a new one, with the code of ``before``."""
         timeouts = self._settings.timeouts
         servers = ServerLinks(
             self._make_link,
@@ -252,7 +254,7 @@ class WorkerService:
         if before is not None:
             old = before.runner.resources
             self._executor.tell(partial(runner.resources.inherit, old))
-        self._drop("its coordinator opened a session anew", is_over=before is None)
+        self._drop("its coordinator opened a new session", is_over=before is None)
         session.start(self._executor, runner, self._listen or unheard)
         return session
 
@@ -304,8 +306,8 @@ class WorkerService:
         task.add_done_callback(self._leaving.discard)
 
     async def wait_left(self, since: int) -> None:
-        """Until one is over that was opened behind the first ``since`` `sessions`, and
-        no other is open. Cancellation: loses nothing."""
+        """Waits until a session opened after the first ``since`` `sessions` is over,
+        and no other session is open."""
         while self._session is not None or self.sessions == since:
             self._left.clear()
             await self._left.wait()
@@ -313,10 +315,10 @@ class WorkerService:
     # The end
 
     async def drain(self) -> bool:
-        """Stops taking closures and finishes those that run.
+        """Stops accepting closures, and waits for those that run.
 
-        What has not begun, and whatever is dispatched from now on, is sent back as
-        cancelled with a retryable `WorkerLostError`, so that another worker runs it.
+        Closures that have not begun, or come from now on, are sent back as cancelled
+        with a retryable `WorkerLostError`, so that another worker runs them.
 
         Returns:
             False if a closure was still running after ``timeouts.drain``.
@@ -331,8 +333,8 @@ class WorkerService:
         return await self._session.drain(self._refusal, deadline)
 
     async def close(self) -> None:
-        """Ends the session and the executor thread; a closure that does not return
-        within ``timeouts.drain`` is left behind on its daemon thread.
+        """Ends the session and the executor thread. A closure that does not return
+        within ``timeouts.drain`` keeps running on its daemon thread.
 
         Cancellation: the thread ends with the process.
         """
@@ -346,10 +348,10 @@ class WorkerService:
         if self._on_crash is not None:
             self._on_crash(error)
 
-    # What it says about itself
+    # Reports
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
+        """Returns plain numbers, cheap to compute at any time. Bytes and seconds."""
         session, owner = self._session, self._ownership.owner
         values: dict[str, PlainTree] = {
             "job": self._me.job,
@@ -374,8 +376,8 @@ class WorkerService:
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """The values of `zstrat.telemetry.TaskReport`: of the present session, but for
-        those of the process."""
+        """Returns the values of `zstrat.telemetry.TaskReport` for the process and the
+        present session."""
         session, now = self._session, self._clock()
         values = {**process_report(), "service": self.statistics()}
         if session is not None:
@@ -385,7 +387,7 @@ class WorkerService:
         return values
 
     def _sums(self) -> dict[str, float]:
-        """The totals whose rates are reported, of all sessions."""
+        """Returns totals over all sessions, whose rates are reported."""
         pulls, pushes = self._counts["pulls"], self._counts["pushes"]
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
@@ -402,15 +404,15 @@ _COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 
 
 def devices() -> tuple[str, int]:
-    """Platform and number of the local devices. Starts jax's backend, which can take
-    seconds: not for the loop."""
+    """Returns the platform and the number of local devices. Starts jax's backend, which
+    can take seconds: do not call it on the loop."""
     found = jax.local_devices()
     return found[0].platform, len(found)
 
 
 @final
 class Compilations:
-    """Counts what XLA compiles in this process, from its making to its `close`."""
+    """Counts compilations of XLA in this process, until `close`."""
 
     def __init__(self) -> None:
         self.count = 0

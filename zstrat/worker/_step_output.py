@@ -1,12 +1,12 @@
-"""What steps and dataset functions print, on its way to their program.
+"""Sends what steps and dataset functions print to their program.
 
-Any thread may print; the loop sends. The law of this file: nobody who prints waits for
-the network or for the program. What is more than `LINES` a second, or than `PENDING`
-bytes that were not sent yet, is dropped and counted.
+Any thread may print; the loop sends. The law of this file: a thread that prints never
+waits for the network or for the program. Lines beyond `LINES` a second, or beyond
+`PENDING` unsent bytes, are dropped and counted.
 
 Order. The executor thread asks the loop to send before it asks it to report a closure,
-and the loop does both in that order, on one link. So the program hears what a step has
-printed before it hears that the step is over.
+and the loop does both in that order, on one link. So the program receives the output of
+a step before the end of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, PeerLostError
 from zstrat.program import tracing_again
@@ -28,44 +28,38 @@ if TYPE_CHECKING:
     from zstrat.transport import Remote
 
 LINES: Final = 1000
-"""Lines of one task in a `WINDOW`: more than anybody reads, and little to send."""
+"""Most lines of one task in a `WINDOW`: more than a person reads, and little to
+send."""
 WINDOW: Final = 1.0
 PENDING: Final = 64 * 1024
-"""Bytes that wait for the loop: a quarter of what a header may have."""
+"""Most bytes that wait for the loop: a quarter of the largest header."""
 MAX_LINE_CHARACTERS: Final = 8 * 1024
-"""Characters of a line; a longer one is cut in several."""
+"""Most characters of a line; a longer one is cut into several."""
 BEGUN: Final = 64
-"""Threads that may have begun a line; with more of them, all these lines end."""
+"""Most threads with an unfinished line; beyond that all unfinished lines are ended."""
 
 Hear = Callable[[int, str], None]
-"""Takes what was written to a stream (1 or 2). From any thread; never raises."""
+"""Receives text written to a stream (1 or 2). Called from any thread; never raises."""
 Listen = Callable[[Hear | None], None]
-"""From now on this hears what the process writes, but for threads of before."""
+"""Redirects the output of the process, except that of older threads; None: ends it."""
 
 _RETURNS: Final = re.compile(r"(^|\n)\r+")
 
 
 def unheard(hear: Hear | None) -> None:
-    """A `Listen` that leaves what is printed to the process."""
+    """A `Listen` that does not redirect the output."""
 
 
 def unbegun() -> None:
-    """No line was begun that somebody hears."""
-
-
-class _Line(NamedTuple):
-    stream: int
-    text: str
-    """With its end; empty: only tells of what was dropped."""
-    dropped: int
+    """Does nothing, as there is no output to send."""
 
 
 @final
 class StepOutput:
-    """What is printed in one session. Made, sent and closed on the loop.
+    """Collects the output of one session and sends it to the coordinator.
 
-    Args:
-        remote: The coordinator, which hears it.
+    Created, sent and closed on the loop; `hear` and `end_lines` are called on any
+    thread. An empty text with a count only reports dropped lines.
     """
 
     def __init__(
@@ -77,27 +71,27 @@ class StepOutput:
     ) -> None:
         self._session, self._remote, self._clock = session, remote, clock
         self._loop: Final = asyncio.get_running_loop()
-        # Re-entrant: a finalizer that prints may run wherever memory is asked for.
+        # Re-entrant: a finalizer that prints may run at any allocation.
         self._lock: Final = threading.RLock()
         self._begun: dict[tuple[int, int], str] = {}
-        """Lines that have no end yet, by thread and stream."""
-        self._lines: list[_Line] = []
+        """Unfinished lines, by thread and stream."""
+        self._lines: list[PrintedText] = []
         self._nbytes = 0
         self._window_began, self._in_window = clock(), 0
         self._dropped = 0
-        """Lines of which the program was not told,"""
+        """Dropped lines that were not reported yet,"""
         self._dropped_from = 1
         """and the stream of the last one."""
-        self._told = False
-        """In this window it was."""
+        self._is_reported = False
+        """Dropped lines were reported in this window."""
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    # Whoever prints
+    # Threads that print
 
     def hear(self, stream: int, text: str) -> None:
-        """Takes what was written to a stream; what ends a line is sent soon."""
+        """Receives text written to a stream; finished lines are sent soon."""
         if self._closed or tracing_again.get():
             return
         with self._lock:
@@ -108,9 +102,9 @@ class StepOutput:
                 and "\r" not in text
                 and len(text) <= MAX_LINE_CHARACTERS
             ):
-                self._begun[place] = text  # as of print, which writes by the word
+                self._begun[place] = text  # `print` writes word by word
                 return
-            if "\r" in text:  # a bar that is drawn over and over
+            if "\r" in text:  # a progress bar
                 text = _RETURNS.sub(r"\1", text.replace("\r\n", "\n"))
                 text = text.replace("\r", "\n")
             *lines, rest = text.split("\n")
@@ -126,8 +120,8 @@ class StepOutput:
                     self._add(stream, line[at : at + MAX_LINE_CHARACTERS])
 
     def end_lines(self) -> None:
-        """The calling thread is done with something: a line that it has begun ends, and
-        what was dropped is told, once in a window."""
+        """Ends the unfinished lines of the calling thread, and reports dropped lines if
+        that was not done in this window."""
         if not self._begun and not self._dropped:
             return
         with self._lock:
@@ -135,13 +129,13 @@ class StepOutput:
                 line = self._begun.pop((threading.get_ident(), stream), "")
                 if line:
                     self._add(stream, line)
-            if not self._told:
-                self._tell_dropped()
+            if not self._is_reported:
+                self._report_dropped()
 
     # The loop
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Stops sending."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -154,31 +148,31 @@ class StepOutput:
             return
         try:
             self._remote.notify(Printed(self._session, _joined(lines)))
-        except BusyError:  # it does not read: it is told how much that was, later
+        except BusyError:  # the coordinator does not read: it gets the count later
             with self._lock:
                 for line in lines:
                     self._drop(line.stream, line.dropped + (line.text != ""))
-        except PeerLostError:  # told to the session for itself; it ends
+        except PeerLostError:  # the session is notified separately, and ends
             pass
 
-    def _tell_later(self) -> None:
+    def _report_later(self) -> None:
         if self._timer is None and not self._closed:
-            self._timer = self._loop.call_later(WINDOW, self._tell)
+            self._timer = self._loop.call_later(WINDOW, self._report)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._timer = None
         with self._lock:
             if self._clock() - self._window_began < WINDOW:
-                self._tell_later()  # who prints on tells it with the next window
+                self._report_later()  # further output reports it in the next window
             else:
-                self._tell_dropped()
+                self._report_dropped()
 
     # With the lock
 
     def _add(self, stream: int, line: str) -> None:
         now = self._clock()
         if now - self._window_began >= WINDOW:
-            self._window_began, self._in_window, self._told = now, 0, False
+            self._window_began, self._in_window, self._is_reported = now, 0, False
         if self._in_window >= LINES or self._nbytes >= PENDING:
             self._drop(stream, 1)
             return
@@ -192,20 +186,20 @@ class StepOutput:
             text = text.encode("utf-8", "backslashreplace").decode()
             self._nbytes += 3 * len(text)
         self._nbytes += len(text)
-        self._lines.append(_Line(stream, text, dropped))
+        self._lines.append(PrintedText(stream, text, dropped))
         if not self._is_due:
             self._is_due = True
             self._soon(self._send)
 
     def _drop(self, stream: int, count: int) -> None:
         if not self._dropped:
-            self._soon(self._tell_later)
+            self._soon(self._report_later)
         self._dropped += count
         self._dropped_from = stream
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
-            self._told = True
+            self._is_reported = True
             dropped, self._dropped = self._dropped, 0
             self._put(self._dropped_from, "", dropped)
 
@@ -220,12 +214,13 @@ class StepOutput:
             self._loop.call_soon_threadsafe(function)
 
 
-def _joined(lines: list[_Line]) -> list[PrintedText]:
-    """Neighbours of one stream as one text; what was dropped begins another."""
+def _joined(lines: list[PrintedText]) -> list[PrintedText]:
+    """Joins neighbouring lines of one stream; a count of dropped lines starts a new
+    text."""
     texts: list[PrintedText] = []
     number = 0
 
-    def run_of(line: _Line) -> tuple[int, int]:
+    def run_of(line: PrintedText) -> tuple[int, int]:
         nonlocal number
         number += line.dropped > 0
         return number, line.stream

@@ -1,8 +1,8 @@
-"""The closures of one session, carried out on the executor thread.
+"""Runs the closures of one session on the executor thread.
 
-`Pipeline` decides what comes next; this file does it: finds functions and arguments,
-has the program prepared and run, and turns what comes of it into endings and pushes. A
-batch whose steps draw nothing is prepared once and run as often as it has steps.
+`Pipeline` decides what comes next, and this file does it: finds functions and
+arguments, prepares and runs the program, and converts its outcome to endings and
+pushes. A batch whose steps draw nothing is prepared once for all steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
-    """What the steps of one batch share; a step that has inputs of its own has one."""
+    """What the steps of one batch share; a step with its own inputs has its own."""
 
     function: bytes
     arguments: int
@@ -75,21 +75,21 @@ class _Task:
     low_water: int
     inputs: bytes | memoryview = b""
     once: tuple[Prepared, Needs] | None = None
-    """Of a batch whose steps draw and look up nothing: the preparation of all."""
+    """The shared preparation, if the steps draw and look up nothing."""
 
 
 @final
 class StepRunner:
-    """The closures of one session, and how to do them.
+    """Prepares and runs the closures of one session.
 
     Args:
-        index, count: This worker and how many there are.
-        storage: Makes the storage of variables for one eager run, which notes what it
-            does.
-        bind: Tells the parameter servers of the tree of an optimizer; blocks.
-        carry_out: Does what was posted, on the loop.
-        end_lines: Ends the lines that were begun to be printed, on the thread.
-        limits: Of results, and of what travels with the completion.
+        index, count: Index of this worker, and number of workers.
+        storage: Creates the storage of variables for one eager run, which records its
+            times.
+        bind: Registers the tree of an optimizer on the parameter servers; blocks.
+        carry_out: Carries out a post, on the loop.
+        end_lines: Ends the unfinished printed lines of the thread.
+        limits: Limits of results, and of what is sent with a completion.
         prefetch: Optimizer steps whose values are fetched while one computes.
     """
 
@@ -123,7 +123,7 @@ class StepRunner:
         self._catalog: Final = Catalog()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Safe to call from the loop."""
+        """Returns counts. Safe to call from the loop."""
         functions = [f for f in self.resources.functions() if isinstance(f, Function)]
         return {
             "functions": len(functions),
@@ -153,7 +153,7 @@ class StepRunner:
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
-        """Ends all that has not begun; what it has drawn goes back to its dataset."""
+        """Cancels steps that have not begun; their elements go back to the datasets."""
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
         for step in prepared:
@@ -178,11 +178,11 @@ class StepRunner:
             worker_context.reset(before)
 
     def capture(self, yes: bool) -> None:
-        """Whether each step's times are told with its number. From any thread."""
+        """Sets whether times are recorded per step. From any thread."""
         self.pipeline.is_captured = yes
 
     def close(self) -> None:
-        """The session is over: nobody hears of what is left."""
+        """Drops the steps that are left, and their resources, without reports."""
         self.pipeline.cancelled()
         self.pipeline.post()
         self.resources.close()
@@ -215,7 +215,7 @@ class StepRunner:
             needs = self._catalog.of(prepared.plan)
             if prepared.plan.calls:
                 self._bind_all(prepared)
-        except BaseException as error:  # goes to the coordinator as this step's outcome
+        except BaseException as error:  # to the coordinator, as the outcome of the step
             now = self.clock()
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
@@ -247,8 +247,8 @@ class StepRunner:
         return fill_inputs(arguments, task.inputs) if task.inputs else arguments
 
     def _bind_all(self, prepared: Prepared) -> None:
-        """Tells the servers of the trees of a plan's optimizers, once per plan. What
-        was drawn for a step that cannot be applied goes back."""
+        """Registers the trees of a plan's optimizers on the servers, once per plan. If
+        that fails, the elements of the step go back."""
         plan = prepared.plan
         if plan in self._bound:
             return
@@ -268,9 +268,9 @@ class StepRunner:
             assert wanted is not None, "a plan has one level less than it says"
             needs = self._catalog.of(step.work.plan)
             reads, nbytes = self._catalog.wanted(needs, wanted)
-            # What it made of the answer waits with it.
+            # The rows made of the last answer wait with the step.
             nbytes += needs.blocks[needs.advances - step.levels]
-        except BaseException as error:  # goes to the coordinator as the outcome
+        except BaseException as error:  # to the coordinator, as the outcome
             self.pipeline.broke(step, _closure.failed(step.number, error))
             return self.clock()
         finally:
@@ -297,7 +297,7 @@ class StepRunner:
                     result = step.work.run(step.values or ())
                     push = _push(result)
                 ending = self._layouts.ok(step.number, result)
-            except BaseException as error:  # goes to the coordinator as the outcome
+            except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
             finally:
                 worker_context.reset(before)
@@ -325,8 +325,8 @@ class StepRunner:
         return element
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
-        """The values did not come. The coordinator may try the closure again, so its
-        elements go back, after those that steps behind it have drawn."""
+        """Ends a step whose values could not be pulled. The coordinator may retry the
+        closure, so its elements go back, after those that later steps have drawn."""
         work, step.work = step.work, None
         if work is not None and work.plan.draws:
             for other in self.pipeline.put_back():
@@ -339,8 +339,8 @@ class StepRunner:
 
 
 class _Refusing:
-    """The creator while a resource is built: a variable of this process would be no
-    part of the model, and no step could reach it."""
+    """Refuses to create variables while a resource is built: a variable of this process
+    would not be part of the model."""
 
     def create_variables(self, requests: Sequence[VariableRequest]) -> list[Variable]:
         names = ", ".join(repr(request.name) for request in requests)

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from ._step_runner import StepRunner
 
 MAX_OPEN: Final = 16384
-"""Closures that may wait here. A coordinator keeps less than half a second of work on a
-worker, if nobody tells it otherwise; more is a mistake, and is sent back, not begun."""
+"""Most closures that may wait. A coordinator keeps less than half a second of work on a
+worker by default; more closures are a mistake, and are sent back before they begin."""
 
 
 Owned = (
@@ -88,20 +88,20 @@ Owned = (
     | BeginCapture
     | EndCapture
 )
-"""Messages that belong to the open session. Their senders were checked."""
+"""Messages about the open session. Their senders have been checked."""
 
 
 @final
 class WorkerSession:
-    """Loop side of a session. Only the loop touches it.
+    """The loop's side of a session. Only the loop uses it.
 
     Args:
-        remote: The coordinator's connection.
-        servers: The ways to all parameter servers; owned by the session.
-        timeout: Seconds that a request waits for a server that is away.
+        remote: The coordinator.
+        servers: Links to all parameter servers; owned by the session.
+        timeout: Seconds that a request waits for an unreachable server.
         counts: The worker's counters, over all sessions.
-        clock: That of the executor.
-        output: Takes what is printed to the coordinator; None: nobody does.
+        clock: The clock of the executor.
+        output: Sends printed output to the coordinator; None: it stays here.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class WorkerSession:
     ) -> None:
         self.recorder: Final = Recorder(WORKER_PHASES)
         self.notices: TelemetryNotices | None = None
-        """Tell the coordinator what is recorded."""
+        """Sends telemetry to the coordinator."""
         self._clock: Final = clock
         self.session: Final = session
         self._output: Final = output
@@ -129,22 +129,23 @@ class WorkerSession:
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._program: tuple[float, int, bool] | None = None
-        """When the program sent closures last, and what it had left then."""
+        """When the program last sent closures, how many it had left, and whether its
+        queue was full."""
         self._heard = 0.0
-        """When the thread that runs steps has posted last."""
+        """When the executor thread last posted."""
         self._closed = False
 
     def start(self, executor: WorkerThread, runner: StepRunner, listen: Listen) -> None:
-        """Takes the executor and begins to connect. Called once, before all else.
+        """Starts to use the executor, and to connect. Called once, before all else.
 
         Args:
-            listen: Says who hears what the process prints.
+            listen: Redirects the output of the process.
         """
         self._executor, self.runner, self._listen = executor, runner, listen
         self.recorder.on_capture = runner.capture
         self._capture = SessionCapture(self.recorder, executor, self._clock)
         executor.tell(partial(executor.work_for, runner))
-        # With the runner: what runs until then is another session's.
+        # On the thread: until then closures of another session run.
         output = self._output
         executor.tell(partial(listen, None if output is None else output.hear))
         self._servers.start()
@@ -153,26 +154,27 @@ class WorkerSession:
         """Waits until all parameter servers have answered.
 
         Raises:
-            DeadlineExceededError: One did not by ``deadline`` (loop time); names it.
+            DeadlineExceededError: A server did not answer by ``deadline`` (loop time);
+                names it.
             ClosedError: The session ended meanwhile.
 
-        Cancellation: the links go on connecting.
+        Cancellation: the links keep connecting.
         """
         await self._servers.wait_open(deadline)
 
     @property
     def queued(self) -> int:
-        """Closures that have not ended."""
+        """Number of closures that have not ended."""
         return len(self._reports)
 
     @property
     def under_way(self) -> StepUnderWay | None:
-        """What the thread that runs steps is at now."""
+        """The step that the executor thread runs now."""
         return self.runner.pipeline.under_way(self._heard)
 
     def program_left(self, now: float) -> dict[str, PlainTree]:
-        """How many closures were ``waiting`` in the program when it last sent some,
-        ``seconds`` ago, and whether its queue was ``full``; empty if it never has."""
+        """Returns how many closures were ``waiting`` in the program when it last sent
+        some, ``seconds`` ago, and whether its queue was ``full``; {} before."""
         if self._program is None:
             return {}
         heard, waiting, full = self._program
@@ -185,10 +187,10 @@ class WorkerSession:
     # From the coordinator
 
     def serve(self, message: Owned) -> Message | Awaitable[Message]:
-        """Begins what is asked; the answer comes at once or when it is done.
+        """Carries out a message; answers at once, or later by a future.
 
         Raises:
-            NotFoundError: A result is not here.
+            NotFoundError: The worker does not have the result.
         """
         executor, resources = self._executor, self.runner.resources
         match message:
@@ -224,7 +226,7 @@ class WorkerSession:
         return Done()
 
     def dispatch(self, message: Dispatch) -> None:
-        """Takes closures; those that are here already are ignored."""
+        """Queues closures; those that are open already are ignored."""
         self._servers.use()
         batches = []
         for batch, inputs in _with_inputs(message):
@@ -234,7 +236,7 @@ class WorkerSession:
             batches.append((taken, inputs))
         refusal = self._refusal
         if refusal is None and len(self._reports) > MAX_OPEN:
-            refusal = BusyError(f"{MAX_OPEN} closures wait on this worker already")
+            refusal = BusyError(f"more than {MAX_OPEN} closures wait on this worker")
         if refusal is not None:
             self._send_back(batches, refusal)
             return
@@ -245,14 +247,14 @@ class WorkerSession:
             self.notices.touch()
 
     def cancel(self, error: ZstratError | None = None) -> None:
-        """Ends every closure that has not begun, with the error if one is given."""
+        """Cancels every closure that has not begun, with the error if one is given."""
         self._executor.tell(partial(self.runner.cancel, error))
 
     # From the executor
 
     def carry_out(self, post: Post) -> None:
-        """Does what the executor thread has posted: the pushes first, so that the pulls
-        read what these wrote."""
+        """Carries out what the executor thread has posted: pushes first, so that the
+        pulls read what they wrote."""
         if self._closed:
             return
         pushes, pulls = post.pushes, post.pulls
@@ -267,7 +269,7 @@ class WorkerSession:
             for pull in pulls:
                 self._pull(pull)
         self._reports.now(post.endings)
-        # Behind what others wait for.
+        # Last: nothing waits for the records.
         self.recorder.ran(post.times, now)
         if self.notices is not None:
             self.notices.touch()
@@ -327,9 +329,9 @@ class WorkerSession:
         self._reports.soon(ending)
 
     def _acknowledged(self, push: _PushUnderWay) -> None:
-        """Notes how long it took, and how many pushes of others each server that has
-        applied it did between the pull of its step and this. None, if a copy of the
-        server has taken its place: that counts otherwise."""
+        """Records how long a push took, and its staleness: how many pushes of others
+        each server applied between the pull of its step and the push. Skips a server
+        whose backup has taken over, as the backup counts differently."""
         recorder, read_at = self.recorder, push.read_at
         step = push.ending.completion.step
         recorder.spent(Phase.PUSH, step, push.since, self._clock())
@@ -372,7 +374,8 @@ class WorkerSession:
     # The end
 
     async def drain(self, refusal: ZstratError, deadline: float) -> bool:
-        """Sends back what has not begun and all that comes, and waits for the rest.
+        """Sends back closures that have not begun or come later, and waits for the
+        rest.
 
         Returns:
             False if a closure was still running at the deadline (loop time).
@@ -387,7 +390,8 @@ class WorkerSession:
         return True
 
     def leave(self) -> None:
-        """Forgets the session at once; what runs goes on to its end, unheard of."""
+        """Ends the session at once. A running closure continues, and its outcome is
+        dropped."""
         if self._closed:
             return
         self._closed = True
@@ -402,9 +406,9 @@ class WorkerSession:
         self._executor.tell(self.runner.close)
 
     async def close_links(self, reason: str) -> None:
-        """Closes the links to the parameter servers; the last thing.
+        """Closes the links to the parameter servers, last of all.
 
-        Cancellation: links that are not closed yet are left open.
+        Cancellation: links that are not closed yet stay open.
         """
         await self._servers.close(reason)
 
@@ -412,7 +416,8 @@ class WorkerSession:
 @final
 @dataclass(frozen=True, slots=True)
 class _PushUnderWay:
-    """``read_at``: the time, on each server, of what it was computed from."""
+    """A push that was sent. ``read_at``: clocks of the servers at the pull of its
+    step."""
 
     ending: Ending
     read_at: Clocks | None
@@ -435,10 +440,10 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
 
 
 def _with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
-    """The batches, each with the inputs of its steps, if they have any.
+    """Returns the batches, each with the inputs of its steps, if they have any.
 
     Raises:
-        ProtocolError: There is more, or less, than the batches say.
+        ProtocolError: The inputs do not have the sizes that the batches say.
     """
     joint, start, count = memoryview(message.inputs), 0, 0
     parts = []

@@ -80,7 +80,8 @@ class Scheduled:
             return "done"
         if isinstance(error, FailedStepError) or "was to fail" in str(error):
             return "never"
-        if isinstance(error, CancelledError) and "had begun it" not in str(error):
+        # The remedy says whether a worker had started it: then it may not be repeated.
+        if isinstance(error, CancelledError) and "Please reschedule" in str(error):
             return "never"
         return "perhaps"
 

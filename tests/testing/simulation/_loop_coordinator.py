@@ -93,7 +93,6 @@ class LoopCoordinator:
         self._dispatcher = Dispatcher(
             self._engine,
             self.cluster.session,
-            (),  # `Cluster.attach` adds them
             self.cluster.fences,
             self.cluster.ps,
             closures_in_flight=in_flight,
@@ -147,10 +146,10 @@ class LoopCoordinator:
         loop = asyncio.get_running_loop()
         loop.call_soon(self._dispatcher.fence, end, doubtful)
 
-    def bring(self, kept: Kept) -> list[np.ndarray]:
+    def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         """Refused: nothing may block on this loop."""
         raise RuntimeError(f"step {kept.step}: await its value on this loop")
 
-    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
+    async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
         """See `LoopSide`."""
-        return await self._dispatcher.bring(kept)
+        return await self._dispatcher.fetch_kept(kept)

@@ -246,8 +246,8 @@ _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
-_TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
-_TELL: Final = f"{_FENCES}.Marking.tell"
+_HANDLE: Final = "zstrat.coordinator._outcomes.Outcomes.handle"
+_TELL: Final = f"{_FENCES}.Marking.send"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "the ledger forgets": {f"{_LEDGER}.record": _nothing},
@@ -314,8 +314,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.recovery._inventory.Inventory.bound": _nothing
     },
     "trees are not in the log": {
-        "zstrat.ps.store._store.tell": partial(
-            _treeless, _function("zstrat.ps.store._changes.tell")
+        "zstrat.ps.store._store.log_plan": partial(
+            _treeless, _function("zstrat.ps.store._changes.log_plan")
         )
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
@@ -344,7 +344,9 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a server that was restarted is said to have its copies": {
         _JOINED: _around(_JOINED, _same_life)
     },
-    "results of closures of nobody shift the others": {_TAKE: _around(_TAKE, _shifted)},
+    "results of closures of nobody shift the others": {
+        _HANDLE: _around(_HANDLE, _shifted)
+    },
     "a store that moves has one copy meanwhile": {
         "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted
     },

@@ -102,7 +102,7 @@ class TrainingProgram:
                     training.broken(f"no server was lost, and there was {error!r}")
                 if self._scenario.restores and training.saved and is_lost(error):
                     training.broken(f"there is a checkpoint of all, and {error!r}")
-                if "filling it again failed: " in str(error):
+                if "filling it failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
                 if self._scenario.is_guarded:
                     training.broken(f"one server was lost, and there was {error!r}")

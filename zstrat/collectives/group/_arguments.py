@@ -1,4 +1,4 @@
-"""Arguments of operations of a group: their checks and their descriptions."""
+"""Checks and describes the arguments of a group's operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a caller says about any operation. ``timeout`` in seconds."""
+    """The options that any operation has. ``timeout`` in seconds."""
 
     timeout: float
     tag: str | None = None
@@ -32,7 +32,7 @@ class CallOptions:
 
 
 def packs(leaves: Sequence[ArrayLeaf], options: CallOptions) -> str:
-    """How small arrays share calls, where that is not as for everybody."""
+    """Describes the packing of small arrays, if that is not the default."""
     packs = options.bytes_per_pack
     return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
 
@@ -47,8 +47,8 @@ def words_of(
     """Describes an operation; ``free`` are leaves whose first axis may differ.
 
     Raises:
-        ValueError: There is no such algorithm for the operation, or none for what is
-            compressed; says which.
+        ValueError: The operation does not have the algorithm, or not with compression;
+            names those that it has.
     """
     _check_algorithm(kind, options)
     words = [described(leaves, free), *filter(None, more)]
@@ -65,8 +65,8 @@ def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
         if options.compression is not None and not found.is_compressible:
             raise ValueError(
                 f"algorithm {options.algorithm!r} with "
-                f"compression={options.compression!r}: every rank finishes by itself, "
-                "so nothing may be rounded on the way: name another one"
+                f"compression={options.compression!r}: this algorithm would round "
+                "differently on each rank: choose another one"
             )
 
 
@@ -83,18 +83,21 @@ def check_axis(kind: CallKind, leaves: Sequence[ArrayLeaf]) -> None:
     for leaf in leaves:
         if not leaf.shape:
             raise ValueError(
-                f"{kind.value}: expected arrays with an axis, got a number"
+                f"{kind.value}: expected arrays with one axis or more, got a number"
             )
 
 
 def check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
     if sparse:
-        raise TypeError("in_place: IndexedSlices change their length")
+        raise TypeError(
+            "in_place: expected no IndexedSlices, as their length changes: leave "
+            "in_place out"
+        )
     for leaf in leaves:
         if leaf.is_jax or not isinstance(leaf.origin, np.ndarray):
             raise TypeError(
-                f"in_place: {type(leaf.origin).__name__} cannot be written to: give "
-                "numpy arrays, or take what is returned"
+                f"in_place: expected numpy arrays, got {type(leaf.origin).__name__}, "
+                "which cannot be written to: leave in_place out, and use the result"
             )
         if not leaf.origin.flags.writeable:
             raise read_only()
@@ -104,13 +107,13 @@ def check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
 
 def read_only() -> ValueError:
     return ValueError(
-        "in_place: an array is read-only: give a copy that may be written to, or leave "
-        "in_place out and take what is returned"
+        "in_place: an array is read-only: give a writable copy, or leave in_place out "
+        "and use the result"
     )
 
 
 def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
-    """Memory that stands in a tree twice would be written to twice."""
+    """Checks that no two arrays of a tree overlap: both results would be written."""
     spans = sorted(
         (start, start + leaf.flat.nbytes)
         for leaf in leaves
@@ -119,8 +122,7 @@ def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
     )
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         raise ValueError(
-            "in_place: the same memory stands at two places of the tree: give each "
-            "array once"
+            "in_place: two arrays of the tree share memory: give each array once"
         )
 
 
@@ -134,8 +136,8 @@ def check_sparse(op: ReduceOp, rows: Sequence[ArrayLeaf]) -> None:
 def check_splits(size: int, rows: int, splits: Sequence[int] | None) -> None:
     if splits is None and rows % size:
         raise ValueError(
-            f"all_to_all of {rows} rows among {size} ranks: they do not divide; "
-            "say with splits= how many each rank gets"
+            f"all_to_all: expected a multiple of {size} rows for {size} ranks, got "
+            f"{rows}: give the rows of each rank as splits="
         )
     if splits is not None and (
         len(splits) != size or sum(splits) != rows or min(splits) < 0
@@ -146,7 +148,7 @@ def check_splits(size: int, rows: int, splits: Sequence[int] | None) -> None:
 
 
 def positive(name: str, given: float | None, default: float) -> float:
-    """Seconds that a caller gave, or the default.
+    """Returns the given seconds, or the default.
 
     Raises:
         ValueError: They are not above 0.
@@ -158,7 +160,7 @@ def positive(name: str, given: float | None, default: float) -> float:
 
 
 def not_negative(name: str, given: int) -> int:
-    """A number that a caller gave.
+    """Returns the given number.
 
     Raises:
         ValueError: It is below 0.

@@ -1,12 +1,11 @@
-"""Who keeps a call waiting: decides whom to ask and what answers mean, and asks them.
+"""Finds the ranks that keep a call waiting.
 
-A rank that waits asks those that it waits for how far they are; who waits in turn names
-others, and they are asked, too. Guilty is who does not answer, who has not called, or
-who calls something else. If all that is left wait for each other, nobody is guilty: the
-bytes are on their way, and the call was given too little time.
+A rank that waits asks the ranks that it waits for about their progress, and then the
+ranks that these wait for, transitively. A rank is guilty if it does not answer, has not
+made the call, or makes another call. If all remaining ranks wait for each other, none
+is guilty: the data is under way, and the timeout was too short.
 
-Who decides asks nobody. An inquiry is carried out beside it, and asks the ranks that it
-names all at the same time.
+`FailureInquiry` decides without I/O; `inquire` asks the ranks, all at the same time.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ if TYPE_CHECKING:
     from zstrat.wire import Message
 
 FORGOTTEN: Final = "?"
-"""What a rank says of a call that is over and that it knows no more of than that."""
+"""Description of an ended call whose real description is no longer kept."""
 
 
 class FailureInquiry:
-    """One rank's inquiry about one call.
+    """The inquiry of one rank about one call.
 
     Args:
-        rank: Who asks.
-        words: What it calls.
+        rank: The rank that asks.
+        words: Description of its call.
     """
 
     def __init__(self, rank: int, words: str) -> None:
         self.rank, self._words = rank, words
         self._known = {rank}
         self.guilty: dict[int, str] = {}
-        """Rank -> what it has done, or not."""
+        """What each guilty rank has done, or has not."""
         self.differs: dict[int, str] = {}
-        """Rank -> what it calls instead."""
+        """What each rank with another call calls instead."""
         self._has_ended = False
 
     @property
     def has_ended_elsewhere(self) -> bool:
-        """Nobody is guilty, and another rank has ended the generation: it knows why,
-        and its notice is under way on another connection."""
+        """Whether another rank has ended the generation, and no rank is guilty: its
+        notice with the reason is under way on another connection."""
         return self._has_ended and not self.guilty
 
     def ask(self, ranks: Iterable[int]) -> list[int]:
-        """Those among ``ranks`` that are to be asked and were not yet."""
+        """Returns the ranks among ``ranks`` that were not asked yet."""
         fresh = sorted(set(ranks) - self._known)
         self._known.update(fresh)
         return fresh
 
     def answered(self, rank: int, state: CallState) -> list[int]:
-        """A rank said how far it is; who else is to be asked."""
+        """Notes the progress of a rank; returns further ranks to ask."""
         self._has_ended = self._has_ended or state.is_broken
         if not state.about:
-            if not state.is_broken:  # else it cannot call it any more
+            if not state.is_broken:  # else it can no longer call it
                 self.guilty[rank] = "has not called it"
             return []
         if state.is_over and state.about == FORGOTTEN:
@@ -80,23 +79,22 @@ class FailureInquiry:
         return [] if state.is_over else self.ask(state.waits)
 
     def has_left(self) -> None:
-        """A rank knows nothing of the generation any more: it has ended it, and has
-        gone on to form the next one."""
+        """Notes that a rank has left the generation, and forms the next one."""
         self._has_ended = True
 
     def silent(self, rank: int, reason: str) -> None:
-        """A rank did not answer."""
+        """Notes that a rank did not answer."""
         self.guilty[rank] = reason
 
 
 def verdict(
     inquiry: FailureInquiry, call: str, name: Callable[[int], str], timeout: float
 ) -> ZstratError:
-    """The error that all ranks get.
+    """Returns the error for all ranks.
 
     Args:
-        call: What was called, which call it was, and in which group.
-        name: What messages call a rank.
+        call: Name of the call: operation, number and group.
+        name: Returns the name of a rank.
     """
     if inquiry.differs:
         rank, words = next(iter(inquiry.differs.items()))
@@ -112,8 +110,8 @@ def verdict(
         )
     if not inquiry.guilty:
         return CollectiveTimeoutError(
-            f"{call}: all ranks take part, but {timeout:g} s were not enough: give it "
-            "more (timeout=), or look at the network between them"
+            f"{call}: all ranks take part, but {timeout:g} s were not enough: give the "
+            "call more (timeout=), or check the network between the ranks"
         )
     who = [f"{name(rank)} {what}" for rank, what in sorted(inquiry.guilty.items())]
     return CollectiveTimeoutError(
@@ -128,13 +126,13 @@ async def inquire(
     ranks: Sequence[int],
     ask: Callable[[int], asyncio.Future[Message]],
 ) -> None:
-    """Asks ``ranks`` and whom they name, until all have answered or it is too late.
+    """Asks ``ranks`` and the ranks that they name, until all have answered or failed.
 
-    Cancellation: the questions are given up.
+    Cancellation: cancels the questions.
     """
     asking: dict[asyncio.Future[Message], int] = {}
 
-    def go_on(more: Iterable[int]) -> None:
+    def ask_all(more: Iterable[int]) -> None:
         for rank in more:
             try:
                 asking[ask(rank)] = rank
@@ -142,14 +140,14 @@ async def inquire(
                 inquiry.silent(rank, f"cannot be asked: {error}")
 
     try:
-        go_on(inquiry.ask(ranks))
+        ask_all(inquiry.ask(ranks))
         while asking:
             done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
-                go_on(_heard(inquiry, asking.pop(future), future))
+                ask_all(_heard(inquiry, asking.pop(future), future))
     finally:
         for future in asking:
-            future.cancel()  # or asyncio complains of errors that nobody looked at
+            future.cancel()  # or asyncio logs errors that were not retrieved
 
 
 def _heard(

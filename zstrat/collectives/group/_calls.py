@@ -1,9 +1,9 @@
-"""The collectives that a group offers: what its users call, blocking or not.
+"""The collective operations of a group, blocking and asynchronous.
 
-A method with an underscore makes the request of an operation: it has the parameters,
-and what it is given is checked (`_operations`) in the caller's thread. The two public
-methods of that name have the same parameters. One carries the request out and waits,
-the other one only begins it; both leave numbers and threads to the group.
+For each operation, a method with an underscore has the parameters and makes the
+request, whose arguments are checked (`_operations`) in the caller's thread. Two public
+methods have the same parameters: one starts the request and waits, the other one only
+starts it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parameters_of(
 ) -> Callable[
     [Callable[Concatenate[Owner, ...], Result]], Callable[Concatenate[Owner, P], Result]
 ]:
-    """A decorator for a method that hands all of its arguments on to ``signed``.
+    """Decorates a method that passes all of its arguments to ``signed``.
 
     mypy, editors and `inspect.signature` show the parameters of ``signed``, their types
-    and their defaults. The method keeps its own first parameter and what it returns.
+    and defaults. The method keeps its first parameter and its return type.
     """
 
     def sign(
@@ -57,12 +57,12 @@ def parameters_of(
 
 
 class GroupCalls:
-    """The operations of a `Group`, which sets what is declared here."""
+    """The operations of a `Group`, which sets the attributes declared here."""
 
     _invited: Invitation
     _runtime: GroupRuntime
     _work: OperationScheduler
-    """Carries the operations of its generation out."""
+    """Runs the operations of the present generation."""
     _is_closed: bool
 
     @property
@@ -84,10 +84,10 @@ class GroupCalls:
         compression: str | None = None,
         bytes_per_pack: int | None = None,
     ) -> CallOptions:
-        """What a caller said, with what the group says where he did not.
+        """Returns the options of a call, with the defaults of the group.
 
         Raises:
-            ValueError: ``timeout`` is not above 0, or ``bytes_per_pack`` below it.
+            ValueError: ``timeout`` is not above 0, or ``bytes_per_pack`` is negative.
         """
         invited = self._invited
         seconds = positive("timeout", timeout, invited.timeout)
@@ -97,12 +97,12 @@ class GroupCalls:
         return CallOptions(seconds, tag, compression, algorithm, packs)
 
     def _start(self, request: OperationRequest) -> Pending[Any]:
-        """Begins the operation."""
+        """Starts an operation."""
         self._check_open()
         return self._work.launch(request, blocking=False)
 
     def _wait(self, request: OperationRequest) -> Any:
-        """Carries the operation out; its result."""
+        """Runs an operation, and returns its result."""
         self._check_open()
         return self._work.carry_out(request)
 
@@ -124,7 +124,7 @@ class GroupCalls:
 
     @parameters_of(_all_reduce)
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Every array of ``tree``, reduced over all ranks: the same bits on all.
+        """Reduces every array of ``tree`` over all ranks: the same bits on all ranks.
 
         Args:
             tree: Arrays, numbers, or a pytree of them, of the same shapes and dtypes on
@@ -132,47 +132,46 @@ class GroupCalls:
                 IndexedSlices are concatenated in the order of ranks; their lengths may
                 differ.
             op: "sum", "mean", "min" or "max".
-            in_place: Write into the (numpy) arrays that were given, and return them. If
-                it fails, what is in them is of no use.
-            densify: Reduce IndexedSlices as the whole arrays that they stand for.
-            tag: Numbers this call among those with the same tag alone, so that other
-                ranks may make it earlier or later than calls without.
+            in_place: Write into the given (numpy) arrays, and return them. If the call
+                fails, their content is undefined.
+            densify: Reduce IndexedSlices as dense arrays.
+            tag: Calls with the same tag are numbered separately, so that other ranks
+                may make them earlier or later than other calls.
             timeout: Seconds; default: that of the group.
-            compression: How contributions travel; default: as they are. What "int8" and
-                "topk" leave out is added to the next call with the same tag, shapes and
-                dtypes; with another tag for every call it is lost.
-            algorithm: "ring", "tree", ... (`ALGORITHMS`), for what goes by messages;
-                default: chosen by size.
-            bytes_per_pack: As of the group; default: what the group was given.
+            compression: How contributions are compressed; default: not at all. What
+                "int8" and "topk" leave out is added to the next call with the same tag,
+                shapes and dtypes; so it is lost if every call has another tag.
+            algorithm: "ring", "tree", ... (`ALGORITHMS`), for calls that go as
+                messages; default: chosen by size.
+            bytes_per_pack: See `Group`; default: that of the group.
 
         Returns:
             The tree, with new arrays of the same kinds (numpy or jax) and shapes.
 
         Raises:
             CollectiveTimeoutError: A rank did not call in time, or hangs; names it.
-            PeerLostError: A rank is gone; names it.
-            InvalidArgumentError: The ranks do not make the same calls; says who does
-                what.
+            PeerLostError: A rank is lost; names it.
+            InvalidArgumentError: The ranks make different calls; names both.
             UnavailableError: The group is broken since an earlier call; see `reform`.
-            TypeError: Not for this dtype, or no array, or none that can be written to
-                ``in_place``.
-            ValueError: There is no such op, algorithm or compression; ``timeout`` is
-                not above 0, or ``bytes_per_pack`` below it; an array that is reduced
+            TypeError: A leaf is not an array, has an unsupported dtype, or cannot be
+                written to ``in_place``.
+            ValueError: The op, algorithm or compression does not exist; ``timeout`` is
+                not above 0, or ``bytes_per_pack`` is negative; an array that is reduced
                 ``in_place`` is read-only, or shares memory with another one of the
                 tree.
             BusyError: Too many operations are under way.
             ClosedError: The group was closed.
 
-        Interrupting it (Ctrl-C) ends the generation, for all ranks.
+        Ctrl-C ends the generation, for all ranks.
         """
         return self._wait(self._all_reduce(*args, **kwargs))
 
     @parameters_of(_all_reduce)
     def all_reduce_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """As `all_reduce`, but returns at once what can be awaited.
+        """Starts `all_reduce`, and returns an awaitable at once.
 
-        The arrays must not be changed before it is over; with ``in_place`` they are
-        complete when the result has been asked for.
+        The arrays must not be changed before its end; with ``in_place`` they are
+        complete once the result was retrieved.
         """
         return self._start(self._all_reduce(*args, **kwargs))
 
@@ -190,25 +189,25 @@ class GroupCalls:
 
     @parameters_of(_all_gather)
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Every array of ``tree`` of all ranks, concatenated in the order of ranks.
+        """Concatenates the arrays of ``tree`` of all ranks, in the order of ranks.
 
         Args:
-            tree: Arrays of at least one dim. Their lengths along ``axis`` may differ
-                from rank to rank, nothing else.
-            axis: Along which they are concatenated.
+            tree: Arrays of at least one dimension. Only their lengths along ``axis``
+                may differ between ranks.
+            axis: Axis of the concatenation.
 
         Returns:
             The tree, with arrays as long along ``axis`` as those of all ranks together.
 
         Raises:
-            ValueError: An array has no such axis; or as `all_reduce`.
+            ValueError: An array does not have the axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
         return self._wait(self._all_gather(*args, **kwargs))
 
     @parameters_of(_all_gather)
     def all_gather_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """As `all_gather`, but returns at once what can be awaited."""
+        """Starts `all_gather`, and returns an awaitable at once."""
         return self._start(self._all_gather(*args, **kwargs))
 
     def _reduce_scatter(
@@ -225,7 +224,7 @@ class GroupCalls:
 
     @parameters_of(_reduce_scatter)
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """Every array of ``tree`` reduced over all ranks; each rank gets its rows.
+        """Reduces every array of ``tree`` over all ranks; each rank gets its rows.
 
         The first axis is cut into one part per rank, in the order of ranks; if it does
         not divide, the first ranks have one row more.
@@ -247,7 +246,7 @@ class GroupCalls:
 
     @parameters_of(_reduce_scatter)
     def reduce_scatter_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """As `reduce_scatter`, but returns at once what can be awaited."""
+        """Starts `reduce_scatter`, and returns an awaitable at once."""
         return self._start(self._reduce_scatter(*args, **kwargs))
 
     def _broadcast(
@@ -265,38 +264,38 @@ class GroupCalls:
 
     @parameters_of(_broadcast)
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """The arrays of rank ``root``, on all ranks.
+        """Sends the arrays of rank ``root`` to all ranks.
 
-        The root does not wait for the others: what comes to a rank that has not called
-        yet is kept there, up to 1 GiB. If there may be more, and a rank may be late
-        (after loading a checkpoint, say), call `barrier` before it on all ranks.
+        The root does not wait for the others: a rank that has not called yet keeps up
+        to 1 GiB of received data. If there may be more, and a rank may be late (after
+        loading a checkpoint, for example), call `barrier` on all ranks before.
 
         Args:
             tree: Arrays ``[...]``, numbers, or a pytree of them, of the same shapes and
-                dtypes on all ranks; the values count at the root alone.
-            root: The rank that has them.
-            in_place: Write them into the (numpy) arrays that were given, and return
-                those. The root's are left as they are; on the others, if it fails,
-                what is in them is of no use.
+                dtypes on all ranks; only the values of the root are used.
+            root: The rank that sends.
+            in_place: Write into the given (numpy) arrays, and return them. Those of the
+                root do not change; on the other ranks, if the call fails, their content
+                is undefined.
 
         Returns:
             The tree, with arrays of the same kinds and shapes: new ones, if not
             ``in_place``.
 
         Raises:
-            ValueError: There is no such rank; or as `all_reduce`.
-            BusyError: As `all_reduce`; or more than 1 GiB came to a rank that had not
-                called yet: the group has ended.
+            ValueError: ``root`` is not a rank; or as `all_reduce`.
+            BusyError: As `all_reduce`; or a rank that had not called yet received more
+                than 1 GiB: the generation has ended.
             Others: As `all_reduce`.
         """
         return self._wait(self._broadcast(*args, **kwargs))
 
     @parameters_of(_broadcast)
     def broadcast_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """As `broadcast`, but returns at once what can be awaited.
+        """Starts `broadcast`, and returns an awaitable at once.
 
-        The arrays must not be changed before it is over; with ``in_place`` they are
-        complete when the result has been asked for.
+        The arrays must not be changed before its end; with ``in_place`` they are
+        complete once the result was retrieved.
         """
         return self._start(self._broadcast(*args, **kwargs))
 
@@ -313,36 +312,36 @@ class GroupCalls:
 
     @parameters_of(_all_to_all)
     def all_to_all(self, *args: Any, **kwargs: Any) -> Any:
-        """Part j of the first axis goes to rank j; what came, in the order of ranks.
+        """Sends part j of the first axis to rank j, and returns the received parts.
 
         Args:
-            array: ``[n, ...]``, of the same dtype and, but for the first axis if there
-                are ``splits``, the same shape on all ranks.
-            splits: Rows for each rank, which add up to n; default: as many for each,
-                and the first axis has to divide.
+            array: ``[n, ...]``, of the same dtype and shape on all ranks; the first
+                axis may differ if there are ``splits``.
+            splits: Number of rows for each rank, with the sum n; default: equal
+                numbers, so that n must be a multiple of the number of ranks.
 
         Returns:
-            ``[m, ...]``: what rank 0 gave to this one, then what rank 1 gave, and so
-            on; m is n where all give as many.
+            ``[m, ...]``: the part from rank 0, then the part from rank 1, and so on; m
+            is n if all parts are equal.
 
         Raises:
-            ValueError: The rows do not add up, or do not divide; there is no axis; or
-                as `all_reduce`.
+            ValueError: The splits do not add up to n, or n is not a multiple; there is
+                no axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
         return self._wait(self._all_to_all(*args, **kwargs))
 
     @parameters_of(_all_to_all)
     def all_to_all_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """As `all_to_all`, but returns at once what can be awaited."""
+        """Starts `all_to_all`, and returns an awaitable at once."""
         return self._start(self._all_to_all(*args, **kwargs))
 
     def barrier(self, *, tag: str | None = None, timeout: float | None = None) -> None:
-        """Returns when all ranks have called it. Raises: as `all_reduce`."""
+        """Waits until all ranks have called it. Raises: as `all_reduce`."""
         self._wait(operations.barrier(self._options(timeout, tag)))
 
     def barrier_async(
         self, *, tag: str | None = None, timeout: float | None = None
     ) -> Pending[None]:
-        """As `barrier`, but returns at once what can be awaited."""
+        """Starts `barrier`, and returns an awaitable at once."""
         return self._start(operations.barrier(self._options(timeout, tag)))

@@ -1,10 +1,10 @@
-"""The two ways in which an operation is carried out: by messages, or by an engine.
+"""Executes operations by messages, or by an engine.
 
-By messages any number of operations are under way, and the loop carries them on. An
-engine takes one at a time, in an order: a turn is drawn where the operation gets its
-number, so that it stands in the same order on all ranks; whoever has drawn it waits for
-it, uses the engine, and passes it on. Ctrl-C may strike between any two of these, so
-that a turn is lost: when the generation ends nobody waits for a turn any more.
+By messages any number of operations can be under way on the loop. An engine runs one
+operation at a time, in the same order on all ranks: an operation draws a turn when it
+gets its number, waits for the turn, uses the engine, and passes the turn on. Ctrl-C may
+interrupt between any two of these steps, so that a turn is lost: then the generation
+ends, and with it all waits for turns.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class StartedOperation(NamedTuple):
-    """An operation whose first calls are made: they, what makes the next ones, and who
-    is to hear of the end."""
+    """An operation whose first calls are created: the iterator of further calls, the
+    first calls, and the pending result."""
 
     steps: Steps
     calls: Sequence[CollectiveCall]
@@ -41,14 +41,14 @@ class StartedOperation(NamedTuple):
 
 
 class MessageExecutor:
-    """Carries operations and single calls of a generation out by messages; implements
+    """Executes operations and single calls of a generation by messages; implements
     `zstrat.collectives._engine.Between`."""
 
     def __init__(self, runtime: GroupRuntime, generation: Generation) -> None:
         self._runtime, self._generation = runtime, generation
 
     def begin(self, operation: StartedOperation) -> None:
-        """Begins an operation, from any thread; the loop carries it on."""
+        """Starts an operation, which continues on the loop. From any thread."""
         steps = MessageSteps(self._generation, operation)
         if not self.soon(steps.start, operation.calls):
             operation.pending.fail(ClosedError("the loop of the group has ended"))
@@ -56,7 +56,7 @@ class MessageExecutor:
     def call(
         self, call: CollectiveCall, ranks: Sequence[int] | None = None
     ) -> AwaitedCall:
-        """Starts one call, among all ranks or these; from a thread that will wait."""
+        """Starts one call among ``ranks``, or all. From a thread that will wait."""
         awaited = AwaitedCall()
         start = self._generation.traffic.start
         if not self.soon(start, call, awaited.ended, ranks):
@@ -70,18 +70,16 @@ class MessageExecutor:
         return self.call(named, ranks)
 
     def abort_by(self, error: Exception) -> None:
-        """Ends the generation for all ranks, from any thread: something went wrong here
-        that the others cannot know."""
+        """Ends the generation for all ranks after a local error. From any thread."""
         self.soon(self._generation.abort_by, error)
 
     def soon(self, function: Callable[..., object], *args: object) -> bool:
-        """Runs a function of the generation on its loop; False: the loop has ended."""
+        """Calls a function of the generation on its loop; False: the loop has ended."""
         return self._runtime.call_soon(function, *args)
 
 
 class MessageSteps:
-    """The steps of one operation, all of whose calls travel as messages. Belongs to the
-    thread of the loop."""
+    """Runs the steps of one operation by messages, on the loop's thread."""
 
     __slots__ = ("_error", "_generation", "_left", "_pending", "_steps")
 
@@ -89,12 +87,12 @@ class MessageSteps:
         self._generation = generation
         self._steps, _, self._pending = operation
         self._left = 0
-        """Calls of this step that are not over."""
+        """Number of calls of this step that have not ended."""
         self._error: Exception | None = None
 
     def start(self, calls: Sequence[CollectiveCall]) -> None:
         """Starts the calls of a step."""
-        # One more: a call may be over before the next one has begun.
+        # One more: a call may end before the next one has started.
         self._left = len(calls) + 1
         for call in calls:
             self._generation.traffic.start(call, self._ended)
@@ -109,14 +107,14 @@ class MessageSteps:
         if self._error is not None:
             self._pending.fail(self._error)
         else:
-            self._go_on()
+            self._next_step()
 
-    def _go_on(self) -> None:
+    def _next_step(self) -> None:
         try:
             calls = next(self._steps)
         except StopIteration as end:
             self._pending.settle(end.value)
-        except Exception as error:  # to the caller: his arrays do not fit, say
+        except Exception as error:  # to the caller, whose arrays may not fit
             self._generation.abort_by(error)
             self._pending.fail(error)
         else:
@@ -124,7 +122,7 @@ class MessageSteps:
 
 
 class AwaitedCall:
-    """A call by messages that a thread waits for; implements
+    """A call by messages for which a thread waits; implements
     `zstrat.collectives._engine.Started`."""
 
     __slots__ = ("_bell", "_error")
@@ -144,10 +142,10 @@ class AwaitedCall:
 
 
 class EngineExecutor:
-    """Carries operations out with the engine of a generation, one after the other: in
-    the thread that calls `run`, or after `put` on a thread of its own.
+    """Executes operations with the engine of a generation, one after the other.
 
-    That thread is made with the first operation that needs it; it ends with `close`.
+    An operation runs in the thread that calls `run`, or, after `put`, on a thread of
+    the executor, which starts with the first `put` and ends with `close`.
     """
 
     def __init__(
@@ -159,13 +157,13 @@ class EngineExecutor:
         self._messages, self._generation, self._engine = messages, generation, engine
         self._turns = CallTurns()
         self._using = threading.Lock()
-        """Held by whoever uses the engine."""
+        """Held while the engine is used."""
         self._lock = threading.Lock()
         self._bell: ThreadBell | None = None
         self._queue: deque[CallTurn] = deque()
-        """Turns of operations that nobody waits for, as they were drawn."""
+        """Turns of asynchronous operations, in the order in which they were drawn."""
         self._is_begun = False
-        """The thread is asked for; it is there a moment later."""
+        """The start of the thread was requested."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         generation.engine_waits = engine.waits
@@ -173,28 +171,28 @@ class EngineExecutor:
         generation.on_broken = self._ended
 
     def draw(self, *, blocking: bool) -> CallTurn:
-        """A turn at the engine; see `CallTurns.draw`. It is for `run` if ``blocking``,
-        else for `put`, or `drop`. Called by one thread at a time."""
+        """Draws a turn at the engine; see `CallTurns.draw`. The turn is for `run` if
+        ``blocking``, else for `put` or `drop`. Called by one thread at a time."""
         turn = self._turns.draw()
         if not blocking:
-            # Not in `put`: who draws later may come to it earlier.
+            # Not in `put`: a thread with a later turn may call that earlier.
             with self._lock:
                 self._queue.append(turn)
         return turn
 
     def run(self, turn: CallTurn, operation: StartedOperation) -> None:
-        """Carries it out; the pending result has its outcome when this returns.
+        """Executes an operation in this thread, and sets its pending result.
 
-        An exception that is none of ours, Ctrl-C say, ends the generation and is
-        raised: nobody knows what the engine was doing.
+        Other exceptions, such as Ctrl-C, end the generation and are raised: the state
+        of the engine is unknown.
         """
         pending = operation.pending
         try:
             with turn:
                 finish = self._finish(operation)
-        except Exception as error:  # to whoever waits for the result
+        except Exception as error:  # to the caller, by the pending result
             pending.fail(error)
-        except BaseException:  # Ctrl-C: on to the caller
+        except BaseException:  # Ctrl-C, to the caller
             ended = ClosedError(f"{pending.words} was interrupted")
             self._messages.abort_by(ended)
             pending.fail(ended)
@@ -203,20 +201,20 @@ class EngineExecutor:
             pending.settle(finish)
 
     def put(self, turn: CallTurn, operation: StartedOperation) -> None:
-        """Has it carried out after those before it."""
+        """Queues an operation for the executor's thread."""
         with self._lock:
             is_lost = self._is_closed
             turn.operation = operation
             is_first, self._is_begun = not self._is_begun, True
             self._wake()
         if is_first and not is_lost:
-            # By the loop: Ctrl-C in the middle of it would break a lock of Python's.
+            # On the loop: Ctrl-C during the start would break a lock of `threading`.
             is_lost = not self._messages.soon(self._begin)
         if is_lost:
             operation.pending.fail(self._generation.wait_broken(0.0))
 
     def _begin(self) -> None:
-        """Starts the thread; on the loop."""
+        """Starts the thread. On the loop."""
         thread = threading.Thread(
             target=self._live,
             name=f"zstrat group {self._generation.group}",
@@ -224,7 +222,7 @@ class EngineExecutor:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives no more of them
+        except RuntimeError as error:  # the limit of threads
             self._generation.abort_by(error)
             with self._lock:
                 queued, self._queue = self._queue, deque()
@@ -236,15 +234,15 @@ class EngineExecutor:
             self._thread = thread
 
     def drop(self, turn: CallTurn) -> None:
-        """Nothing is carried out in this turn, which its owner enters and leaves."""
+        """Removes a turn without an operation; its owner still enters and leaves it."""
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
                 self._wake()
 
     def close(self) -> None:
-        """Ends the thread, after what is queued: that fails at once, as the generation
-        has ended. Then lets go of the engine."""
+        """Ends the thread and closes the engine. Queued operations fail at once, as the
+        generation has ended."""
         with self._lock:
             self._is_closed = True
             self._wake()
@@ -256,17 +254,17 @@ class EngineExecutor:
             self._engine.close()
 
     def _ended(self, error: ZstratError) -> None:
-        """The generation has: who uses the engine is to stop, and nobody begins."""
+        """Aborts the engine and ends all turns, as the generation has ended."""
         self._engine.abort(error)
         self._turns.end()
 
     def _finish(self, operation: StartedOperation) -> Any:
-        """Carries all steps out; what makes the result."""
+        """Executes all steps; returns the function that makes the result."""
         calls = operation.calls
         with self._using:
             while True:
                 if self._generation.broken is not None:
-                    raise self._generation.wait_broken(0.0)  # it had begun before
+                    raise self._generation.wait_broken(0.0)  # it began before the end
                 self._step(calls)
                 try:
                     calls = next(operation.steps)
@@ -297,15 +295,15 @@ class EngineExecutor:
             if generation.broken is None:
                 self._messages.abort_by(error)
                 raise
-            # The reason why the engine was aborted: now it is known here.
-        except (TypeError, ValueError):  # the call cannot be made, by any rank
+            # The engine was aborted: the generation has the reason.
+        except (TypeError, ValueError):  # invalid on every rank
             raise
-        except Exception as error:  # to the caller; the others hear of it first
+        except Exception as error:  # to the caller, after the other ranks
             self._messages.abort_by(error)
             raise
         else:
             return
-        # The inquiry takes a margin at most; the rest is for a loop that is busy.
+        # The inquiry takes one margin at most; the rest is for a busy loop.
         raise generation.wait_broken(2 * margin_of(call.timeout) + 1.0)
 
     def _wake(self) -> None:
@@ -316,7 +314,7 @@ class EngineExecutor:
     def _live(self) -> None:
         while True:
             with self._lock:
-                if self._is_closed:  # who has not put his operation yet hears of it
+                if self._is_closed:  # a `put` from now on fails by itself
                     put = [each for each in self._queue if each.operation is not None]
                     self._queue = deque(put)
                     if not put:
@@ -333,14 +331,14 @@ class EngineExecutor:
 
 
 class CallTurn:
-    """A place in the order; a context manager: entered when it has come."""
+    """A turn at the engine; a context manager, whose enter waits for the turn."""
 
     __slots__ = ("_bell", "_turns", "operation")
 
     def __init__(self, turns: CallTurns, bell: ThreadBell | None) -> None:
         self._turns, self._bell = turns, bell
         self.operation: StartedOperation | None = None
-        """What is put there to be carried out, once its first calls are made."""
+        """The operation of this turn, once `put`."""
 
     def __enter__(self) -> None:
         if self._bell is None:
@@ -348,7 +346,7 @@ class CallTurn:
         try:
             # Bounded: every operation before it has a deadline, or the generation ends.
             self._bell.wait(None)
-        except BaseException:  # Ctrl-C: nobody leaves what was not entered
+        except BaseException:  # Ctrl-C: what was not entered is not left
             self._turns.give_up(self._bell)
             raise
 
@@ -357,7 +355,7 @@ class CallTurn:
 
 
 class CallTurns:
-    """Turns of one generation."""
+    """The order of turns in one generation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -366,7 +364,7 @@ class CallTurns:
         self._has_ended = False
 
     def draw(self) -> CallTurn:
-        """The next turn. It must be entered, whatever happens, and is then left."""
+        """Draws the next turn. It must be entered and left in any case."""
         with self._lock:
             if self._has_ended or not self._is_taken:
                 self._is_taken = True
@@ -376,20 +374,20 @@ class CallTurns:
             return CallTurn(self, bell)
 
     def pass_on(self) -> None:
-        """Whoever is next has its turn."""
+        """Gives the turn to the next one that waits."""
         with self._lock:
             self._ring_next()
 
     def give_up(self, bell: ThreadBell) -> None:
-        """Whoever waits for ``bell`` does not want its turn any more."""
+        """Gives up the turn that waits for ``bell``."""
         with self._lock:
             if bell in self._waiting:
                 self._waiting.remove(bell)
-            else:  # it had come, unheard
+            else:  # the turn has come meanwhile
                 self._ring_next()
 
     def end(self) -> None:
-        """All turns have come: the order does not matter any more."""
+        """Ends all waits for turns: the order no longer matters."""
         with self._lock:
             self._has_ended = True
             while self._waiting:

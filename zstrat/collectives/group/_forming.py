@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.collectives")
 
 JOBS: Final = ("chief", "worker")
-"""Whose tasks are members if nobody says which, in this order."""
+"""Jobs whose tasks are the members by default, in this order."""
 
 ALONE: Final = GroupSeat("worker", 0, "")
-"""The one seat of a program that is in no cluster."""
+"""The only seat of a program without a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormingRequest:
-    """The generation that a rank wants to be a member of."""
+    """The generation that a rank asks to join."""
 
     group: str
     generation: int
@@ -65,24 +65,24 @@ class FormingRequest:
     transport: str
     timeout: float
     choices: Choices
-    """Of algorithms; that of rank 0 is everybody's."""
+    """Table of algorithms; all ranks use that of rank 0."""
 
     @property
     def words(self) -> str:
-        """What is under way, for people."""
+        """Description for errors."""
         return f"forming group {self.group!r}"
 
 
 def seats_of(
     resolver: ClusterResolver, tasks: Sequence[str] | None
 ) -> tuple[GroupSeat, ...]:
-    """The members of a group in the order of ranks.
+    """Returns the members of a group in the order of ranks.
 
     Args:
         tasks: Names such as "worker:0" or "/job:worker/task:0"; None: all of `JOBS`.
 
     Raises:
-        ValueError: There is no such task, one is named twice, or nobody is a member.
+        ValueError: A task does not exist or is named twice, or there is no member.
     """
     spec = cluster_spec_of(resolver)
     if not spec:
@@ -96,21 +96,22 @@ def seats_of(
         )
         if not found:
             raise ValueError(
-                f"the cluster has no {' or '.join(JOBS)}, but {', '.join(spec.jobs)}: "
-                "correct its job names (TF_CONFIG?), or name the members with tasks="
+                f"the cluster has no job {' or '.join(JOBS)}, but has "
+                f"{', '.join(spec.jobs)}: correct its job names (TF_CONFIG?), or name "
+                "the members with tasks="
             )
         return found
     seats = tuple(_seat_named(spec, task) for task in tasks)
     if len(set(seats)) != len(seats) or not seats:
-        raise ValueError(f"tasks={list(tasks)}: expected some, each of them once")
+        raise ValueError(f"tasks={list(tasks)}: expected one or more tasks, each once")
     return seats
 
 
 def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat:
-    """Which of them is this process.
+    """Returns the seat of this process.
 
     Raises:
-        ValueError: That is not known, or it is none of them.
+        ValueError: The task of this process is not known, or not among the members.
     """
     if tuple(seats) == (ALONE,):
         return ALONE
@@ -127,7 +128,7 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
         if (seat.job, seat.number) == (job, index):
             return seat
     raise ValueError(
-        f"this process is /job:{job}/task:{index}, which is none of the group's "
+        f"this process is /job:{job}/task:{index}, expected one of the group's members "
         f"{listed([seat.task for seat in seats])}: correct the task (TF_CONFIG?) or "
         "the members"
     )
@@ -163,7 +164,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
                 if memory is not None:
                     memory.close()
                 engine = await connect_data(runtime, generation, wanted.timeout)
-        except BaseException:  # to `Group`; cancellation, too: the others hear of it
+        except BaseException:  # to `Group`, with cancellation: the others are notified
             await node.leave(generation, "it could not agree on a transport")
             raise
     except BaseException:  # to `Group`; no engine has the memory
@@ -179,8 +180,8 @@ async def _agree(
     between: Between,
     timeout: float,
 ) -> CollectiveEngine | None:
-    """The engine that works in shared memory, if all ranks have memory, and some of
-    them share it; and nobody is through before all are here."""
+    """Returns the engine for shared memory if all ranks have memory and some share it,
+    else None. Acts as a barrier: no rank returns before all have called it."""
     size, rank = generation.size, generation.rank
     mapped = [False] * size
     if memory is not None:
@@ -192,7 +193,7 @@ async def _agree(
         return None
     hosts = hosts_of(reached)
     generation.hosts = len(set(hosts))
-    # A rank by itself may as well use its own memory.
+    # A single rank may as well use its own memory.
     if generation.hosts == size > 1:
         return None
     return memory.attach(rank, hosts, between)
@@ -222,26 +223,27 @@ def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
 log = logging.getLogger("zstrat.collectives")
 
 _PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
-"""Keys of calls, which no operation has."""
+"""Keys of calls while forming; no operation has them."""
 
 _PLACE: Final = struct.Struct("<H40s")
-"""Port and credential; a port of 0: there are none."""
+"""Port and credential of a rank; port 0: it has no data port."""
 
 _BARRIER_TIMEOUT: Final = 2.0
-"""Seconds in which the first messages have to come. A firewall that drops them costs
-so much, each time that a generation is formed."""
+"""Seconds for the first messages on data connections. A firewall that drops them delays
+the forming of each generation by this."""
 
 
 async def exchange(
     generation: Generation, key: int, word: bytes, timeout: float
 ) -> Sequence[bytes]:
-    """What every rank says in answer to the question ``key``, all in as many bytes, in
-    the order of ranks.
+    """Sends ``word`` to all ranks, and returns the words of all in the order of ranks.
+
+    All ranks must call it with the same ``key`` and equally long words.
 
     Raises:
         As the calls of a group.
 
-    Cancellation: this rank has spoken.
+    Cancellation: the word of this rank may have been sent.
     """
     loop = asyncio.get_running_loop()
     call = _gathering(generation, key, word, timeout)
@@ -254,21 +256,21 @@ async def exchange(
 async def all_agree(
     generation: Generation, key: int, has: bool, timeout: float
 ) -> bool:
-    """Whether all ranks say yes. Raises, cancellation: as `exchange`."""
+    """Returns whether ``has`` is true on all ranks. Raises, cancels as `exchange`."""
     return b"\0" not in await exchange(generation, key, bytes([has]), timeout)
 
 
 async def connect_data(
     runtime: GroupRuntime, generation: Generation, timeout: float
 ) -> CollectiveEngine | None:
-    """The engine of ranks with data connections, if all of them have one to each other.
-    ``timeout`` in seconds.
+    """Opens data connections between all ranks, and returns their engine; None if some
+    ranks cannot connect. ``timeout`` in seconds.
 
-    Such connections are for groups whose ranks share no memory. Each rank binds a port
-    for them, beside that of its task, and draws a credential. The ranks tell each other
-    both, over links: who is not told cannot connect. They are used if a call by them
-    ends well: a firewall that lets only the port of the task through is found out here,
-    and all goes by the messages of links then.
+    Data connections are for groups whose ranks share no memory. Each rank binds a port
+    for them, beside the port of its task, and draws a credential. The ranks exchange
+    both over links: nobody else can connect. The connections are used only if a first
+    call through them succeeds: a firewall may let only the port of the task through,
+    and then calls go as messages over links.
 
     Raises, cancellation: as `exchange`; no connection is left.
     """
@@ -293,13 +295,13 @@ async def connect_data(
         others = [rank for rank in range(generation.size) if rank != generation.rank]
         for rank in others:
             connections.admit(rank, places[rank][1])
-        # Whoever is not admitted yet is refused for good.
+        # A rank that connects before it is admitted would be refused for good.
         await exchange(generation, _ADMITTED, b"\1", timeout)
         ports = {rank: places[rank] for rank in others}
         is_ready = await _connected(connections, generation, ports)
         is_ready = is_ready and await _have_met(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
-        # Others may have waited so long for a word that they will not get.
+        # Other ranks may have spent that much longer waiting for a first message.
         if await all_agree(generation, _MET, is_ready, timeout + _BARRIER_TIMEOUT):
             connections = None  # the engine's
             return engine
@@ -331,20 +333,21 @@ async def _connected(
     generation: Generation,
     ports: dict[int, tuple[int, bytes]],
 ) -> bool:
-    """Whether a connection to each rank has begun; ``ports``: port and credential."""
+    """Starts a connection to each rank, and returns whether all addresses resolve.
+    ``ports``: port and credential of each rank."""
     for rank, (port, credential) in ports.items():
         address = reached_as(f"*:{port}", generation.members[rank].address)
         try:
             await connections.connect(rank, address, credential)
-        except OSError as error:  # a name that was known when its link was made
+        except OSError as error:  # the name does not resolve any longer
             log.info("%s: its rank %d: %s", generation.title, rank, error)
             return False
     return True
 
 
 async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
-    """Whether something of every rank has come to this one."""
-    # An algorithm by which all send to all, so that it takes every connection.
+    """Returns whether a message of every rank arrives on the data connections."""
+    # In the algorithm "direct" all send to all, so that every connection is used.
     call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")
     barrier = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
     try:
@@ -352,7 +355,7 @@ async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
     except (Overdue, ConnectionEnded):
         return False
     except asyncio.CancelledError:
-        # Until the thread is through, nobody else may touch the connections.
+        # Nothing else may use the connections until the thread has ended.
         engine.abort(ClosedError("the group was not formed"))
         with suppress(ClosedError):
             await barrier

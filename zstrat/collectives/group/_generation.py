@@ -1,11 +1,11 @@
-"""One generation of a group on the loop: who is in it, and how it ends.
+"""One generation of a group: its members, and how it ends.
 
-Its calls are those of `_traffic`. Deadlines, losses and disagreement end the generation
-for all ranks: the one who notices tells the others, everything under way fails, and
-every later call says why at once.
+`_traffic` carries its calls. A missed deadline, a lost rank or different calls end the
+generation for all ranks: the rank that notices notifies the others, everything under
+way fails, and every later call raises the reason at once.
 
-The law of this file: it runs on the loop's thread alone, but for what says otherwise,
-and a generation ends once.
+The law of this file: a generation ends once, and everything runs on the loop's thread
+unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -48,24 +48,25 @@ if TYPE_CHECKING:
     from ._traffic import Running
 
 _GOODBYE_SECONDS: Final = 5.0
-"""Seconds in which what a rank sent before its goodbye can still come and be taken: 32
-hops of 1 MiB on a slow line, to a machine that has other things to do."""
+"""Seconds in which messages that a rank sent before its goodbye may still arrive: 32
+hops of 1 MiB on a slow network, to a busy machine."""
 
 
 _ASKING: Final = 4.0
-"""Seconds as a call's timeout: a quarter is for asking a rank what it calls instead."""
+"""Timeout in seconds of the call that stands for an unexpected hop: a quarter of it is
+for asking the rank what it calls instead (`margin_of`)."""
 
 _REMEMBERED: Final = 64
-"""Operations that are over of which the words are kept: a rank that waits may ask what
-it was that another one has given up meanwhile."""
+"""Ended operations whose descriptions are kept: a rank that waits may ask what another
+rank called and has given up meanwhile."""
 
 
 class Generation:
-    """The members that a group has until one of them is lost, leaves, or is replaced.
+    """The members of a group until one of them is lost, leaves, or is replaced.
 
     Args:
-        rank: This one.
-        counts: Of the node: hops that were refused, and why.
+        rank: The rank of this process.
+        counts: Counters of the node: refused hops by reason.
     """
 
     def __init__(
@@ -80,23 +81,23 @@ class Generation:
         self.ticket, self.members = formed.ticket, tuple(formed.members)
         self.size = len(self.members)
         self.hosts = len({member.host for member in self.members})
-        """Machines, by their names; by their memory once all ranks have told whose
-        they share."""
+        """Number of machines: by host names at first, and by shared memory once all
+        ranks have reported which memory they can map."""
         self.broken: ZstratError | None = None
-        """Why it came to an end; set once. May be read from any thread."""
+        """Why the generation ended; set once. May be read from any thread."""
         self.begun: dict[int, str] = {}
-        """Operations under way that have no tag, by number: what they are, in words.
-        The group writes it, from any thread."""
+        """Descriptions of untagged operations under way, by number. The group writes
+        it, from any thread."""
         self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self.calls = 0
-        """Operations without a tag that have begun here; the group counts."""
+        """Number of untagged operations begun by this rank; the group counts."""
         self.lost: set[int] = set()
-        """Ranks that are known to be gone."""
+        """Ranks that are known to be lost."""
         self.on_broken: Callable[[ZstratError], None] = lambda error: None
         self.engine_waits: Callable[[], Sequence[int]] = tuple
-        """Ranks that the engine waits for just now,"""
+        """Returns the ranks that the engine waits for now."""
         self.engine_waited: Callable[[], Mapping[int, float]] = dict
-        """and seconds that it has waited so far, by rank."""
+        """Returns the seconds that the engine has waited so far, by rank."""
         self._counts = counts
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
@@ -106,24 +107,24 @@ class Generation:
             self.members,
             make_link,
             on_lost=self.gone,
-            on_flushed=lambda: self.traffic.draw(),  # made after the mesh
+            on_flushed=lambda: self.traffic.draw(),  # created after the mesh
         )
         self.traffic: Final = Traffic(self, self.mesh, formed, counts)
         self.leavers: dict[int, int] = {}
-        """Ranks that left on purpose, and how many operations without a tag they have
-        begun. May be looked at from any thread."""
+        """Ranks that left on purpose, with the number of untagged operations that each
+        has begun. May be read from any thread."""
         self._is_known = False
-        """A call here has ended with the error."""
+        """A call of this rank has raised the error."""
         self._broken_flag = Latch()
         self._inquiry: asyncio.Task[None] | None = None
         self._notice_came: asyncio.Future[None] | None = None
-        """The inquiry waits for the notice of a rank that has found out already."""
+        """The inquiry waits for the notice of a rank that already knows the reason."""
         self._heard: asyncio.Future[None] | None = None
-        """`close` waits for the others to have what was sent to them."""
+        """`close` waits until the others have received what was sent to them."""
 
     @property
     def waited(self) -> dict[str, float]:
-        """Seconds that calls have waited here, by the rank for which; from any
+        """Seconds that calls of this rank have waited, by the task waited for. From any
         thread."""
         in_memory = self.engine_waited()
         return {
@@ -133,15 +134,15 @@ class Generation:
         }
 
     def name(self, rank: int) -> str:
-        """What messages call a rank."""
+        """Returns the name of a rank in messages."""
         return self.mesh.name(rank)
 
     def rank_of(self, hello: Hello) -> int | None:
-        """The rank of a task, None if it is no member."""
+        """Returns the rank of a task, or None if it is not a member."""
         return self._ranks.get(hello.incarnation)
 
     def hop(self, incarnation: int, hop: Hop) -> None:
-        """Part of a call arrived."""
+        """Passes an arrived hop to its call."""
         sender = self._ranks.get(incarnation)
         if sender is None or len(hop.arrays) != 1:
             self._counts["hops of strangers"] += 1
@@ -149,19 +150,19 @@ class Generation:
         self.traffic.hop(sender, hop)
 
     def end(self, number: int) -> None:
-        """An operation without a tag is over, well or not; from any thread."""
-        # First: whoever asks in between must not hear that it is forgotten.
+        """Notes the end of an untagged operation. From any thread."""
+        # First: a rank that asks in between must not get FORGOTTEN.
         if (words := self.begun.get(number)) is not None:
             self._ended.append((number, words))
             del self.begun[number]
 
     def state(self, ask: AskCall) -> CallState:
-        """The answer to a rank that waits."""
+        """Answers a rank that waits for this one."""
         found = self.traffic.state(ask.call)
         number = number_of(ask.call)
         if found is not None:
             if found.about == FORGOTTEN:
-                # The engine's calls are none of the traffic's.
+                # The traffic does not know the calls of the engine.
                 words = dict(self._ended).get(number or 0, FORGOTTEN)
                 return replace(found, about=words)
             return found
@@ -170,12 +171,12 @@ class Generation:
         return CallState(words, waits, False, self.broken is not None)
 
     def is_over(self, number: int) -> bool:
-        """Whether an operation without a tag has begun here and has ended."""
+        """Whether an untagged operation has begun and ended on this rank."""
         return number <= self.calls and number not in self.begun
 
     def check_same(self, sender: int, hop: Hop) -> None:
-        """Ends the generation if a hop is of another operation than the one that has
-        begun here under its number. An engine may carry that out, and sees no hops."""
+        """Ends the generation if a hop belongs to another operation than this rank has
+        begun under the same number. An engine, which sees no hops, may run that one."""
         number = number_of(hop.call)
         words = self.begun.get(number) if number is not None else None
         if words is None or about(words, hop.call % PARTS) == hop.about:
@@ -188,13 +189,13 @@ class Generation:
         self.inquire(call, (sender,))
 
     def check_early(self, number: int) -> None:
-        """As `check_same`, of what came before the operation began here."""
+        """Calls `check_same` with each hop that came before the operation began."""
         for sender, hop in self.traffic.early_of(number):
             self.check_same(sender, hop)
 
     def inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
-        """A call's deadline has come, or a rank calls something else: asks these ranks
-        why, and ends the generation."""
+        """Asks ``ranks`` why ``call`` does not end, then ends the generation. For a
+        call whose deadline has come, or if a rank calls something else."""
         if self._inquiry is None and self.broken is None:
             self._inquiry = self._loop.create_task(
                 self._find_out(call, ranks), name=f"inquiry about {call.words}"
@@ -216,14 +217,14 @@ class Generation:
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
     def said(self, call: CollectiveCall) -> str:
-        """What messages call a call."""
+        """Returns the name of a call in messages."""
         number = number_of(call.key if call.whole is None else call.whole)
         which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"
         return f"{call.words}, {which} of {self.title}"
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the generation in messages."""
         return f"group {self.group!r} (generation {self.number})"
 
     def abort(
@@ -234,11 +235,11 @@ class Generation:
         *,
         tell: bool = True,
     ) -> None:
-        """Ends the generation: all that is under way fails with this error.
+        """Ends the generation: everything under way fails with ``error``.
 
         Args:
-            lost: Ranks that are gone.
-            tell: Whether the others have to hear of it.
+            lost: Ranks that are lost.
+            tell: Whether to notify the other ranks.
         """
         if self.broken is not None:
             return
@@ -257,21 +258,21 @@ class Generation:
         self.on_broken(error)
 
     def abort_by(self, error: Exception) -> None:
-        """Something here went wrong that the other ranks cannot know: tells them."""
+        """Ends the generation after a local error, and notifies the other ranks."""
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{type(error).__name__}: {error}")
         why = f"{self.name(self.rank)} gave up in {self.title}: {error}"
         self.abort(CancelledError(why))
 
     def wait_broken(self, timeout: float) -> ZstratError:
-        """Blocks until the generation has ended; why it did. From any thread but the
-        loop's."""
+        """Blocks until the generation has ended, and returns the reason. From any
+        thread except the loop's."""
         self._broken_flag.wait(timeout)
         self._is_known = True
         return again(self.broken) if self.broken is not None else self.refusal()
 
     def aborted(self, sender: int, message: AbortCall) -> None:
-        """Another rank has ended the generation."""
+        """Ends the generation because another rank has ended it."""
         error = from_wire(message.error)
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{self.name(sender)} gave up: {error}")
@@ -279,8 +280,9 @@ class Generation:
         self.abort(error, message.call, lost, tell=False)
 
     def gone(self, rank: int, reason: str, left: bool = False) -> None:
-        """A member cannot be reached any more. One that said goodbye has sent what
-        others need of it, and `LeaveGroup` last: on another connection, and later."""
+        """Ends the generation because a member cannot be reached. After a goodbye,
+        waits first: the last messages of the member, and `LeaveGroup`, come on another
+        connection and may be late."""
         if left:
             self._loop.call_later(_GOODBYE_SECONDS, self.gone, rank, reason)
             return
@@ -290,13 +292,14 @@ class Generation:
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def cut_off(self, rank: int) -> None:
-        """The data connection of a member has ended, and its link has not said why."""
+        """Ends the generation because the data connection of a member has ended, while
+        its link is open."""
         why = f"its data connection ended; {self.title} has ended: call reform()"
-        # That member hears of it, too: it may live.
+        # That member is notified, too, as it may live.
         self.abort(PeerLostError(self.name(rank), why))
 
     def left(self, sender: int, message: LeaveGroup) -> None:
-        """A member leaves on purpose: what it has called is complete on its side."""
+        """Notes that a member leaves on purpose, after completing its calls."""
         self.leavers[sender] = message.calls
         self.lost.add(sender)
         for running in list(self.traffic.running.values()):
@@ -304,7 +307,7 @@ class Generation:
         self.check_begun(max(list(self.begun), default=0))
 
     def check_begun(self, number: int) -> None:
-        """Ends the generation if a rank that has left does not make this operation."""
+        """Ends the generation if a rank has left before this operation."""
         for rank, calls in self.leavers.items():
             if number > calls:
                 self._abort_left(rank)
@@ -322,8 +325,8 @@ class Generation:
         self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
 
     def refusal(self) -> ZstratError:
-        """What a call gets after the end; from any thread. The first one on this rank
-        that hears of it gets the error itself."""
+        """Returns the error of a call after the end: the reason itself for the first
+        call of this rank, then `UnavailableError`. From any thread."""
         if self.broken is not None and not self._is_known:
             self._is_known = True
             return again(self.broken)
@@ -333,8 +336,8 @@ class Generation:
         )
 
     async def close(self, reason: str, deadline: float) -> None:
-        """Leaves: what was sent arrives if the others take it by the deadline, what is
-        under way fails with `ClosedError`.
+        """Leaves the generation. Sent messages arrive if the others read them before
+        the deadline; calls under way fail with `ClosedError`.
 
         Cancellation: the links are closed all the same.
         """
@@ -346,14 +349,14 @@ class Generation:
             await self._leave(reason, informed)
 
     async def _part(self, reason: str, informed: set[int], deadline: float) -> None:
-        """Tells each of the others that this rank leaves, when it has all."""
+        """Notifies each other rank that this one leaves, once it has received all."""
         others = set(range(self.size)) - {self.rank} - self.lost
         self._heard = self._loop.create_future()
 
         def tell(rank: int) -> None:
             if self.broken is None:
                 informed.add(rank)
-                with suppress(BusyError):  # it hears of it from the end of the link
+                with suppress(BusyError):  # it will notice the end of the link
                     self.mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
 
         question = AskCall(self.ticket, FORMING)
@@ -369,5 +372,5 @@ class Generation:
 
 
 def again(error: ZstratError) -> ZstratError:
-    """Another one like it: an exception that is raised twice collects tracebacks."""
+    """Copies an error: an exception that is raised twice collects tracebacks."""
     return type(error)(*error.args)

@@ -26,49 +26,50 @@ if TYPE_CHECKING:
 
     from ._forming import FormingRequest
 
-_ANEW: Final = "it forms a new generation"
+_REFORMS: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
 
 _SLACK: Final = 5.0
-"""Seconds that forming may take beyond its timeout, to say what was wrong."""
+"""Seconds that forming may take beyond its timeout, to report what was wrong."""
 
 
 @final
 class Group(GroupCalls):
-    """Processes that compute together; blocks until all of them are there.
+    """Processes that compute together. The constructor blocks until all have joined.
 
-    Ranks of one host share memory. Of several hosts, the first rank of each speaks for
-    it in `all_reduce`, `broadcast` and `barrier`; in what saves nothing by that
-    (`all_gather`, `reduce_scatter`, `all_to_all`) every rank talks to every other one.
-    Calls with a tag or a compression go by messages from every rank on one host, too.
-    Where no memory is shared, each rank binds one more port, for calls of up to 1 MiB:
-    those without a tag go there one after the other.
-    An ``algorithm`` says how messages go, among first ranks or all of them; it does not
-    change who takes part, and where memory carries a call it says nothing: to have all
-    go by messages, make the group with ``transport="tcp"`` or ``"ipc"``.
+    Ranks of one host share memory. With several hosts, only the first rank of each host
+    sends messages in `all_reduce`, `broadcast` and `barrier`; in `all_gather`,
+    `reduce_scatter` and `all_to_all`, where that saves nothing, every rank sends to
+    every other one. Calls with a tag or a compression go as messages of every rank,
+    even on one host. Ranks that share no memory bind one more port each, for untagged
+    calls of up to 1 MiB, one after the other.
+    An ``algorithm`` selects how messages are exchanged. It does not change which ranks
+    send them, and has no effect on calls through shared memory: to send everything as
+    messages, create the group with ``transport="tcp"`` or ``"ipc"``.
 
     Args:
-        resolver: Who is in the cluster, and which task this process is; default:
-            TF_CONFIG. Without a cluster the group has one rank.
+        resolver: The cluster, and the task of this process; default: TF_CONFIG. Without
+            a cluster the group has one rank.
         name: The same on all ranks; a process may be in several groups.
         tasks: The members in the order of ranks, as "worker:0" or "/job:worker/task:0";
             default: chief and workers.
-        timeout: Seconds that each call may take; default: ``timeouts.request``. One
-            that stands behind another, which nobody waits for yet, ends with that one.
-        rendezvous_timeout: Seconds to wait for all ranks; ``timeouts.connect``.
+        timeout: Seconds that each call may take; default: ``timeouts.request``. If an
+            earlier asynchronous call times out, later ones end with it.
+        rendezvous_timeout: Seconds to wait for all ranks; default:
+            ``timeouts.connect``.
         transport: "auto" or "shm" (ranks of one host share memory), "ipc" or "tcp"
             (they do not). Default: ``ZSTRAT_TRANSPORT``.
-        bytes_per_pack: Small arrays that are reduced or broadcast together travel in
-            packs, from the last to the first; a pack that is larger than this takes no
-            more. 0: packs of some MiB. Arrays of 128 KiB and more travel by themselves,
-            without a copy. The same on all ranks.
-        bind: Where this process listens, if not at the address of its task.
+        bytes_per_pack: Small arrays that are reduced or broadcast together are sent in
+            packs, from the last array to the first; a pack larger than this is full. 0:
+            packs of some MiB. Arrays of 128 KiB and more are sent separately, without a
+            copy. The same on all ranks.
+        bind: Address to listen at; default: the address of the task.
         settings: Default: from ``ZSTRAT_*``.
 
     Raises:
-        CollectiveTimeoutError: Not all ranks came in time; names those that did not.
-        InvalidArgumentError: The ranks do not agree on who they are.
-        ValueError: It is not clear which task this process is, or it is no member;
+        CollectiveTimeoutError: Some ranks did not join in time; names them.
+        InvalidArgumentError: The ranks disagree about the members.
+        ValueError: The task of this process is not known, or not a member;
             ``bytes_per_pack`` is negative.
         OSError, PermissionDeniedError: The address of this task cannot be bound.
     """
@@ -88,10 +89,10 @@ class Group(GroupCalls):
     ) -> None:
         self._is_closed = self._is_released = False
         self._has_formed = False
-        """A generation, which is that of ``_work``."""
+        """A generation was formed, and is that of ``_work``."""
         self._closing = threading.Lock()
         self._leaving = threading.Lock()
-        """Held by whoever leaves a generation: one that was cancelled may still do."""
+        """Held while leaving a generation, which may outlast a cancelled caller."""
         self._invited = invitation_of(
             resolver,
             name,
@@ -110,14 +111,14 @@ class Group(GroupCalls):
         self._runtime = self._invited.runtime()
         try:
             self._form_now(self._invited.wanted())
-        except BaseException:  # to the caller, who has no group that he could close
+        except BaseException:  # to the caller, who has no group to close
             self.close()
             raise
 
     @classmethod
     @parameters_of(_invite)
     async def create(cls, *args: Any, **kwargs: Any) -> Group:
-        """As the constructor, awaitable.
+        """Creates a group, as the constructor, awaitable.
 
         Cancellation: this process has not joined.
         """
@@ -135,22 +136,22 @@ class Group(GroupCalls):
 
     @property
     def name(self) -> str:
-        """What all ranks call the group."""
+        """Name of the group, the same on all ranks."""
         return self._invited.name
 
     @property
     def transport(self) -> str:
-        """How it may reach other ranks; see the constructor."""
+        """How messages to other ranks are sent; see the constructor."""
         return self._invited.transport
 
     @property
     def rank(self) -> int:
-        """Number of this process in the group, from 0 on."""
+        """Rank of this process in the group, from 0."""
         return self._work.generation.rank
 
     @property
     def generation(self) -> int:
-        """0 at first; grows with each `reform`."""
+        """Number of the generation: 0 at first, more after each `reform`."""
         return self._work.generation.number
 
     @property
@@ -160,12 +161,12 @@ class Group(GroupCalls):
 
     @property
     def hosts(self) -> int:
-        """Number of machines that the ranks run on."""
+        """Number of machines on which the ranks run."""
         return self._work.generation.hosts
 
     @property
     def is_broken(self) -> bool:
-        """A rank was lost, left, or did not take part: `reform` is needed."""
+        """Whether a rank was lost, has left, or did not call: `reform` is needed."""
         return self._work.generation.broken is not None
 
     def _next(
@@ -180,47 +181,46 @@ class Group(GroupCalls):
 
     @parameters_of(_next)
     def reform(self, *args: Any, **kwargs: Any) -> None:
-        """A new generation, with the survivors or with newcomers.
+        """Forms a new generation, with the surviving ranks or with new ones.
 
-        Everybody who goes on calls it, with the same members; a process that was
-        started anew makes its `Group` and is among them. What belongs to the old
-        generation fails, here and wherever it still travels.
+        Every rank that continues calls it, with the same members; a restarted process
+        creates its `Group` instead. Calls of the old generation fail on all ranks.
 
         Args:
-            tasks: The members from now on; default: those that the group was made with,
-                so that it waits for a lost one to be started anew.
-            ranks: The same, as ranks of the generation that ends.
-            timeout: Seconds to wait for all of them.
+            tasks: The new members; default: the members at creation, so that the group
+                waits until a lost one is restarted.
+            ranks: The new members, as ranks of the old generation.
+            timeout: Seconds to wait for all ranks.
 
         Raises:
             Exception: As the constructor; the group stays broken, and this may be
                 called again.
         """
         wanted = self._next(*args, **kwargs)
-        self._leave(_ANEW)
+        self._leave(_REFORMS)
         try:
             self._form_now(wanted)
-        except BaseException:  # to the caller: of Ctrl-C, too, which may be late
+        except BaseException:  # to the caller; Ctrl-C, too, which may come late
             self._leave(_GIVEN_UP)
             raise
 
     @parameters_of(_next)
     async def reform_async(self, *args: Any, **kwargs: Any) -> None:
-        """As `reform`. Cancellation: the group is broken; the other ranks hear that
-        this one has left, and it may be called again."""
+        """Forms a new generation, as `reform`. Cancellation: the group is broken, the
+        other ranks are notified that this one has left, and it may be called again."""
         wanted = self._next(*args, **kwargs)
-        await on_own_thread(partial(self._leave, _ANEW))
+        await on_own_thread(partial(self._leave, _REFORMS))
         try:
             await self._form(wanted)
-        except BaseException:  # to the caller: of cancellation, too
+        except BaseException:  # to the caller; cancellation, too
             await on_own_thread(partial(self._leave, _GIVEN_UP))
             raise
 
     def close(self) -> None:
-        """Leaves the group: what was sent arrives, what is under way fails.
+        """Leaves the group: sent messages arrive, and calls under way fail.
 
-        Other ranks that need this one hear that it left. Idempotent, and goes on with
-        what Ctrl-C has interrupted.
+        Other ranks are notified. Idempotent; a second call completes one that Ctrl-C
+        has interrupted.
         """
         self._is_closed = True
         with self._closing:
@@ -255,19 +255,19 @@ class Group(GroupCalls):
         await self._runtime.run_async(self._forming(wanted), wanted.words)
 
     async def _forming(self, wanted: FormingRequest) -> None:
-        """On the loop: who waits for it may be cancelled when it has just ended, and
-        has to leave what was formed."""
+        """Forms a generation. On the loop, so that the result is stored even if the
+        caller is cancelled just then: it has to leave the generation."""
         self._work = await form(self._runtime, wanted)
         self._wanted, self._has_formed = wanted, True
 
     def _leave(self, reason: str) -> None:
-        """Leaves the generation, if there is one; done again, it does no more."""
-        # Slow lines may have much to carry still; a rank that is lost ends the wait.
+        """Leaves the generation, if there is one. Idempotent."""
+        # Slow networks may still have much to send; a lost rank ends the wait.
         drain = self._invited.settings.timeouts.drain
         words = f"leaving group {self.name!r}"
         with self._leaving:
             try:
-                with suppress(ClosedError):  # the loop of the daemon has ended
+                with suppress(ClosedError):  # the daemon's loop has ended
                     parting = self._parting(reason, drain)
                     self._runtime.run(parting, drain + _SLACK, words)
             finally:
@@ -275,6 +275,6 @@ class Group(GroupCalls):
                     self._work.close()
 
     async def _parting(self, reason: str, drain: float) -> None:
-        # On the loop, which has cancelled by now a forming that was given up.
+        # On the loop, which has cancelled an interrupted `_forming` before.
         if self._has_formed:
             await self._runtime.node.leave(self._work.generation, reason, drain)

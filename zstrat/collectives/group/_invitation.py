@@ -1,8 +1,7 @@
-"""What a process is told about the group that it is to be in, checked and filled in.
+"""The arguments of a group, checked and completed with defaults. Without I/O.
 
-Nothing is bound and nobody is asked: an invitation says who the ranks are, which of
-them this process is, and what it wishes of rank 0 - at first, and whenever the group
-forms a new generation.
+An invitation knows the members and which of them this process is, and makes the
+requests to rank 0: the first one, and one for each further generation.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Invitation:
     settings: Settings
 
     def runtime(self) -> GroupRuntime:
-        """Where this process listens; blocks.
+        """Returns the runtime of this task, bound to its address; blocks.
 
         Raises:
             OSError, PermissionDeniedError: The address cannot be bound.
@@ -54,7 +53,7 @@ class Invitation:
         return runtime_for(self.seat, self.bind, self.settings)
 
     def wanted(self) -> FormingRequest:
-        """To be in the next generation that is formed.
+        """Returns the request to join the first generation.
 
         Raises:
             ValueError: The table of algorithms cannot be read.
@@ -69,11 +68,12 @@ class Invitation:
         ranks: Sequence[int] | None,
         timeout: float | None,
     ) -> FormingRequest:
-        """To be in the generation after ``generation``, which came of the request
-        ``last``, with these members.
+        """Returns the request to join the generation after ``generation``, which was
+        formed by the request ``last``, with these members.
 
         Raises:
-            ValueError: They are none, or this process is none of them; or as `wanted`.
+            ValueError: There is no member, or this process is not a member; or as
+                `wanted`.
         """
         if tasks is not None and ranks is not None:
             raise ValueError("reform: give tasks or ranks, not both")
@@ -98,7 +98,7 @@ class Invitation:
         mine = (self.seat.job, self.seat.number)
         rank = [(each.job, each.number) for each in seats].index(mine)
         file = self.settings.choices
-        # That of rank 0 counts: the others need not even have the file.
+        # Rank 0 sends its table to all: the others need not have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
         return FormingRequest(
             self.name, generation, seats, rank, self.transport, timeout, choices
@@ -116,14 +116,14 @@ def invitation_of(
     bind: str | None,
     settings: Settings | None,
 ) -> Invitation:
-    """See `Group`.
+    """Checks the arguments of `Group`.
 
     Raises:
-        ValueError: It is not clear which task this process is, or it is no member, or
-            a number or the transport cannot be.
+        ValueError: The task of this process is not known or not a member; or a number
+            or the transport is invalid.
     """
     settings = settings or settings_from(environment())
-    resolver = resolver or _found()
+    resolver = resolver or _default_resolver()
     not_negative("bytes_per_pack", bytes_per_pack)
     seats = seats_of(resolver, tasks)
     seat = own_seat(resolver, seats)
@@ -143,6 +143,6 @@ def invitation_of(
     )
 
 
-def _found() -> ClusterResolver:
-    """For a program that gives no resolver. A daemon knows which task it is."""
+def _default_resolver() -> ClusterResolver:
+    """Returns the default resolver. In a daemon the task is known otherwise."""
     return TFConfigClusterResolver() if only_daemon() else detect()

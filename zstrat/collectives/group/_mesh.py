@@ -1,14 +1,13 @@
-"""The ways from one rank to all others, for one generation, and how it leaves them.
+"""Links from one rank to all others in one generation, and how they are closed.
 
-Every rank opens a link to every other; what it sends goes over its own links, what it
-receives comes through its endpoint. A connection that breaks and comes back may have
-lost what was on it, so for a generation it is as good as a loss.
+Every rank opens a link to every other rank: it sends over its own links, and receives
+through its endpoint. A connection that breaks and comes back may have lost messages, so
+a generation treats it as a loss.
 
-A rank does not leave before the others have what it sent to them. A socket that is
-closed gives its last messages little time, and says nothing of them. So each of the
-others is asked something; it answers when it has come to that, and so has taken all
-that was sent before. Then it is told at once that this rank leaves, though others
-answer later.
+A rank leaves only after the others have received its messages. Closing a socket gives
+the last messages little time, and does not report lost ones. So the rank sends each
+other rank a request; the answer shows that all earlier messages were received. Each
+rank that has answered is notified at once that this rank leaves.
 """
 
 from __future__ import annotations
@@ -38,21 +37,22 @@ if TYPE_CHECKING:
     from ._rendezvous import GroupSeat
 
     MakeLink = Callable[..., Link]
-    """A `Link` of this process that lacks but the task, and who is told of it."""
+    """Creates a `Link` of this process; lacks only the task and the callbacks."""
 
 
 def link_to(seat: GroupSeat, make: MakeLink, **events: Any) -> Link:
-    """The link to the task of a seat, which is told ``events``; it is not started."""
+    """Creates the link to the task of a seat, with callbacks ``events``, not
+    started."""
     return make(seat.address, name=seat.task, expect=(seat.job, seat.number), **events)
 
 
 class Mesh:
-    """Links by rank. Belongs to the thread of its loop.
+    """Links to all other ranks. Used on the loop's thread.
 
     Args:
-        on_lost: Rank, why it can be reached no more, and whether it said goodbye; may
-            be called more than once.
-        on_flushed: What waited for a rank has left, or some of it.
+        on_lost: Called with a rank, why it is lost, and whether it said goodbye; maybe
+            more than once.
+        on_flushed: Called when messages to a rank have left.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Mesh:
         }
 
     async def open(self, deadline: float) -> None:
-        """Connects to all, at the same time.
+        """Connects to all ranks at the same time.
 
         Raises:
-            CollectiveTimeoutError: Some do not answer; names them.
-            PeerLostError: One was started anew since the generation was formed.
+            CollectiveTimeoutError: Some ranks do not answer; names them.
+            PeerLostError: A rank was restarted since the generation was formed.
 
-        Cancellation: the links stay; `close` ends them.
+        Cancellation: the links stay open until `close`.
         """
         for link in self.links.values():
             link.start()
@@ -102,21 +102,21 @@ class Mesh:
             elif isinstance(hello, BaseException):
                 raise hello
             elif hello.incarnation != self._members[rank].incarnation:
-                raise PeerLostError(self.name(rank), "it was started anew meanwhile")
+                raise PeerLostError(self.name(rank), "it was restarted meanwhile")
         if silent:
             raise CollectiveTimeoutError(
-                f"group {self._group!r}: {listed(silent)} cannot be reached from "
-                f"{self.name(self._rank)}, though rank 0 was: check the addresses of "
-                "the cluster and the firewalls between its machines"
+                f"group {self._group!r}: {self.name(self._rank)} cannot reach "
+                f"{listed(silent)}, but has reached rank 0: check the addresses of the "
+                "cluster and the firewalls between its machines"
             )
         self._opened.update(self.links)
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends a notice. To a rank that is not connected nothing is sent: it will be
-        said to be lost.
+        """Sends a notice. Nothing is sent to a rank that is not connected: `on_lost`
+        will be called.
 
         Raises:
-            BusyError: It does not read, and too many wait for it.
+            BusyError: The rank does not read, and too many messages wait for it.
         """
         with suppress(PeerLostError, ClosedError):
             self.links[rank].notify(message)
@@ -128,23 +128,23 @@ class Mesh:
         return self.links[rank].submit(message, deadline=deadline)
 
     def tell_all(self, message: Message, besides: Sequence[int] = ()) -> None:
-        """To every other rank; one whose line is full hears of it later, from its own
-        deadline or from the end of the link."""
+        """Sends a notice to every other rank. A rank with a full link notices later, by
+        its own deadline or by the end of the link."""
         for rank in range(len(self._members)):
             if rank != self._rank and rank not in besides:
                 with suppress(BusyError):
                     self.send(rank, message)
 
     def backlog(self, rank: int) -> int:
-        """Messages that wait to leave for a rank."""
+        """Number of messages to a rank that wait to be sent."""
         return self.links[rank].backlog
 
     def name(self, rank: int) -> str:
-        """What messages call a rank."""
+        """Returns the name of a rank in messages."""
         return rank_at(rank, seat_of(self._members[rank]))
 
     async def close(self, reason: str) -> None:
-        """Says goodbye to all. Cancellation: the links are closed all the same."""
+        """Closes all links with a goodbye, even if cancelled."""
         self._opened.clear()
         await asyncio.gather(*(link.close(reason) for link in self.links.values()))
 
@@ -165,11 +165,9 @@ async def wait_heard(
     heard: asyncio.Future[None],
     has_heard: Callable[[int], None],
 ) -> None:
-    """Returns when each of these ranks has what was sent to it, is gone, or it is too
-    late; or as soon as somebody settles ``heard``. ``has_heard`` is called with each
-    rank that has it.
-
-    Cancellation: no answer is waited for any more.
+    """Waits until each of these ranks has received what was sent to it, is lost, or
+    the deadline has passed; or until ``heard`` is settled. ``has_heard`` is called with
+    each rank that has received all.
     """
     asked: set[asyncio.Future[Message]] = set()
 

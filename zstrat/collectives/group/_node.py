@@ -1,14 +1,12 @@
-"""What one process says and hears about groups, and how it makes its links for that.
+"""The node of a task: handles all messages about groups, and creates links to ranks.
 
-It hears and says rendezvous, hops and questions. A node has no socket of its own to be
-reached at: whoever owns the endpoint of the task (a daemon, or a program that is a
-member of a group) hands it the messages in `GROUP_MESSAGES`. Everything but what says
-otherwise belongs to the thread of the loop. Of a link it is known here as whom it is
-made, by which transport, and with which keys.
+A node has no socket that others connect to. The owner of the task's endpoint (a daemon,
+or a program that is a member of a group) passes it the messages in `GROUP_MESSAGES`.
+Everything runs on the loop's thread unless its docstring says otherwise.
 
-Threats: only a task with the key of a worker or a coordinator may join. A ticket of 63
-random bits and the incarnation of a member stand on all that belongs to a generation;
-whatever has another one is refused and counted.
+Threats: only a task with the key of a worker or a coordinator may join. Each message of
+a generation has its ticket, 63 random bits, and comes from the incarnation of a member;
+others are refused and counted.
 """
 
 from __future__ import annotations
@@ -49,18 +47,18 @@ if TYPE_CHECKING:
 
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
-"""What the owner of the endpoint hands to the node."""
+"""Messages that the owner of the endpoint passes to the node."""
 
 _STRAYS: Final = 4096
-"""Hops of generations of which the last word has not come yet: the first call of each
-is a byte from every rank."""
+"""Most hops kept for generations whose `GroupFormed` has not come yet: in the first
+call of a generation every rank sends a byte."""
 
 _MEMBERS: Final = frozenset({Job.WORKER, Job.CHIEF})
 
 _GRACE: Final = 1.0
-"""Seconds that an answer of rank 0 may be late: it says more than our own error; that
-lines may take when this task ends; and in which a rank that gives up opens them, or its
-last word comes behind its next request."""
+"""Seconds of grace: for a late answer of rank 0, which says more than our own timeout;
+for links when this task ends; and for a rank that gives up, whose last notice may come
+after its next request."""
 
 
 class GroupNode:
@@ -68,7 +66,7 @@ class GroupNode:
 
     Args:
         me: The HELLO of this task.
-        security: Its keys, or None.
+        security: Keys of this task, or None.
     """
 
     def __init__(
@@ -85,11 +83,12 @@ class GroupNode:
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """One of `GROUP_MESSAGES`.
+        """Handles one of `GROUP_MESSAGES`.
 
         Raises:
-            PermissionDeniedError: The key of the caller is not one of a member.
-            StaleSessionError: It asks about a generation that is not there (any more).
+            PermissionDeniedError: The role of the sender cannot join groups.
+            StaleSessionError: The message is about a generation that this task is not
+                in.
         """
         if type(message) is Hop:
             generation = self._generations.get(message.ticket)
@@ -110,23 +109,26 @@ class GroupNode:
             )
         match message:
             case JoinGroup():
-                self._begins_anew(remote, message)
-                return self._rendezvous.asks(remote, message)
+                self._leave_earlier(remote, message)
+                return self._rendezvous.join(remote, message)
             case AskCall():
                 return self._question(remote, message)
             case AbortCall() | LeaveGroup():
                 self._notice(remote, message)
                 return None
             case _:
-                raise ProtocolError(f"{type(message).__name__} is not about a group")
+                raise ProtocolError(
+                    f"{type(message).__name__} is not a message about groups"
+                )
 
     def lost(self, remote: Remote) -> None:
-        """A task that was connected is not any more."""
+        """Notes that a task is lost."""
         self._rendezvous.lost(remote)
 
-    def _begins_anew(self, remote: Remote, message: JoinGroup) -> None:
-        """Whoever wants to join is in no generation of the group any more; if it has
-        not heard that it was, it has told nobody. If it has, that may come later."""
+    def _leave_earlier(self, remote: Remote, message: JoinGroup) -> None:
+        """Ends earlier generations of the group in which the sender was a member. It
+        may have sent no notice, as it may not know that it was one; or its notice is
+        late."""
         for generation in list(self._generations.values()):
             rank = generation.rank_of(remote.hello)
             if generation.group == message.group and rank is not None:
@@ -159,8 +161,8 @@ class GroupNode:
             self._counts["stale hops"] += 1
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Counts since the start, and ``waited``: how many seconds collectives of the
-        present groups have waited, by the rank for which; from any thread."""
+        """Returns counts since the start, and ``waited``: seconds that collectives of
+        the present groups have waited, by the task waited for. From any thread."""
         waited: dict[str, float] = {}
         for generation in tuple(self._generations.values()):
             for rank, seconds in generation.waited.items():
@@ -178,19 +180,19 @@ class GroupNode:
         transport: str,
         choices: Choices,
     ) -> Generation:
-        """Forms a generation with all ranks, and opens the ways to them.
+        """Forms a generation with all ranks, and opens links to them.
 
         Args:
-            request: What this rank asks of rank 0; its timeout counts for all.
-            seats: Where the ranks are.
+            request: The request to rank 0; its timeout covers the whole join.
+            seats: Tasks and addresses of the ranks.
             transport: How the bodies of links travel, as in ``ZSTRAT_TRANSPORT``.
             choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
-            CollectiveTimeoutError: Not all came in time, or cannot be reached.
-            InvalidArgumentError, AlreadyExistsError: The ranks do not agree on who
-                they are; says how.
-            PeerLostError: A rank went away meanwhile.
+            CollectiveTimeoutError: A rank did not ask in time, or cannot be reached.
+            InvalidArgumentError, AlreadyExistsError: The ranks disagree about the
+                members; says how.
+            PeerLostError: A rank was lost meanwhile.
 
         Cancellation: this rank has not joined.
         """
@@ -207,7 +209,7 @@ class GroupNode:
                 except asyncio.CancelledError:
                     if answer.cancelled():
                         raise
-                    is_given_up = True  # the others have the answer, too
+                    is_given_up = True  # the others have got the answer, too
                 formed = _formed(answer.result())
             else:
                 formed = await self._join_there(request, seats[0], make, deadline)
@@ -221,7 +223,7 @@ class GroupNode:
             for incarnation, hop in self._claim(formed.ticket):
                 generation.hop(incarnation, hop)
             await self._open(generation, deadline + _GRACE, is_given_up)
-        except BaseException:  # to `form`; cancellation, too: the others hear of it
+        except BaseException:  # to `form`, with cancellation: the others are notified
             await self.leave(generation, "it could not reach all ranks")
             raise
         return generation
@@ -244,12 +246,12 @@ class GroupNode:
     async def _open(
         self, generation: Generation, deadline: float, is_given_up: bool
     ) -> None:
-        """Opens the ways to all ranks. ``is_given_up``: it has been cancelled before.
+        """Opens links to all ranks. ``is_given_up``: the caller was cancelled before.
 
         Raises: as `Mesh.open`.
 
-        Cancellation: is raised when they are open, or after a moment; what is not open
-        does not tell the other end that this rank leaves.
+        Cancellation: is raised once the links are open, or after `_GRACE`: only an open
+        link can notify its rank that this one leaves.
         """
         if is_given_up:
             deadline = self.loop.time() + _GRACE
@@ -271,11 +273,11 @@ class GroupNode:
         try:
             while True:
                 await link.wait_open(deadline)
-                with suppress(PeerLostError):  # it may be started anew
+                with suppress(PeerLostError):  # rank 0 may be restarted
                     late = deadline + _GRACE
                     return _formed(await link.request(request, deadline=late))
         except asyncio.CancelledError:
-            if link.is_open:  # the answer may be on its way: see `_begins_anew`
+            if link.is_open:  # the answer may be on its way: see `_leave_earlier`
                 with suppress(BusyError):
                     link.submit(replace(request, timeout=0.0)).cancel()
             raise
@@ -290,7 +292,7 @@ class GroupNode:
             await link.close("it has joined, or given up")
 
     def _claim(self, ticket: int) -> list[tuple[int, Hop]]:
-        """Hops of a generation that came before the word that it was formed."""
+        """Returns the hops of a generation that came before its `GroupFormed`."""
         claimed = [each for each in self._strays if each[1].ticket == ticket]
         others = [each for each in self._strays if each[1].ticket != ticket]
         self._strays.clear()

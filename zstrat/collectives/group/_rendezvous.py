@@ -1,18 +1,16 @@
-"""A rendezvous: who has come, and how a generation of a group is formed of them.
+"""The rendezvous at rank 0, where the ranks of a group form a generation.
 
-Rank 0 keeps the list, and decides without I/O. Every rank asks it to form a generation,
-and gets one answer: the members, once all have come; or an error that says who has not.
-Requests may come before rank 0 itself has opened the list; they wait. A rank that asks
-again, or comes again as another process, takes its own place; two processes on one
-place get an error.
+Rank 0 keeps the list of ranks, and decides without I/O. Every rank asks it to join, and
+gets one answer: the members, once all have asked, or an error that names the missing
+ranks. Requests that come before rank 0 itself has created the group wait. A rank that
+asks again replaces its earlier request; two processes that ask for one rank get an
+error.
 
-A process that starts asks for generation 0, "whatever is next"; one that was in
-generation g asks for g + 1. What is formed is the highest that anyone asks for.
+A process that starts asks for generation 0, "whatever is next"; a process that was in
+generation g asks for g + 1. The generation that is formed is the highest one asked for.
 
-`MembershipState` is the list of one group. `RendezvousService` is the shell of these
-lists, for all groups of which this task is rank 0. Whoever asks gets a future: it has
-the answer once all have come or time is up. The service belongs to the thread of the
-loop.
+`MembershipState` is the list of one group. `RendezvousService` keeps the lists of all
+groups whose rank 0 is this task, and answers with futures on the loop.
 """
 
 from __future__ import annotations
@@ -42,17 +40,17 @@ if TYPE_CHECKING:
 Token = TypeVar("Token")
 
 WAITING: Final = 4096
-"""Requests that may wait for one group: more ranks than any group has."""
+"""Most requests that may wait for one group: more ranks than any group has."""
 
 MAX_WAIT_SECONDS: Final = 7 * 86400.0
-"""Seconds that a rank may wait."""
+"""Most seconds that a rank may wait."""
 
 _NAMED: Final = 8
-"""Ranks that an error names; of the others it says how many they are."""
+"""Most ranks that an error names; it counts the others."""
 
 
 class GroupSeat(NamedTuple):
-    """One place in a group: a task, and where it listens."""
+    """The task of one rank, and the address where it listens."""
 
     job: str
     number: int
@@ -64,10 +62,10 @@ class GroupSeat(NamedTuple):
 
 
 def seat_of(member: MemberEntry) -> GroupSeat:
-    """Where a member sits.
+    """Returns the task and the address of a member.
 
     Raises:
-        InvalidArgumentError: It has no name of a task.
+        InvalidArgumentError: The name of its task is invalid.
     """
     job, found, index = member.task.removeprefix("/job:").partition("/task:")
     if not found or not index.isdecimal():
@@ -78,13 +76,13 @@ def seat_of(member: MemberEntry) -> GroupSeat:
 
 
 def rank_at(rank: int, seat: GroupSeat) -> str:
-    """What messages call a rank."""
+    """Returns the name of a rank in messages."""
     return f"rank {rank} ({seat.task} at {seat.address})"
 
 
 @dataclass(frozen=True, slots=True)
 class Formed(Generic[Token]):
-    """All have come: the answer for all of them."""
+    """The answer for all ranks once all have asked."""
 
     answer: GroupFormed
     to: tuple[Token, ...]
@@ -92,6 +90,8 @@ class Formed(Generic[Token]):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Generic[Token]):
+    """The error for one rank."""
+
     token: Token
     error: ZstratError
 
@@ -104,10 +104,10 @@ class _Applicant(Generic[Token]):
 
 
 class MembershipState(Generic[Token]):
-    """The list of one group.
+    """The ranks of one group that have asked to join.
 
     Args:
-        draw: A new ticket.
+        draw: Returns a new ticket.
     """
 
     def __init__(self, group: str, draw: Callable[[], int]) -> None:
@@ -118,12 +118,12 @@ class MembershipState(Generic[Token]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank waits, and rank 0 waits for none."""
+        """Whether no rank waits, and rank 0 has not asked."""
         return self._seats is None and not self._applicants
 
     @property
     def tokens(self) -> list[Token]:
-        """Of those that wait."""
+        """Tokens of the ranks that wait."""
         return [applicant.token for applicant in self._applicants]
 
     @property
@@ -136,8 +136,8 @@ class MembershipState(Generic[Token]):
     def open(
         self, seats: Sequence[GroupSeat], choices: dict[str, PlainTree] | None = None
     ) -> list[Refused[Token]]:
-        """Rank 0 knows now who is to come; it asks itself afterwards. ``choices``: what
-        it has for all of them; see `GroupFormed`."""
+        """Sets the seats that rank 0 expects, and refuses requests that do not fit.
+        Rank 0 asks to join afterwards. ``choices``: see `GroupFormed`."""
         self._seats, self._choices = tuple(seats), choices or {}
         refused = []
         for applicant in self._applicants:
@@ -150,7 +150,7 @@ class MembershipState(Generic[Token]):
     def ask(
         self, request: JoinGroup, token: Token, now: float
     ) -> list[Formed[Token] | Refused[Token]]:
-        """A rank asks to be a member."""
+        """Adds a request to join; returns the answers if it was the last one."""
         error = self._objection(request)
         if error is not None:
             return [Refused(token, error)]
@@ -161,18 +161,18 @@ class MembershipState(Generic[Token]):
             if (applicant.request.rank, applicant.request.member.incarnation)
             != (rank, incarnation)
         ]
-        # Whatever somebody says.
+        # Bounded: the value comes from another process.
         timeout = min(max(0.0, request.timeout), MAX_WAIT_SECONDS)
         self._applicants.append(_Applicant(request, token, now + timeout))
         return self._settle()
 
     def leave(self, token: Token) -> None:
-        """The process that asked with this token waits no more."""
+        """Removes the request with this token."""
         self._forget({token})
 
     def tick(self, now: float) -> list[Refused[Token]]:
-        """Tells those whose timeout has ended who has not come; all of them, if it is
-        that of rank 0, without which nothing is formed."""
+        """Refuses requests whose timeout has passed, with the names of missing ranks.
+        If rank 0 is late, refuses all: without it no group is formed."""
         late = [applicant for applicant in self._applicants if applicant.due <= now]
         if self._seats is not None and any(not g.request.rank for g in late):
             late = self._applicants
@@ -191,7 +191,7 @@ class MembershipState(Generic[Token]):
             applicant for applicant in self._applicants if applicant.token not in tokens
         ]
         if any(applicant.request.rank == 0 for applicant in gone):
-            self._seats = None  # without rank 0 nobody knows who is to come
+            self._seats = None  # only rank 0 knows the members
 
     def _settle(self) -> list[Formed[Token] | Refused[Token]]:
         seats, applicants = (
@@ -207,7 +207,7 @@ class MembershipState(Generic[Token]):
         return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
 
     def _objection(self, request: JoinGroup) -> ZstratError | None:
-        """Why a request cannot stand beside what is known, or None."""
+        """Returns why a request is refused, or None."""
         if len(self._applicants) >= WAITING:
             return BusyError(
                 f"{len(self._applicants)} ranks wait for group {self._group!r} already"
@@ -230,8 +230,8 @@ class MembershipState(Generic[Token]):
         waited = f"group {self._group!r} was not formed within {request.timeout:g} s: "
         if self._seats is None:
             return CollectiveTimeoutError(
-                f"{waited}rank 0 runs, but has not made the group: does its program "
-                f"call Group(name={self._group!r}), and reform() as the others do?"
+                f"{waited}rank 0 runs, but has not created the group: check that its "
+                f"program calls Group(name={self._group!r}), and reform() as others do"
             )
         here = {applicant.request.rank for applicant in self._applicants}
         missing = [
@@ -241,14 +241,14 @@ class MembershipState(Generic[Token]):
         ]
         return CollectiveTimeoutError(
             f"{waited}{listed(missing)} did not come, {len(here)} of "
-            f"{len(self._seats)} ranks did: start what is missing, or wait longer "
+            f"{len(self._seats)} ranks did: start the missing ranks, or wait longer "
             "(ZSTRAT_CONNECT_TIMEOUT=SECONDS, rendezvous_timeout= of a Group, timeout= "
             "of reform)"
         )
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a person, however many there are."""
+    """Joins names for an error; many names are cut and counted."""
     if len(names) > _NAMED:
         return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     return ", ".join(names) or "nobody"
@@ -261,7 +261,7 @@ def _misfit(
     if request.size != len(seats):
         return InvalidArgumentError(
             f"{who} forms group {group!r} with {request.size} ranks, rank 0 "
-            f"({seats[0].task}) with {len(seats)}: give all of them the same tasks"
+            f"({seats[0].task}) with {len(seats)}: give all ranks the same tasks"
         )
     if not 0 <= request.rank < len(seats):
         return InvalidArgumentError(
@@ -281,11 +281,11 @@ def _process(member: MemberEntry) -> str:
 
 
 GROUPS: Final = 1024
-"""Names of groups for which somebody may wait at rank 0."""
+"""Most groups that may wait to be formed at one task."""
 
 
 class RendezvousService:
-    """Rendezvous by name of group, and one timer for all of them."""
+    """Answers `JoinGroup` for all groups whose rank 0 is this task, with one timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -293,15 +293,17 @@ class RendezvousService:
         self._asked: dict[asyncio.Future[Message], Remote] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def asks(self, remote: Remote, request: JoinGroup) -> asyncio.Future[Message]:
-        """A task wants to be a member of a group whose rank 0 is here.
+    def join(self, remote: Remote, request: JoinGroup) -> asyncio.Future[Message]:
+        """Adds the request of another task; returns the future of its answer.
 
         Raises:
-            ProtocolError: It does not say who it is.
+            ProtocolError: The incarnation is not that of the task.
             BusyError: Too many groups wait to be formed.
         """
         if request.member.incarnation != remote.hello.incarnation:
-            raise ProtocolError(f"{remote.name} wants to join as somebody else")
+            raise ProtocolError(
+                f"{remote.name} asks to join with the incarnation of another process"
+            )
         future: asyncio.Future[Message] = self._loop.create_future()
         self._asked[future] = remote
         self._ask(request, future)
@@ -310,7 +312,7 @@ class RendezvousService:
     def open(
         self, request: JoinGroup, seats: Sequence[GroupSeat], choices: Choices
     ) -> asyncio.Future[Message]:
-        """This task is rank 0 of a group, and knows who is to come; its answer."""
+        """Opens a group whose rank 0 is this task, and adds its own request."""
         rendezvous = self._rendezvous_of(request.group)
         self._obey(rendezvous.open(seats, choices.to_plain()))
         future: asyncio.Future[Message] = self._loop.create_future()
@@ -318,12 +320,12 @@ class RendezvousService:
         return future
 
     def lost(self, remote: Remote) -> None:
-        """A task that is gone waits no more."""
+        """Cancels the requests of a lost task."""
         for future in [f for f, who in self._asked.items() if who is remote]:
             future.cancel()
 
     def close(self) -> None:
-        """Stops the timer: no rank is told any more that time is up."""
+        """Stops the timer: requests do not time out after this."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -331,7 +333,7 @@ class RendezvousService:
         rendezvous = self._rendezvous_of(request.group)
         future.add_done_callback(lambda done: self._answered(request.group, done))
         for token in rendezvous.tokens:
-            if token.done():  # cancelled just now: nobody is there to join
+            if token.done():  # cancelled just now: its process has gone
                 rendezvous.leave(token)
         self._obey(rendezvous.ask(request, future, self._loop.time()))
         self._arm()
@@ -384,5 +386,5 @@ class RendezvousService:
 
 
 def new_ticket() -> int:
-    """What no other generation of any group has: 63 random bits."""
+    """Draws the ticket of a generation: 63 random bits."""
     return secrets.randbits(63)

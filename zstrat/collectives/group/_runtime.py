@@ -1,9 +1,9 @@
-"""Where the groups of this process live: one node per task, and the loop it runs on.
+"""The runtime of groups in this process: one node per task, and its loop.
 
-A daemon has a loop and an endpoint; it announces its node with `announce`. A program
+A daemon has a loop and an endpoint; it registers its node with `announce`. A program
 that is a member itself gets both here: a thread with a loop, and an endpoint at the
-address that the cluster gives its task. All groups of one task share them, and the
-last one that closes ends them.
+address of its task. All groups of one task share a runtime, which ends with the last
+group.
 """
 
 from __future__ import annotations
@@ -38,30 +38,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BINDING: Final = 30.0
-"""Seconds to bind a socket; a name may have to be looked up."""
+"""Seconds to bind a socket, including the lookup of a name."""
 
 
 class GroupRuntime:
-    """A node, and how other threads reach its loop."""
+    """A node and its loop, for use from other threads."""
 
     def __init__(self, node: GroupNode) -> None:
         self.node = node
         self.users = 0
         self.is_ending = False
-        """Its end has begun; Ctrl-C may have interrupted that."""
+        """`end` was called; Ctrl-C may have interrupted it."""
         self._portal: Portal | None = None
         self._endpoint: Endpoint | None = None
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        """Blocks until the work has ended on the loop; see `Portal.run`."""
+        """Runs the coroutine on the loop, and blocks until its end; see
+        `Portal.run`."""
         return LoopCall(self.node.loop, work, what).run(timeout)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """As `run`, awaitable from any loop. Cancellation: cancels the work."""
+        """Runs the coroutine on the loop, awaitable from any loop. Cancellation:
+        cancels the coroutine."""
         return await LoopCall(self.node.loop, work, what).run_async()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
-        """Runs the function on the loop; False: the loop has ended."""
+        """Calls the function on the loop; False: the loop has ended."""
         try:
             self.node.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -69,16 +71,16 @@ class GroupRuntime:
         return True
 
     def release(self) -> None:
-        """A group that used it is closed. Blocks while the last one is, so that the
-        next runtime of the task finds its address free."""
+        """Releases the runtime when a group closes. The last group blocks until the
+        address is free for the next runtime of the task."""
         with _lock:
             if self.users == 1:
                 self.end()
-            # Last: if Ctrl-C keeps it from ending, the next call goes on with that.
+            # Last: if Ctrl-C interrupts the end, the next call continues it.
             self.users -= 1
 
     def end(self) -> None:
-        """Ends it, if it is of a program; `_lock` is held. Idempotent."""
+        """Ends the runtime of a program; with `_lock` held. Idempotent."""
         if self._portal is None:
             return
         self.is_ending = True
@@ -87,11 +89,11 @@ class GroupRuntime:
             del _runtimes[key]
 
     def readiness(self) -> str:
-        """A member of groups is there for the others as soon as it is bound."""
+        """Returns "": a member of groups is ready once it is bound."""
         return ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What `Task.statistics` has of these."""
+        """Returns the statistics of endpoint and groups, as of a task."""
         endpoint = {} if self._endpoint is None else self._endpoint.statistics()
         # Counts and names only, though its type does not say so.
         return {
@@ -104,10 +106,7 @@ class GroupRuntime:
     ) -> Message | Awaitable[Message] | None:
         if type(message) in GROUP_MESSAGES:
             return self.node.handle(remote, message)
-        raise ClosedError(
-            f"{type(message).__name__}: this process is a member of groups and serves "
-            "nothing else"
-        )
+        raise ClosedError(f"{type(message).__name__}: this process serves only groups")
 
     async def _open(self, address: str, security: Security | None) -> None:
         self._endpoint = Endpoint(
@@ -126,12 +125,12 @@ class GroupRuntime:
 
     @classmethod
     def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
-        """A runtime of this process's own, bound at ``bind`` ("": nowhere, for a group
-        of one).
+        """Creates a runtime of a program, bound at ``bind`` ("": not bound, for a group
+        of one rank).
 
         Raises:
-            OSError, ValueError, ZstratError: The address cannot be bound, or the keys
-                are missing; says why.
+            OSError, ValueError, ZstratError: The address cannot be bound, or keys are
+                missing; says why.
         """
         folder = settings.keys
         security = None
@@ -143,14 +142,14 @@ class GroupRuntime:
         async def begin() -> GroupRuntime:
             me = hello(seat.job, seat.number, new_incarnation())
             runtime = cls(GroupNode(me, settings, security))
-            portal.at_close(runtime._close)  # whatever becomes of who waits for this
+            portal.at_close(runtime._close)  # even if the caller is interrupted
             if bind:
                 await runtime._open(bind, security)
             return runtime
 
         try:
             runtime = portal.run(begin(), _BINDING, f"binding {bind}")
-        except BaseException:  # to whoever makes a group; Ctrl-C, too
+        except BaseException:  # to the caller; Ctrl-C, too
             portal.close()
             raise
         runtime._portal = portal
@@ -159,9 +158,9 @@ class GroupRuntime:
 
 
 def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
-    """The runtime of a task of this process, made if there is none.
+    """Returns the runtime of a task of this process; creates it if there is none.
 
-    Blocks while it binds. Give it back with `GroupRuntime.release`.
+    Blocks while binding. Release it with `GroupRuntime.release`.
     """
     counted: GroupRuntime | None = None
     try:
@@ -199,21 +198,21 @@ def withdraw(node: GroupNode) -> None:
 
 
 def only_daemon() -> tuple[str, int] | None:
-    """Job and index of the daemon that this process is, if it is one."""
+    """Returns job and index of the only daemon in this process, if there is one."""
     with _announcing:
         return next(iter(_daemons)) if len(_daemons) == 1 else None
 
 
 _lock = threading.Lock()
-"""Of the runtimes of programs; held while one is bound or closed."""
+"""Guards the runtimes of programs; held while one is bound or closed."""
 _announcing = threading.Lock()
-"""Of the daemons, whose loops it does not hold up."""
+"""Guards the daemons. A separate lock, so that a daemon's loop never waits long."""
 _runtimes: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
 _daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}
 
 
 def _forget() -> None:
-    """After a fork: the loops of all of them are the parent's."""
+    """Forgets all runtimes after a fork: their loops run in the parent."""
     global _lock, _announcing
     _lock, _announcing = threading.Lock(), threading.Lock()
     _runtimes.clear()

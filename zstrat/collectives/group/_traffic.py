@@ -1,10 +1,13 @@
-"""Calls of a generation that are under way: what they send, and what comes for them.
+"""The calls of a generation that are under way by messages, and their keys.
 
-Hops are matched with calls by key. A hop may come before this rank makes the call; it
-is kept then. What goes wrong is the generation's business: it is told, and ends.
+Hops are matched with calls by key. Keys are equal on all ranks without communication:
+what a user calls is an *operation*, which may take several calls (buckets, or lengths
+before the data); untagged operations are numbered in the order of the program, and
+operations with a tag are numbered per tag. A hop that comes before this rank makes the
+call is kept. Errors are reported to the generation, which ends.
 
-The law of this file: every call that was started ends exactly once, and it runs on the
-loop's thread alone.
+The law of this file: every call that was started ends exactly once, and everything runs
+on the loop's thread.
 """
 
 from __future__ import annotations
@@ -35,21 +38,21 @@ if TYPE_CHECKING:
     from ._mesh import Mesh
 
 PARTS: Final = 2**20
-"""Calls of one operation, at most: arrays of one pytree."""
+"""Most calls of one operation: arrays of one pytree."""
 
 FORMING: Final = 0
 """Key of the call in which a new generation agrees on its transport; operations
 begin at 1."""
 
 _NAMED: Final = 1 << 62
-"""Set in keys that are digests, and in no other."""
+"""Bit that is set in keys that are digests, and only in these."""
 
 
 def key_of(tag: str | None, number: int, part: int) -> int:
-    """The key of one call: its operation (from 1 on) and its part.
+    """Returns the key of one call, from its operation (1, 2, ...) and its part.
 
-    Keys of tagged operations are digests of 62 bits: two of the few that are under way
-    at a time never meet.
+    Keys of tagged operations are digests of 62 bits: few are under way at a time, so
+    that a collision is practically impossible.
     """
     if tag is None:
         return number * PARTS + part
@@ -57,17 +60,17 @@ def key_of(tag: str | None, number: int, part: int) -> int:
 
 
 def key_between(key: int, part: int) -> int:
-    """The key of a part of a call, among some of the ranks."""
+    """Returns the key of a part of a call among some of the ranks."""
     return _digest(f"{key}/{part}")
 
 
 def number_of(key: int) -> int | None:
-    """The operation that a call belongs to, None for one whose key is a digest."""
+    """Returns the operation of a call, or None if the key is a digest."""
     return None if key & _NAMED else key // PARTS
 
 
 def about(words: str, part: int = 0) -> int:
-    """Digest of what is called, and of which of its calls it is: 32 bits."""
+    """Returns a digest (32 bits) of an operation's description and the part."""
     return zlib.crc32(f"{words}{part}".encode())
 
 
@@ -77,17 +80,16 @@ def _digest(text: str) -> int:
 
 
 EARLY: Final = 1024 * MiB
-"""Bytes of hops of calls that this rank has not made yet. Nobody asks before he sends:
-what waits for an answer cannot be sent ahead by much, but the root of a broadcast sends
-all of it. To whom more comes than this, the group ends, and the error says what to do.
-"""
+"""Most bytes of hops kept for calls that this rank has not made yet. Senders do not ask
+first: most algorithms wait for answers and so are never far ahead, but the root of a
+broadcast sends everything. Beyond this the group ends, with a remedy in the error."""
 
 BACKLOG: Final = 32
-"""Hops that may wait for one rank before no more are made: enough to keep its line
+"""Hops that may wait for one rank before more are created: enough to keep the link
 busy, few enough that private copies of chunks cost little memory."""
 
 _REMEMBERED: Final = 4096
-"""Ended calls that are known as such, for ranks that ask."""
+"""Ended calls that are remembered, for ranks that ask about them."""
 
 
 class Running:
@@ -104,7 +106,7 @@ class Running:
         now: float,
     ) -> None:
         self.moved = now
-        """When it began, or something for it came last."""
+        """When the call started, or when its last hop came."""
         self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
         self.draws: Iterator[Send] | None = progress.start()
         self.timer: asyncio.TimerHandle | None = None
@@ -115,8 +117,7 @@ class Running:
 
 
 class TrafficOwner(Protocol):
-    """A generation, for its calls: who is in it, what messages say of them, whether it
-    still goes on, and whom to tell when something goes wrong."""
+    """The part of a generation that its traffic needs."""
 
     rank: int
     size: int
@@ -145,11 +146,11 @@ class TrafficOwner(Protocol):
 
 
 class Traffic:
-    """The calls of one generation, its ``owner``.
+    """The calls of one generation, the ``owner``, that go by messages.
 
     Args:
-        formed: Who is in it, and its table of algorithms.
-        counts: Of the node: hops that were refused, and why.
+        formed: The members, and the table of algorithms.
+        counts: Counters of the node: refused hops by reason.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class Traffic:
         self.running: dict[int, Running] = {}
         """Calls under way, by key."""
         self.waited = [0.0] * owner.size
-        """Seconds, by the rank that ended the wait: a call waits from its begin, or
-        from what came last for it, until something else comes."""
+        """Seconds waited, by the rank that ended the wait: a call waits from its start,
+        or from its last hop, until the next hop."""
         self._owner, self._mesh, self._ticket = owner, mesh, formed.ticket
         self.choices = _choices_of(formed)
         self._counts = counts
@@ -181,10 +182,11 @@ class Traffic:
         ended: Callable[[Exception | None], None],
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Begins a call; ``ended`` hears once how it went, maybe before this returns.
+        """Starts a call. ``ended`` is called once with its error or None, maybe before
+        this returns.
 
         Args:
-            ranks: Those that take part, ascending; all if None.
+            ranks: Ranks that take part, ascending; None: all.
         """
         owner = self._owner
         if owner.broken is not None:
@@ -213,12 +215,12 @@ class Traffic:
         for sender, hop in self._early.pop(call.key, ()):
             self._early_bytes -= _nbytes(hop)
             self._deliver(running, sender, hop)
-        # Not before all that came early was taken: who has left may have sent it.
+        # After all early hops: a rank that has left may have sent them.
         if self._owner.leavers and call.key in self.running:
             self._owner.check_left(running)
 
     def hop(self, sender: int, hop: Hop) -> None:
-        """Part of a call arrived from a rank."""
+        """Delivers a hop to its call, or keeps it until this rank makes the call."""
         running = self.running.get(hop.call)
         if running is not None:
             self._take(running, sender, hop)
@@ -229,10 +231,10 @@ class Traffic:
             self._counts["late hops"] += 1
 
     def draw(self) -> None:
-        """Makes first hops, as fast as the lines take them, oldest call first."""
+        """Sends first hops of calls, oldest call first, as far as the links accept."""
         if self._is_drawing or not self._drawing:
             return
-        self._is_drawing = True  # sending flushes, and what is flushed draws
+        self._is_drawing = True  # sending calls `on_flushed`, which calls this again
         try:
             while self._drawing:
                 running = self._drawing[0]
@@ -253,12 +255,12 @@ class Traffic:
         return bool(self._early)
 
     def early_of(self, number: int) -> list[tuple[int, Hop]]:
-        """Those of an operation without a tag, and who sent them."""
+        """Returns the kept hops of an untagged operation, with their senders."""
         of_it = [key for key in self._early if number_of(key) == number]
         return [each for key in of_it for each in self._early[key]]
 
     def state(self, key: int) -> CallState | None:
-        """How far a call is, None if it is not under way and has not been."""
+        """Returns the progress of a call; None if this rank has not made it."""
         running = self.running.get(key)
         if running is not None:
             return CallState(running.call.words, running.waits, False, False)
@@ -268,7 +270,7 @@ class Traffic:
         return None
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """All that is under way fails, each with an error of its own."""
+        """Fails all calls under way, each with its own copy of the error."""
         self._early.clear()
         self._drawing.clear()
         for running in list(self.running.values()):
@@ -280,12 +282,11 @@ class Traffic:
         if self._early_bytes > EARLY:
             owner = self._owner
             error = BusyError(
-                f"{owner.title}: {self._early_bytes >> 20} MiB arrived, the last of "
-                f"them from {owner.name(sender)}, for calls that "
-                f"{owner.name(owner.rank)} has not made yet; it keeps {EARLY >> 20} "
-                "MiB of such. If it is only late, call barrier() on all ranks before "
-                "calls that send so much (a broadcast after loading, say); else the "
-                "ranks do not make the same calls"
+                f"{owner.title}: {self._early_bytes >> 20} MiB arrived, the last from "
+                f"{owner.name(sender)}, for calls that {owner.name(owner.rank)} has "
+                f"not made yet; the limit is {EARLY >> 20} MiB. If it is only late, "
+                "call barrier() on all ranks before calls that send so much (such as a "
+                "broadcast after loading); else make the same calls on all ranks"
             )
             owner.abort(error, hop.call)
 
@@ -299,7 +300,7 @@ class Traffic:
 
     def _deliver(self, running: Running, sender: int, hop: Hop) -> None:
         if running.call.key not in self.running:
-            return  # an earlier hop has ended it
+            return  # an earlier hop has ended the call
         if hop.about != running.call.about:
             self._owner.inquire(running.call, (sender,))
             return
@@ -312,7 +313,7 @@ class Traffic:
             return
         if sends:
             self._send(running, sends)
-        # All may have come while this rank has first hops to send still.
+        # All hops may have come while this rank still has first hops to send.
         if running.draws is None and running.progress.is_done:
             self._end(running, None)
 
@@ -327,7 +328,7 @@ class Traffic:
                 return
 
     def _draw_from(self, running: Running) -> bool:
-        """Whether the call has no more first hops."""
+        """Sends first hops of a call; returns whether all were sent."""
         assert running.draws is not None
         for send in running.draws:
             self._send(running, (send,))

@@ -1,23 +1,23 @@
-"""Engines that carry a group's calls out in shared memory: on one host, or within each.
+"""Engines that run a group's calls in shared memory: on one host, or within each host.
 
-*Ranks on one host.* Every call is carried out in the slots of the ranks. An algorithm
-that a caller names says how messages go. Here none go, so it says nothing, and the call
-stays in memory: a name must not make it slower.
+*Ranks on one host.* Every call runs in the slots of the ranks. An algorithm that the
+caller names is about messages, and is ignored here: naming one must not make the call
+slower.
 
-*Ranks on several hosts.* Each host agrees in its memory, its first rank speaks for it.
-A reduction goes in parts. Each part is reduced inside the host, its first rank starts
-the reduction of that part among the first ranks of all hosts, and while it travels the
-next part is reduced; when it is back, the others of the host copy it. So the network
+*Ranks on several hosts.* The ranks of a host share memory, and its first rank sends
+messages for it. A reduction runs in parts. Each part is reduced inside the host, then
+the first ranks of all hosts reduce it by messages, while the next part is reduced
+inside the host; at last the other ranks of the host copy the result. So the network
 carries each element once per host, not once per rank, and both kinds of work overlap
 (the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's two-level trees).
-The algorithm that a caller names, or the table chooses, is that of the first ranks.
+The algorithm that the caller names, or the table chooses, is used among first ranks.
 
-Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank
-takes the mean and rounds, from the same bits, so all ranks hold the same.
+Partial sums (f32 for f16 and bf16) are sent between hosts. Each first rank divides and
+rounds them, from the same bits, so that all ranks have the same result.
 
-*Which engine it is* depends on whose memory each rank could map, of which all ranks
-tell each other when the group has formed. The memory of a rank is there before, and
-until the group is closed.
+*The choice of the engine* depends on whose memory each rank could map, which the ranks
+exchange when the group forms. A rank creates its memory before that, and keeps it until
+the group is closed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOG: Final = logging.getLogger("zstrat.collectives")
 
 
 class OneHost:
-    """The engine of a group whose ranks all run on this host.
+    """The engine of a group whose ranks are all on this host.
 
     Args:
         closed: Called when the engine is closed.
@@ -69,10 +69,10 @@ class OneHost:
 
     def run(self, call: CollectiveCall) -> None:
         shared = self._shared
-        assert shared is not None, "the group runs nothing after close()"
+        assert shared is not None, "the group does not run calls after close()"
         shared.barrier.begin(call.about, call.deadline)
         try:
-            self._carry_out(shared, call)
+            self._execute(shared, call)
         except BaseException as error:  # to the caller, and to every call after it
             shared.barrier.cut_off(error)
             raise
@@ -93,7 +93,7 @@ class OneHost:
         self._shared = None
         self._closed()
 
-    def _carry_out(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+    def _execute(self, shared: ShmCollectives, call: CollectiveCall) -> None:
         source, target = call.source, call.target
         match call.kind:
             case CallKind.ALL_REDUCE:
@@ -115,32 +115,33 @@ class OneHost:
 
 
 def may_take(call: CollectiveCall) -> bool:
-    """Whether shared memory is for this call, whatever its kind."""
-    # Tagged calls may come in another order elsewhere: here the order is all there is.
+    """Returns whether shared memory supports the tag and the compression of a call."""
+    # Tagged calls may come in another order on other ranks; engines need one order.
     return call.tag is None and call.compression is None
 
 
 PART: Final = 4 * 2**20
-"""Bytes of a part: four slots, so that a ring of some hosts still has hops of 1 MiB."""
+"""Bytes of a part: four slots, so that a ring of a few hosts still has hops of 1
+MiB."""
 
 AHEAD: Final = 8
-"""Parts that travel at once: 32 MiB, what 25 Gb/s carry in 10 ms; what the first ranks
-keep of f16 and bf16 besides the result is bounded by it."""
+"""Most parts under way at a time: 32 MiB, which 25 Gb/s carry in 10 ms. It also bounds
+the partial sums of f16 and bf16 that first ranks keep besides the result."""
 
 _KINDS: Final = (CallKind.ALL_REDUCE, CallKind.BROADCAST, CallKind.BARRIER)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """The host of a rank, counted by first ranks, and the number of the rank on it."""
+    """The index of a rank's host, and the index of the rank on it."""
 
     host: int
     rank: int
 
 
 def local_ranks_of(hosts: Sequence[object]) -> tuple[list[LocalRank], list[int]]:
-    """Place of each rank, and the first rank of each host; ``hosts`` is, by rank, what
-    the ranks of one host have alike."""
+    """Returns the `LocalRank` of each rank, and the first rank of each host. ``hosts``
+    has equal values for ranks of one host."""
     seen: dict[object, list[int]] = {}
     for rank, host in enumerate(hosts):
         seen.setdefault(host, []).append(rank)
@@ -153,8 +154,8 @@ def local_ranks_of(hosts: Sequence[object]) -> tuple[list[LocalRank], list[int]]
 
 
 class HostsEngine(OneHost):
-    """The engine of a group on several hosts. Gathers and exchanges, which save nothing
-    by it, go by messages."""
+    """The engine of a group on several hosts. Gathers and exchanges, for which it saves
+    nothing, go as messages."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class HostsEngine(OneHost):
     def waits(self) -> Sequence[int]:
         return self._others if self._is_between else super().waits()
 
-    def _carry_out(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+    def _execute(self, shared: ShmCollectives, call: CollectiveCall) -> None:
         if call.kind is CallKind.ALL_REDUCE:
             self._all_reduce(shared, call)
         elif call.kind is CallKind.BROADCAST:
@@ -220,8 +221,8 @@ class HostsEngine(OneHost):
             for number, part in enumerate(_parts(call, call.source.dtype)):
                 target, between = call.target[part], None
                 if is_here:
-                    # The root may have no more than read-only memory: nothing is
-                    # written to what is one and the same.
+                    # The memory of the root may be read-only: nothing is written to it
+                    # if source and target are the same.
                     is_same = call.source is call.target
                     source = target if is_same else call.source[part]
                     shared.broadcast(root.rank, source, target)
@@ -237,7 +238,8 @@ class HostsEngine(OneHost):
                 shared.broadcast(0, target, target)
 
     def _barrier(self, shared: ShmCollectives, call: CollectiveCall) -> None:
-        """Hosts meet when all their ranks are there, and let them go behind that."""
+        """Waits for the ranks of the host, then for all hosts, then releases the
+        host."""
         shared.barrier.meet()
         if self._leads:
             self._wait(self._between.start(call, self._leaders, 0))
@@ -252,8 +254,8 @@ class HostsEngine(OneHost):
 
 
 def _some_ahead(started: Iterator[Part]) -> Iterator[Part]:
-    """The same parts in their order, each when `AHEAD` of them are under way or no more
-    are to be started."""
+    """Yields the started parts in order, each once `AHEAD` parts are under way, or all
+    were started."""
     travelling: deque[Part] = deque()
     for part in started:
         travelling.append(part)
@@ -263,31 +265,30 @@ def _some_ahead(started: Iterator[Part]) -> Iterator[Part]:
 
 
 def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
-    """At least one: there is something to agree about in an empty array, too."""
+    """Yields the slices of the parts. At least one: ranks also compare empty calls."""
     step, size = PART // dtype.itemsize, call.source.size
     for start in range(0, max(size, 1), step):
         yield slice(start, min(start + step, size))
 
 
 class SharedMemory:
-    """What this rank shares with ranks of its host; made before the group is formed,
-    so that the others learn of it with the members."""
+    """The shared memory of this rank, created before the group forms, as it is sent
+    with the members."""
 
     def __init__(self) -> None:
-        """Raises: OSError: the kernel gives no anonymous memory."""
+        """Raises: OSError: The kernel does not provide anonymous memory."""
         made = Arena(CAPACITY)
         self._arena: Arena | None = made
         self.descriptor, self.word = made.descriptor, made.word
         self.capacity: Final = CAPACITY
         self._segments: dict[int, RankMemory] = {}
-        """What `reach` has mapped, by rank, until `attach` takes it."""
+        """Memory mapped by `reach`, by rank, until `attach`."""
 
     def reach(self, rank: int, members: Sequence[MemberEntry]) -> list[bool]:
-        """Maps the memory of the other ranks of this machine; by rank, whether that has
-        succeeded. Only the memory itself proves that it is one machine: several may
-        have one name, and then a rank of another one may have the process ID of a
-        process here."""
-        assert self._arena is not None, "it is closed"
+        """Maps the memory of the other ranks of this machine. Returns by rank whether
+        that succeeded. Only mapping proves that a rank is on this machine: machines
+        may share a name, and process IDs are not unique then."""
+        assert self._arena is not None, "the memory is closed"
         self._segments = {rank: RankMemory(rank, self._arena.memory)}
         for other, member in enumerate(members):
             if other == rank or member.host != members[rank].host:
@@ -301,8 +302,8 @@ class SharedMemory:
     def attach(
         self, rank: int, hosts: Sequence[int], between: Between
     ) -> CollectiveEngine:
-        """The engine of one generation, behind `reach`. ``hosts`` is `hosts_of` what
-        all ranks have reached."""
+        """Returns the engine of one generation, after `reach`. ``hosts`` is `hosts_of`
+        the results of `reach` on all ranks."""
         places, leaders = local_ranks_of(hosts)
         me = places[rank]
         segments = [
@@ -317,17 +318,16 @@ class SharedMemory:
         return HostsEngine(shared, rank, places, leaders, between, self.close)
 
     def close(self) -> None:
-        """Lets go of the memory. The engine's `close` does it as well; the second time
-        nothing happens."""
+        """Releases the memory. Idempotent, as the engine's `close` calls it, too."""
         self._segments = {}
         if self._arena is not None:
             self._arena.close()
-            self._arena = None  # whoever keeps a closed group keeps no memory
+            self._arena = None  # a closed group must not keep the memory
 
 
 def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
-    """By rank, the first rank of its machine. ``reached[i][j]``: rank i has mapped the
-    memory of rank j. Ranks of one machine have each mapped that of all others."""
+    """Returns by rank the first rank of its machine. ``reached[i][j]``: rank i has
+    mapped the memory of rank j. Ranks of one machine have all mapped each other's."""
     hosts: list[int] = []
     for rank in range(len(reached)):
         found = rank
@@ -341,7 +341,7 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def host_memory(transport: str) -> SharedMemory | None:
-    """What this rank shares with ranks of its host, None where all goes by messages."""
+    """Creates the shared memory of this rank; None: calls go as messages."""
     if transport not in ("auto", "shm") or not IS_AVAILABLE:
         return None
     try:

@@ -62,8 +62,7 @@ def check_replicas(
     if ps <= replicas:
         raise ValueError(
             f"replicas={replicas} needs at least {replicas + 1} ps, as another one "
-            f"keeps the copy, and the cluster has {ps}: add a ps, or leave "
-            "out replicas="
+            f"keeps the copy, and the cluster has {ps}: add one, or leave out replicas="
         )
     keys = settings.keys
     if keys is not None and any(name.startswith("ps-") for name in key_names(keys)):

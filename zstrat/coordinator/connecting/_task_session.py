@@ -83,13 +83,8 @@ class SessionPhase(enum.Enum):
     CLOSED = "we have left it"
 
 
-_WITHOUT_SESSION: Final = (
-    SessionPhase.AWAY,
-    SessionPhase.RECONNECTED,
-    SessionPhase.RENEWING,
-    SessionPhase.GONE,
-    SessionPhase.EMPTY,
-)
+_LOST: Final = (SessionPhase.GONE, SessionPhase.EMPTY)
+_LEFT: Final = (SessionPhase.RELEASED, SessionPhase.CLOSED)
 
 
 class TaskSessionEvents(Protocol):
@@ -210,25 +205,19 @@ class TaskSession:
     def gone(self) -> bool:
         """Whether our data on the task is lost for certain."""
         is_emptied = self.phase is SessionPhase.RENEWING and self._one_life
-        return is_emptied or self.phase in (SessionPhase.GONE, SessionPhase.EMPTY)
+        return is_emptied or self.phase in _LOST
 
     @property
     def lives_on(self) -> bool:
         """Whether the process of a worker that is being lost still runs."""
-        if self.phase is SessionPhase.RENEWING:
-            return not self._one_life
-        is_ours = self.phase in (SessionPhase.RELEASED, SessionPhase.CLOSED)
-        return is_ours or self.phase is SessionPhase.RECONNECTED
+        is_kept = self.phase is SessionPhase.RENEWING and not self._one_life
+        return is_kept or self.phase in (SessionPhase.RECONNECTED, *_LEFT)
 
     @property
     def is_moved(self) -> bool:
         """Whether the task is lost because we move it to another session, or let it
         go."""
-        return self.phase in (
-            SessionPhase.RENEWING,
-            SessionPhase.RELEASED,
-            SessionPhase.CLOSED,
-        )
+        return self.phase in (SessionPhase.RENEWING, *_LEFT)
 
     @property
     def is_closed(self) -> bool:
@@ -399,7 +388,7 @@ class TaskSession:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
                 phase = SessionPhase.RECONNECTED if same else SessionPhase.AWAY
-                self._leave("it connected anew", phase=phase)
+                self._leave("it connected again", phase=phase)
                 if self.phase is SessionPhase.RECONNECTED:
                     self._set_phase(SessionPhase.AWAY)
         elif self._life not in (None, hello.incarnation):
@@ -562,13 +551,13 @@ class TaskSession:
     def validate(self) -> None:
         """Checks the phase against all else that is known. Tests call it."""
         phase, where = self.phase, (self.name, self.phase)
-        assert (self._absence is not None) == (phase is SessionPhase.SILENT), where
-        if phase in (SessionPhase.JOINED, SessionPhase.SILENT):
-            assert self.is_ready, where
-            assert self._entered.is_set(), where
-        if phase in _WITHOUT_SESSION:
-            assert not self.is_ready, where
-        if phase in (SessionPhase.GONE, SessionPhase.EMPTY, SessionPhase.SILENT):
+        is_silent = phase is SessionPhase.SILENT
+        assert (self._absence is not None) == is_silent, where
+        if phase not in _LEFT:
+            assert self.is_ready == (is_silent or phase is SessionPhase.JOINED), where
+        assert self._entered.is_set() or not self.is_ready, where
+        # A worker has no data to lose; a server is never lost by a broken link alone.
+        if is_silent or phase in _LOST:
             assert self._one_life, where
         if phase in (SessionPhase.RECONNECTED, SessionPhase.RELEASED):
             assert not self._one_life, where

@@ -120,7 +120,10 @@ class ResolverWatch:
         self._timer, self._is_asking = None, True
         self._asked_at = self._loop.time()
         self.questions += 1
-        self._answer_timer = self._loop.call_later(ANSWER_TIMEOUT, self._answer_is_late)
+        reason = f"no answer for {ANSWER_TIMEOUT:.0f} s"
+        self._answer_timer = self._loop.call_later(
+            ANSWER_TIMEOUT, self._log_error, reason
+        )
         threading.Thread(
             target=self._wait_for_answer, name="zstrat resolver", daemon=True
         ).start()
@@ -151,9 +154,6 @@ class ResolverWatch:
             self._on_answer(answer)
         self._ask_after(self._pause)
         self._pause = min(2 * self._pause, self._every)
-
-    def _answer_is_late(self) -> None:
-        self._log_error(f"no answer for {ANSWER_TIMEOUT:.0f} s")
 
     def _log_error(self, reason: str) -> None:
         self.errors += 1

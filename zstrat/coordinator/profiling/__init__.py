@@ -1,4 +1,4 @@
-"""The time line of a run, taken from all tasks of a session at a time."""
+"""Time lines of a run, recorded by all tasks of a session."""
 
 from ._profile import MAX_BYTES as MAX_BYTES
 from ._profile import SECONDS as SECONDS

@@ -1,8 +1,7 @@
-"""`zs.profile`: the time line of all tasks of a run, in a file that Perfetto opens.
+"""`zs.profile`: records a time line of all tasks, in a file that Perfetto opens.
 
-Law of the file: what can be wrong is said when the block is entered. From then on
-nothing that goes wrong with the picture reaches the program: it is logged, and told by
-`Profile.problem`.
+The law of this file: entering the block raises errors; after that, problems with the
+time line never reach the program. They are logged, and `Profile.problem` has them.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ log = logging.getLogger("zstrat.coordinator")
 SECONDS: Final = 60.0
 MAX_BYTES: Final = 64 * 2**20
 WAITING: Final = PROFILE_SECONDS + 10.0
-"""Seconds for the loop to ask all tasks, which have a deadline of their own there."""
+"""Seconds for the loop to ask all tasks, which have shorter deadlines of their own."""
 
 
 @final
 class Profile:
-    """The time line of a run while a block runs, as a context manager: ``with``, or
-    ``async with`` on any event loop.
+    """Records a time line while its block runs: ``with``, or ``async with`` on any
+    event loop.
 
-    Entering waits until all tasks keep what they do, for ten seconds at most; leaving
-    waits until they have told it, and writes the file. In between nothing is waited
-    for. Nothing that goes wrong with the time line raises once the block runs.
+    Entering waits until all tasks record, for ten seconds at most; leaving collects
+    their spans, and writes the file. Nothing waits in between, and once the block runs
+    problems with the time line raise no errors.
 
     Raises, when it is entered:
-        OSError: The file cannot be made there.
-        RuntimeError: Another one is taken in this session just now; it is used in a
-            step function; or there is no coordinator, or are several.
+        OSError: The file cannot be created.
+        RuntimeError: Another time line of this session is being recorded; this is a
+            step function; or the program has no coordinator, or several.
         ClosedError: The strategy is closed.
     """
 
@@ -77,14 +76,14 @@ class Profile:
         self._run: TimelineRun | None = None
         self._session: ClusterSession
         self.problem = ""
-        """Why there is no file, once the block has ended; "" if there is."""
+        """Why there is no file, after the block; "" if there is one."""
         self.about: dict[str, PictureValue] = {}
-        """What the file says of itself: how far each task's clock may be wrong, what
-        was cut off, and who is missing."""
+        """The summary in the file: the error of each task's clock, what was cut off,
+        and which tasks are missing."""
 
     @property
     def path(self) -> Path | None:
-        """The file in full; None before the block is entered."""
+        """The path of the file; None before the block is entered."""
         return self._place
 
     def __repr__(self) -> str:
@@ -93,38 +92,38 @@ class Profile:
     def __enter__(self) -> Self:
         core = self._prepare()
         try:
-            core.session.run(self._begin(core), "beginning a time line", WAITING)
-        except BaseException as error:  # to whoever enters the block
-            self._cut_off(error, core.session)
+            core.session.run(self._begin(core), "starting a time line", WAITING)
+        except BaseException as error:  # to the caller
+            self._interrupted(error, core.session)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             run, session = self._current()
-            with self._noting(), contextlib.suppress(ClosedError):
+            with self._logging_errors(), contextlib.suppress(ClosedError):
                 session.run(run.end(), "ending a time line", WAITING)
             self._write(run)
-        except BaseException as error:  # to whoever leaves the block: of Ctrl-C
-            self._cut_off(error, self._session)
+        except BaseException as error:  # to the caller, such as Ctrl-C
+            self._interrupted(error, self._session)
             raise
 
     async def __aenter__(self) -> Self:
         core = await asyncio.to_thread(self._prepare)
         try:
-            await core.session.run_async(self._begin(core), "beginning a time line")
-        except BaseException as error:  # to whoever enters the block
-            self._cut_off(error, core.session)
+            await core.session.run_async(self._begin(core), "starting a time line")
+        except BaseException as error:  # to the caller
+            self._interrupted(error, core.session)
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         run, session = self._current()
         try:
-            with self._noting(), contextlib.suppress(ClosedError):
+            with self._logging_errors(), contextlib.suppress(ClosedError):
                 await session.run_async(run.end(), "ending a time line")
-        except BaseException as error:  # of cancellation
-            self._cut_off(error, session)
+        except BaseException as error:  # to the caller, such as a cancellation
+            self._interrupted(error, session)
             raise
         await to_its_end(on_own_thread(partial(self._write, run)))
 
@@ -133,17 +132,16 @@ class Profile:
             raise RuntimeError(in_step("zs.profile"))
         if self._run is not None:
             raise RuntimeError(
-                "this zs.profile has recorded a block already: call zs.profile() again"
+                "this zs.profile has already recorded a block; call zs.profile() again"
             )
         core = self._find()
         self._place = check_place(self._path)
         return core
 
-    def _cut_off(self, error: BaseException, session: ClusterSession) -> None:
-        """If the begin was the block is not entered, and nobody will end it; if the end
-        was, it may not have been asked for yet."""
-        self.problem = self.problem or f"it was cut off by {type(error).__name__}"
-        # Behind what was cut off, which may have begun all the same.
+    def _interrupted(self, error: BaseException, session: ClusterSession) -> None:
+        """Ends the time line after an interrupted start or end."""
+        self.problem = self.problem or f"it was interrupted by {type(error).__name__}"
+        # On the loop, after what was interrupted, which may have started all the same.
         session.portal.call_soon(self._give_up)
 
     def _give_up(self) -> None:
@@ -160,10 +158,10 @@ class Profile:
         return self._run, self._session
 
     def _write(self, run: TimelineRun) -> None:
-        """In a thread of the user: it may take as long as the disk does."""
+        """Writes the file, on a thread of the user, as it may take long."""
         collected, place = run.collected, self._place
         assert place is not None
-        with self._noting():
+        with self._logging_errors():
             if collected is None:
                 raise UnavailableError("the session was closed before it had ended")
             timeline = timeline_of(collected)
@@ -173,25 +171,24 @@ class Profile:
                 "%s: %.1f MB, open it at ui.perfetto.dev: %s",
                 place,
                 nbytes / 1e6,
-                "; ".join(f"{what}: {said}" for what, said in self.about.items()),
+                "; ".join(f"{name}: {value}" for name, value in self.about.items()),
             )
-            for what, said in self.about.items():
-                if what.endswith((": missing", ": cut", " not drawn")):
-                    log.warning("%s: %s: %s", place, what, said)
+            for name, value in self.about.items():
+                if name.endswith((": missing", ": cut", " not drawn")):
+                    log.warning("%s: %s: %s", place, name, value)
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        """What goes wrong is not raised: the block, which trains, has nothing to do
-        with it."""
+    def _logging_errors(self) -> Iterator[None]:
+        """Logs errors instead of raising them: they must not end the training."""
         try:
             yield
-        except Exception as error:  # goes to the log, and to `problem`
+        except Exception as error:  # to the log, and to `problem`
             self.problem = self.problem or f"{type(error).__name__}: {error}"
             log.error("the time line %s was not written: %s", self._path, self.problem)
 
 
 def timeline_of(collected: CollectedRun) -> Timeline:
-    """What was collected, on the clock of the program."""
+    """Puts the spans of all tasks on the clock of the program."""
     notes = collected.notes
     began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
         seconds=time.monotonic() - notes.began
@@ -208,15 +205,18 @@ def timeline_of(collected: CollectedRun) -> Timeline:
 def _bounds(
     steps: SupportsIndex | None, seconds: float, max_bytes: SupportsIndex, profile: bool
 ) -> TimelineBounds:
-    """
+    """Checks the bounds of a time line.
+
     Raises:
-        ValueError: One of them is not above zero.
+        ValueError: One is not above zero.
     """
     count = None if steps is None else operator.index(steps)
     nbytes = operator.index(max_bytes)
     for name, number in (("steps", count), ("seconds", seconds), ("max_bytes", nbytes)):
         if number is not None and not 0 < number < math.inf:
-            raise ValueError(f"zs.profile: {name}={number!r}: expected more than 0")
+            raise ValueError(
+                f"zs.profile: {name}={number!r}: expected a number above 0"
+            )
     return TimelineBounds(count, float(seconds), nbytes, bool(profile))
 
 
@@ -228,30 +228,30 @@ def profile(
     max_bytes: SupportsIndex = MAX_BYTES,
     jax_profile: bool = False,
 ) -> Profile:
-    """The time line of all tasks of this program's run, while a block runs::
+    """Records a time line of all tasks of this program while a block runs::
 
         with zs.profile("out/trace.json", steps=20):
             for _ in range(20):
                 coordinator.schedule(train_step, args=(iterator,))
             coordinator.join()
 
-    The file shows what the program, each worker and each parameter server was at, step
-    by step, on one clock; arrows lead from the call that scheduled a step to its run,
-    its push, and what was applied. Open it at ui.perfetto.dev, which reads it in the
-    browser. It ends by itself after ``steps`` or ``seconds``; training goes on.
+    The file shows the steps of the program, each worker and each parameter server on
+    one clock. Arrows lead from the call that scheduled a step to its run, its push, and
+    the update. Open it in the browser at ui.perfetto.dev. Recording ends after
+    ``steps`` or ``seconds``, while the block goes on.
 
     Args:
-        path: ``*.json`` (Chrome's trace events), or ``*.json.gz``, the same compressed.
-            Its folder is made if it is not there.
-        steps: It ends when so many closures have ended.
-        seconds: It ends after so long in any case.
-        max_bytes: About how large the file may become, before it is compressed; of a
-            task that has noted more the last is kept, and the file says so.
-        jax_profile: Each worker has jax profile its process, too, into a folder there;
-            the file says which.
+        path: ``*.json`` (Chrome's trace events), or ``*.json.gz``, compressed. Its
+            folder is created if needed.
+        steps: Record until so many closures have ended.
+        seconds: Record for so long at most.
+        max_bytes: The approximate size of the file, before compression. A task with
+            more keeps its last spans, and the file says so.
+        jax_profile: Also profile each worker's process with jax, into a folder on the
+            worker; the file says which.
 
     Returns:
-        A context manager; entering it raises as `Profile` says.
+        A context manager; see `Profile` for the errors of entering it.
 
     Raises:
         ValueError: A bound is not above zero.
@@ -260,23 +260,23 @@ def profile(
 
 
 def _only_core() -> CoordinatorCore:
-    """The coordinator of this program.
+    """Returns the core of this program's only coordinator.
 
     Raises:
         RuntimeError: There is none, or there are several.
     """
     sessions = open_sessions.present()
-    cores = [session.coordinators.get("core") for session in sessions]
-    found: list[CoordinatorCore] = [core for core in cores if core is not None]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    cores = [session.core for session in sessions]
+    present: list[CoordinatorCore] = [core for core in cores if core is not None]
+    if len(present) == 1:
+        return present[0]
+    if present:
         raise RuntimeError(
-            f"zs.profile: this program has {len(found)} coordinators: use "
-            "coordinator.profile(...) of the one that is meant"
+            f"zs.profile: this program has {len(present)} coordinators; use "
+            "coordinator.profile(...) of one of them"
         )
     raise RuntimeError(
-        "zs.profile: this program has no coordinator whose steps could be shown: make "
-        "zs.ClusterCoordinator(strategy) first; the steps of a strategy without one "
-        "run in this process: jax.profiler.trace(folder) shows them"
+        "zs.profile: this program has no coordinator; make "
+        "zs.ClusterCoordinator(strategy) first. The steps of a strategy without one "
+        "run in this process, and jax.profiler.trace(folder) records them"
     )

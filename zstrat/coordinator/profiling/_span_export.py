@@ -1,8 +1,9 @@
-"""What a run does on its way to a collector of OpenTelemetry, a sample at a time.
+"""`OpenTelemetryExport`: sends samples of a run's spans to an OpenTelemetry collector.
 
-Law of the file: the training never waits for the collector, and never hears of it. A
-thread takes a time line of a few steps from time to time and sends its spans; while one
-is sent none is taken. What a collector does not take is counted, and told once.
+The law of this file: training never waits for the collector, and gets none of its
+errors. From time to time a thread records a time line of a few steps, and sends its
+spans before it records the next. Spans that the collector does not take are counted,
+and logged once.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 BATCH: Final = 512
-"""Spans of one request, as the SDK's own processor has it."""
+"""Spans of one request, as in the SDK's own processor."""
 NBYTES: Final = 4 * 2**20
-"""Of a sample, as a file: twenty thousand spans."""
+"""Bytes of a sample, as a file: twenty thousand spans."""
 CLOSING: Final = 10.0
-"""Seconds that the last sample has to arrive."""
+"""Seconds for the last sample to arrive."""
 
 
 @final
 class OpenTelemetryExport:
-    """Sends spans of a run to a collector of OpenTelemetry, for as long as it is open:
-    from time to time all those of some steps, of the program, the workers and the
-    parameter servers, each step a trace.
+    """Sends spans of a run to an OpenTelemetry collector while it is open. From time to
+    time it sends all spans of some steps, of the program, the workers and the parameter
+    servers. Each step is a trace.
 
-    A context manager. What the collector does not take, as it is away or slow, is
-    counted in `dropped`, and logged once; the program hears nothing of it.
+    A context manager. Spans that the collector does not take are counted in `dropped`,
+    and logged once; the program gets no error.
 
     Args:
-        coordinator: Whose steps.
-        exporter: One of OpenTelemetry's SDK; left out: OTLP over HTTP, to where
-            ``OTEL_EXPORTER_OTLP_ENDPOINT`` says, with ``OTEL_EXPORTER_OTLP_HEADERS``.
-            It is shut down with this.
-        every: Seconds between the end of one sample and the begin of the next.
-        steps: A sample ends when so many closures have ended,
-        seconds: or after so long.
+        coordinator: The coordinator whose steps are sent.
+        exporter: A span exporter of OpenTelemetry's SDK, which `close` shuts down.
+            Default: OTLP over HTTP to ``OTEL_EXPORTER_OTLP_ENDPOINT``, with
+            ``OTEL_EXPORTER_OTLP_HEADERS``.
+        every: Seconds between the end of a sample and the start of the next.
+        steps: A sample ends when so many closures have ended.
+        seconds: A sample ends after so long.
 
     Raises:
         ModuleNotFoundError: OpenTelemetry is not installed; says what to install.
-        RuntimeError: It is used in a step function.
+        RuntimeError: Used in a step function.
         ValueError: A number is not above zero.
     """
 
@@ -79,27 +80,28 @@ class OpenTelemetryExport:
         for name, number in (("every", every), ("steps", count), ("seconds", seconds)):
             if not 0 < number < math.inf:
                 raise ValueError(
-                    f"zs.OpenTelemetryExport: {name}={number!r}: expected more than 0"
+                    f"zs.OpenTelemetryExport: {name}={number!r}: expected a number "
+                    "above 0"
                 )
         self.sent = 0
-        """Spans that the collector has taken,"""
+        """Spans that the collector took."""
         self.dropped = 0
-        """and those that are lost."""
+        """Spans that were lost."""
         self._core, self._every = coordinator._core, every
         self._bounds: Final = TimelineBounds(count, float(seconds), NBYTES, False)
         self._exporter = http_exporter() if exporter is None else exporter
-        self._is_told = False
+        self._was_logged = False
         self._run: TimelineRun | None = None
         self._ends = Latch()
-        # A daemon: a collector that hangs must not keep the program from ending.
+        # A daemon thread: a collector that hangs must not keep the program alive.
         self._thread = SteadyThread(self._live, name="zstrat opentelemetry")
         self._logger = logging.getLogger(type(self._exporter).__module__)
-        self._logger.addFilter(self._is_of_others)
+        self._logger.addFilter(self._is_from_others)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the sample that is taken, sends it, and shuts the exporter down; waits
-        ten seconds at most. Idempotent."""
+        """Ends and sends the current sample, and shuts the exporter down. Waits ten
+        seconds at most. Idempotent."""
         self._ends.open()
         run = self._run
         if run is not None:
@@ -107,7 +109,9 @@ class OpenTelemetryExport:
                 self._core.session.portal.loop.call_soon_threadsafe(run.enough)
         self._thread.join(CLOSING)
         if self._thread.is_alive():
-            log.warning("the collector of OpenTelemetry hangs: its last spans are lost")
+            log.warning(
+                "the OpenTelemetry collector does not answer: the last spans are lost"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -118,24 +122,24 @@ class OpenTelemetryExport:
     def _live(self) -> None:
         while True:
             try:
-                self._send(self._taken())
+                self._send(self._record_sample())
             except ClosedError:
                 break  # the session is over
-            except Exception as error:  # to the log: nobody else is there to hear it
-                self._tell(f"{type(error).__name__}: {error}")
+            except Exception as error:  # to the log
+                self._log_once(f"{type(error).__name__}: {error}")
             if self._ends.wait(self._every):
                 break
         try:
             self._exporter.shutdown()
-        except Exception:  # to the log, as above
-            log.exception("ending the exporter of OpenTelemetry")
-        self._logger.removeFilter(self._is_of_others)
+        except Exception:  # to the log
+            log.exception("shutting down the OpenTelemetry exporter")
+        self._logger.removeFilter(self._is_from_others)
 
-    def _taken(self) -> list[ReadableSpan]:
-        """The spans of a sample; none while somebody takes a time line."""
+    def _record_sample(self) -> list[ReadableSpan]:
+        """Returns the spans of a sample; none while a `Profile` is recorded."""
         session, bounds = self._core.session, self._bounds
 
-        async def take() -> CollectedRun | None:
+        async def record() -> CollectedRun | None:
             if session.cluster.timeline is not None:
                 return None
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
@@ -147,8 +151,8 @@ class OpenTelemetryExport:
             await run.end()
             return run.collected
 
-        what = "taking a sample of the time line"
-        collected = session.run(take(), what, WAITING + bounds.seconds)
+        what = "recording a sample of the time line"
+        collected = session.run(record(), what, WAITING + bounds.seconds)
         self._run = None
         if collected is None:
             return []
@@ -158,28 +162,28 @@ class OpenTelemetryExport:
         for start in range(0, len(spans), BATCH):
             batch = spans[start : start + BATCH]
             try:
-                arrived, why = has_arrived(self._exporter, batch), "it takes none"
-            except Exception as error:  # told, as what is not taken
-                arrived, why = False, f"{type(error).__name__}: {error}"
-            if not arrived:  # nor will it take the rest
+                arrived = has_arrived(self._exporter, batch)
+                reason = "the collector refused them"
+            except Exception as error:  # to the log
+                arrived, reason = False, f"{type(error).__name__}: {error}"
+            if not arrived:  # the rest would fail, too
                 self.dropped += len(spans) - start
-                self._tell(why)
+                self._log_once(reason)
                 return
             self.sent += len(batch)
-            self._is_told = False
+            self._was_logged = False
 
-    def _tell(self, why: str) -> None:
-        """Once, until something arrives again."""
-        if not self._is_told:
-            self._is_told = True
+    def _log_once(self, reason: str) -> None:
+        """Logs lost spans, once until some arrive again."""
+        if not self._was_logged:
+            self._was_logged = True
             log.warning(
-                "spans for the collector of OpenTelemetry are lost, %d so far (%s); "
-                "training goes on without, and this is not said again until it takes "
-                "some",
+                "%d spans for the OpenTelemetry collector are lost so far: %s; "
+                "training continues, and this is not logged again until it takes some",
                 self.dropped,
-                why,
+                reason,
             )
 
-    def _is_of_others(self, record: logging.LogRecord) -> bool:
-        """What the exporter logs of each attempt is told once, by `_tell`."""
+    def _is_from_others(self, record: logging.LogRecord) -> bool:
+        """Drops the exporter's log of each attempt, as `_log_once` logs failures."""
         return record.thread != self._thread.ident

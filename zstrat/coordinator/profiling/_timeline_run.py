@@ -1,11 +1,10 @@
-"""Taking the time line of a session, on its loop: from all tasks, until that is enough.
+"""`TimelineRun`: records the time line of a session with all its tasks. On the loop.
 
-It ends by itself: after so many steps, so many seconds, or when who wanted it, or the
-session, is done. What the tasks have noted is asked for then, so that a program which
-goes on for days keeps none of it there.
+A recording ends after so many steps or seconds, or when the block or the session ends.
+Then the spans of the tasks are collected, so that tasks keep none for long.
 
-A task is asked for its clock, before and after, and its spans, over the link that the
-program has to it anyway; nothing is asked in between.
+The program asks each task for its clock, before and after, and for its spans, over its
+usual link. It sends nothing in between.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ if TYPE_CHECKING:
 
 
 CLOCK_TRIPS: Final = 8
-"""Round trips of which the shortest counts: on a network that is busy most of them wait
-somewhere, and one that did not says all there is to know."""
+"""Round trips to a clock, of which the shortest counts: on a busy network most of them
+wait somewhere."""
 
 
 @final
 class CapturedTask:
-    """One task of the session, or a second copy, on the loop.
+    """Records the spans of one task of the session, or of a backup. On the loop.
 
     Args:
-        session: The number that the task knows its session by.
+        session: The session number of the task.
     """
 
     def __init__(self, task: AnyTask, session: int) -> None:
@@ -59,85 +58,85 @@ class CapturedTask:
         self._first: ClockReading | None = None
         self._problem = ""
 
-    async def begin(self, order: BeginCapture, deadline: float) -> None:
-        """Reads its clock, and has it keep its spans. That it does not answer until
-        ``deadline`` (loop time) is told by `end`.
+    async def begin(self, request: BeginCapture, deadline: float) -> None:
+        """Reads the clock of the task, and has it record spans. If it does not answer
+        until ``deadline`` (loop time), `end` says so.
 
-        Cancellation: it may keep spans, for as long as it was told to.
+        Cancellation: the task may record, for as long as the message says.
         """
         try:
             await self.task.wait_ready(deadline)
             hello = self.task.hello
             self._incarnation = None if hello is None else hello.incarnation
             self._first = await self._clock(deadline)
-            await self.task.link.submit(order, deadline=deadline)
+            await self.task.link.submit(request, deadline=deadline)
         except ZstratError as error:
-            self._problem = f"it did not begin: {error}"
+            self._problem = f"it did not start: {error}"
 
     async def end(self, deadline: float) -> TaskNotes:
-        """What it has noted; or what is known if it does not answer."""
+        """Collects the spans; returns what is known if the task does not answer."""
         notes = TaskNotes(self.name, problem=self._problem or self._loss())
         if self._first is None or notes.problem:
             return notes
         notes.clock = ClockLine(self._first)
         try:
             end = EndCapture(self.session)
-            told = await self.task.link.submit(end, deadline=deadline)
-            assert isinstance(told, Captured), told
-            own, of_jax = told.arrays[:4], told.arrays[4:]
-            notes.spans, notes.traffic = from_columns(told.phases, own)
-            notes.is_cut = told.is_cut
-            notes.profile, notes.problem = told.profile, told.problem
+            captured = await self.task.link.submit(end, deadline=deadline)
+            assert isinstance(captured, Captured), captured
+            own, of_jax = captured.arrays[:4], captured.arrays[4:]
+            notes.spans, notes.traffic = from_columns(captured.phases, own)
+            notes.is_cut = captured.is_cut
+            notes.profile, notes.problem = captured.profile, captured.problem
             notes.jax = from_jax_columns(of_jax) if of_jax else None
             notes.clock = ClockLine(self._first, await self._clock(deadline))
         except (ZstratError, ValueError) as error:
-            notes.problem = f"it did not tell all of it: {error}"
+            notes.problem = f"it did not send all of its spans: {error}"
         return notes
 
     def _loss(self) -> str:
-        """Why there is nobody who knows what it has noted."""
+        """Returns why the spans of the task are lost, or ""."""
         hello = self.task.hello
         if not self.task.is_ready:
             return f"it was lost meanwhile: {self.task.state}"
         if hello is not None and hello.incarnation != self._incarnation:
-            return "it was started again meanwhile, and has forgotten what it had noted"
+            return "it was restarted meanwhile, and lost its spans"
         return ""
 
     async def _clock(self, deadline: float) -> ClockReading:
         return read_clock([await self._trip(deadline) for _ in range(CLOCK_TRIPS)])
 
     async def _trip(self, deadline: float) -> RoundTrip:
-        asked = time.monotonic()
+        sent = time.monotonic()
         answer = await self.task.link.submit(AskClock(self.session), deadline=deadline)
-        heard = time.monotonic()
+        received = time.monotonic()
         assert isinstance(answer, ClockTime), answer
-        return RoundTrip(asked, answer.now, heard)
+        return RoundTrip(sent, answer.now, received)
 
 
 CAPTURE_SECONDS: Final = 10.0
-"""Seconds for all tasks together to begin, and again to end: who takes longer hangs,
-and is left out."""
+"""Seconds for all tasks together to start, and again to end. Slower tasks are left out.
+"""
 PROFILE_SECONDS: Final = 60.0
-"""The same with jax's own profile, which a worker begins and ends between two steps."""
+"""The same with jax's own profile, which a worker starts and ends between two steps."""
 BYTES_OF_SPAN: Final = 200
-"""What one becomes in a file that is not compressed."""
+"""Bytes of a span in a file that is not compressed."""
 
 
 class TimedCluster(ClusterTasks, Protocol):
-    """All tasks of a session (`Cluster`)."""
+    """What `TimelineRun` needs of the `Cluster`."""
 
     timeline: TimelineRun | None
-    """The one that is taken now."""
+    """The time line that is being recorded."""
 
     def backups(self) -> Sequence[ProbedTask]:
-        """A way to each second copy that has all."""
+        """Returns connections to the backups that are complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineBounds:
-    """When it ends: after so many ``steps`` (None: these do not count) or ``seconds``;
-    and how large its file may become, about, before the oldest is left out."""
+    """When a time line ends: after ``steps`` (None: any number) or ``seconds``; and the
+    approximate size of its file, beyond which the oldest spans are left out."""
 
     steps: int | None
     seconds: float
@@ -147,7 +146,7 @@ class TimelineBounds:
 
 @dataclass(slots=True)
 class CollectedRun:
-    """All that became of it. ``reason``: what has ended it."""
+    """A recorded time line. ``reason``: what ended it."""
 
     notes: ProgramNotes
     tasks: list[TaskNotes]
@@ -157,10 +156,10 @@ class CollectedRun:
 
 @final
 class TimelineRun:
-    """One time line, from its begin to its end. Belongs to the loop.
+    """Records one time line. On the loop.
 
     Args:
-        yields: It ends as soon as another one is wanted.
+        yields: It ends as soon as another one is requested.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class TimelineRun:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
         self._yields = yields
         self._over = asyncio.Event()
-        """Set when another one may begin."""
+        """Set when another one may start."""
         self._tasks: list[CapturedTask] = []
         self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()
@@ -183,12 +182,12 @@ class TimelineRun:
         self._collecting: asyncio.Task[CollectedRun] | None = None
 
     async def begin(self) -> None:
-        """Has all tasks that are there begin; from then on the program notes, too.
+        """Starts to record, on all connected tasks and in the program.
 
         Raises:
-            RuntimeError: Another one is taken just now.
+            RuntimeError: Another time line is being recorded.
 
-        Cancellation: nothing is taken.
+        Cancellation: nothing is recorded.
         """
         other = self._cluster.timeline
         if other is not None and other._yields:
@@ -196,52 +195,53 @@ class TimelineRun:
             await other.wait_over()
         if self._cluster.timeline is not None:
             raise RuntimeError(
-                "a time line of this session is taken already: one at a time; let that "
-                "block end"
+                "another time line of this session is being recorded; wait until its "
+                "block has ended"
             )
         self._cluster.timeline = self
         try:
             await self._begin_tasks()
             self._engine.notes = notes = self._new_notes()
-        except BaseException:  # to whoever wanted it
+        except BaseException:  # to the caller
             self.give_up()
-            await self._part()
+            await self._finish()
             raise
         loop = asyncio.get_running_loop()
         collecting = self._collect(notes)
         self._collecting = loop.create_task(collecting, name="time line")  # see `end`
 
     async def end(self) -> None:
-        """Ends it, if it has not ended yet. Idempotent.
+        """Ends the time line. Idempotent.
 
         Cancellation: it ends all the same.
         """
-        assert self._collecting is not None, "it has not begun"
+        assert self._collecting is not None, "begin() comes first"
         self._enough.set()
         await asyncio.shield(self._collecting)
 
     def enough(self) -> None:
-        """The time line is to end; this does not wait until it has."""
+        """Ends the time line soon; does not wait."""
         self._enough.set()
 
     def give_up(self) -> None:
-        """Nobody wants it any more: whoever wants another one waits for its end."""
+        """Ends it soon, and has the next one wait for that."""
         self._yields = True
         self.enough()
 
     async def wait_over(self) -> None:
-        """Waits until another one may begin. Cancellation: nothing changes."""
+        """Waits until another one may start. Cancellation: changes nothing."""
         await self._over.wait()
 
     async def close(self, timeout: float) -> None:
-        """Ends it, as the session does; tasks have ``timeout`` seconds to tell."""
+        """Ends it with the session; tasks have ``timeout`` seconds to send their
+        spans."""
         self._timeout = timeout
         if self._collecting is not None:
             await self.end()
 
     @property
     def collected(self) -> CollectedRun | None:
-        """What became of it; None while, and if, it did not come to its end."""
+        """The recorded time line; None until it has ended, or if that failed."""
         collecting = self._collecting
         if collecting is None or not collecting.done() or collecting.cancelled():
             return None
@@ -258,13 +258,13 @@ class TimelineRun:
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
             for task in self._tasks:
-                order = BeginCapture(
+                request = BeginCapture(
                     task.session,
                     self._room,
                     bounds.seconds + CAPTURE_SECONDS,
                     bounds.profile,
                 )
-                group.create_task(task.begin(order, deadline), name=task.name)
+                group.create_task(task.begin(request, deadline), name=task.name)
 
     def _new_notes(self) -> ProgramNotes:
         queue, bounds = self._engine.queue, self._bounds
@@ -276,8 +276,8 @@ class TimelineRun:
 
     @property
     def _room(self) -> int:
-        """Spans that each of the tasks, and the program, may have; of jax's events a
-        task may have as many again."""
+        """The most spans of each task, and of the program. A task may have as many
+        events of jax again."""
         spans = self._bounds.nbytes // BYTES_OF_SPAN
         parts = len(self._tasks) * (2 if self._bounds.profile else 1) + 1
         return max(1, spans // parts)
@@ -302,21 +302,21 @@ class TimelineRun:
                     for task in self._tasks
                 ]
         finally:
-            await self._part()
+            await self._finish()
         tasks = [*(each.result() for each in asking), *self._newcomers()]
         return CollectedRun(notes, tasks, ended, self._reason)
 
-    async def _part(self) -> None:
-        """Another one may begin. There is no session with the backups."""
+    async def _finish(self) -> None:
+        """Lets another one start, and disconnects from the backups."""
         self._cluster.timeline = None
         self._over.set()
-        await asyncio.gather(*(each.link.close() for each in self._backups))
+        await asyncio.gather(*(backup.link.close() for backup in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:
         known = {id(task.task) for task in self._tasks}
-        words = "it joined after the begin"
+        problem = "it joined after the start"
         return [
-            TaskNotes(short(task.name), problem=words)
+            TaskNotes(short(task.name), problem=problem)
             for task in (*self._cluster.ps, *self._cluster.workers)
             if task.is_ready and id(task) not in known
         ]

@@ -1,7 +1,7 @@
-"""What parameter servers hold that empty ones can be given again, and from where.
+"""Remembers what parameter servers hold, so that empty ones can be filled again.
 
-The law of this file: data alone. Handles would keep the strategy alive that owns the
-connection, and a restore must go on while the program drops some.
+The law of this file: data only. Handles would keep the strategy alive that owns the
+connection, and a restore has to continue while the program drops some.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ if TYPE_CHECKING:
 
 
 class RestorePoint(Protocol):
-    """A whole checkpoint, as far as it is about the servers of one session."""
+    """A complete checkpoint, as far as it concerns the servers of one session."""
 
     @property
     def path(self) -> str: ...
 
     @property
     def variables(self) -> frozenset[int]:
-        """Keys of the variables whose values are in it."""
+        """Keys of the variables that it has values of."""
         ...
 
     @property
     def optimizers(self) -> frozenset[int]:
-        """Numbers of the optimizers whose slots are in it."""
+        """Numbers of the optimizers that it has slots of."""
         ...
 
     @property
     def lacks(self) -> Sequence[str]:
-        """What else it misses, in words."""
+        """Names of what else it lacks."""
         ...
 
     @property
     def places(self) -> Mapping[int, Sequence[str]]:
-        """Where per-worker iterators are, by their numbers, in the data of each input
-        pipeline."""
+        """Positions of per-worker iterators, by number, one for each input pipeline."""
         ...
 
     async def check(self) -> None:
@@ -54,12 +53,12 @@ class RestorePoint(Protocol):
 
         Raises:
             DataLossError: It is damaged.
-            NotFoundError, OSError: It is not there any more.
+            NotFoundError, OSError: It no longer exists.
         """
         ...
 
     async def fill(self, client: PsClient) -> None:
-        """Has all servers load it. The variables are there. On the client's loop.
+        """Loads it into all servers, whose variables exist. On the client's loop.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -70,14 +69,13 @@ class RestorePoint(Protocol):
 
 @final
 class Inventory:
-    """Variables, optimizers and their trees, as one session has created them. On the
-    loop."""
+    """The variables, optimizers and optimizer trees of one session. On the loop."""
 
     def __init__(self) -> None:
         self._variables: dict[int, VariableSpec] = {}
         self._optimizers: dict[int, tuple[str, bytes]] = {}
         self._trees: dict[tuple[int, bytes], None] = {}
-        """Of optimizers, as this program has told them. Workers tell those of their
+        """Trees of optimizers that this program has sent. Workers send those of their
         steps in each session, before the first gradient."""
         self._initial: dict[int, np.ndarray] = {}
         """First values of variables that no checkpoint has, by key."""
@@ -93,7 +91,7 @@ class Inventory:
     def note_initial(
         self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
     ) -> None:
-        """These get their first values again, as they cannot be saved."""
+        """Keeps the first values of variables that cannot be saved."""
         keys = [spec.key for spec in specs]
         self._initial.update(zip(keys, values, strict=True))
 
@@ -111,7 +109,7 @@ class Inventory:
             del self._trees[at]
 
     def missing_in(self, point: RestorePoint) -> list[str]:
-        """What would have no value if the servers were filled from there, in words."""
+        """Returns names of what would have no value if servers were filled from it."""
         variables = [
             f"variable {spec.name!r}"
             for key, spec in self._variables.items()
@@ -125,11 +123,11 @@ class Inventory:
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 
     async def create_again(self, client: PsClient, timeout: float) -> None:
-        """Creates all of it on servers that are empty; the variables are zero, or as at
-        first.
+        """Creates everything on empty servers; variables are zero, or have their first
+        values if these are known.
 
         Args:
-            timeout: Seconds for making the variables.
+            timeout: Seconds for creating the variables.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -154,7 +152,7 @@ class Inventory:
 
 
 def entry_of(spec: VariableSpec) -> VariableEntry:
-    """What a server is told of a variable whose value travels."""
+    """Returns the entry of a variable whose value is sent."""
     return VariableEntry(spec.key, spec.name, spec.trainable, spec.part is not None)
 
 

@@ -1,20 +1,18 @@
-"""A parameter server that came back empty is filled from the last checkpoint.
+"""Fills parameter servers from the last checkpoint when one has come back empty.
 
-A checkpoint is of one moment of all servers. So when one of them has lost what it held,
-all of them begin a *session anew*, under another number: with empty ledgers, the same
-keys, and the values of the checkpoint. What was sent for the session before is refused
-from then on, from any process and however late; so a closure that runs again has its
-effect once on top of the restored values, and one that had ended before is lost with
-what it did.
+A checkpoint has all servers at one moment. So when one of them has lost its data, all
+of them enter *another session*, under another number: with empty ledgers, the same
+keys, and the values of the checkpoint. They refuse what was sent for the earlier
+session, from any process and however late; so a closure that runs again has its effect
+once on top of the restored values, and the effect of one that had ended is lost.
 
-    WHOLE ──a ps is lost──▶ WAITING ──all are back, with all they held──▶ WHOLE
-                            │    ▲ └──one is empty──▶ FILLING ──▶ workers anew ──▶ WHOLE
+    WHOLE ──a ps is lost──▶ WAITING ──all are back with their data──▶ WHOLE
+                            │    ▲ └──one is empty──▶ FILLING ─▶ workers follow ─▶ WHOLE
                             │    └─────another loss──────┘
-                            └── nobody came in time, or no checkpoint ──▶ FAILED
+                            └── one not back in time, or no checkpoint ──▶ FAILED
 
-Until all is WHOLE nothing is handed out to workers, and requests of the program wait.
-The law of this file: each recovery ends, and each call that waits is told how. On the
-loop.
+Except in WHOLE, workers get no closures, and requests of the program wait. The law of
+this file: each recovery ends, and so does each call that waits for it. On the loop.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Final,
+    NamedTuple,
     Protocol,
     TypeVar,
     final,
@@ -49,17 +47,16 @@ log = logging.getLogger("zstrat.coordinator")
 T = TypeVar("T")
 
 PS_WAIT: Final = 600.0
-"""Seconds that a lost parameter server has to come back: to boot a machine."""
+"""Seconds that a lost parameter server has to come back: a machine boots in less."""
 FILL_ATTEMPTS: Final = 5
-"""How often the servers are filled before an error says that it does not work; more
-often if they are lost again and again, within their timeout."""
+"""Number of attempts to fill the servers; more if servers are lost again meanwhile,
+within their timeout."""
 REMEMBERED_CHECKPOINTS: Final = 4
-"""More than one, as the newest may be damaged, or deleted."""
+"""More than one, as the newest may be damaged or deleted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Remembered:
-    """A checkpoint, and how many steps are in its values."""
+class _Remembered(NamedTuple):
+    """A checkpoint, and the number of steps in its values."""
 
     point: RestorePoint
     steps: int
@@ -67,12 +64,12 @@ class _Remembered:
 
 @final
 class Recovery:
-    """Fills the parameter servers of one session again.
+    """Restores the parameter servers of one session after a loss.
 
     Args:
-        renewal: Has all tasks enter another session.
+        renewal: Moves all tasks to another session.
         timeout: Seconds that a lost server has to come back.
-        filling: Seconds that the servers have to make the variables.
+        filling: Seconds that the servers have to create the variables.
     """
 
     def __init__(
@@ -85,14 +82,14 @@ class Recovery:
         self.return_timeout: Final = timeout
         self.inventory: Final = Inventory()
         self.restores = 0
-        """How often the servers were filled again."""
+        """Number of times that the servers were filled."""
         self.steps_lost = 0
-        """Steps that had ended and are not in the values any more."""
+        """Number of steps that had ended and are no longer in the values."""
         self.failure: PSUnavailableError | None = None
         self._cluster, self._renewal, self._filling = cluster, renewal, filling
         self._points: list[_Remembered] = []
         self._is_torn = False
-        """The servers are in a session that was not filled to its end."""
+        """The servers are in a session that was not filled completely."""
         self._over, self._news = asyncio.Event(), asyncio.Event()
         self._over.set()
         self._task: asyncio.Task[None] | None = None
@@ -103,15 +100,15 @@ class Recovery:
 
     @property
     def error(self) -> PSUnavailableError | None:
-        """What is raised now by what needs the servers."""
+        """The error of calls that need the servers now; None if they are there."""
         if self.is_under_way:
             return PSUnavailableError(
-                self._lost_task.name, "the program waits for it, or fills it again"
+                self._lost_task.name, "the program waits for it, or is filling it"
             )
         return None if self.failure is None else _copy(self.failure)
 
     def server_lost(self) -> None:
-        """A server is lost, for a while or for good."""
+        """A server is lost; it may come back with its data."""
         self._news.set()
         if self._over.is_set() and self.failure is None:
             self._over.clear()
@@ -124,12 +121,12 @@ class Recovery:
         self._news.set()
 
     def all_returned(self) -> None:
-        """All servers are in the session, with all that they held."""
+        """All servers are in the session with their data."""
         if not self._is_torn:
             self.failure = None
 
     async def stop(self) -> None:
-        """Gives up: the session is being closed."""
+        """Cancels a recovery, as the session is being closed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -137,27 +134,27 @@ class Recovery:
     def remember(
         self, point: RestorePoint, cut: SessionCut, restores: int
     ) -> list[str]:
-        """The checkpoint is whole, or its values were loaded.
+        """Remembers a checkpoint that is complete, or was loaded.
 
         Args:
-            cut: The steps of that moment.
-            restores: So often the servers had been filled again at that moment.
+            cut: The steps in it.
+            restores: `restores` at its moment.
 
         Returns:
-            What it lacks to be of use here, in words.
+            The names of what it lacks to restore this session.
         """
         if restores != self.restores:
-            return []  # its steps are not those that are counted now
-        known = [each for each in self._points if each.point.path != point.path]
+            return []  # its steps are those of an earlier session
+        known = [other for other in self._points if other.point.path != point.path]
         steps = count(cut) - self.steps_lost
         self._points = [*known[1 - REMEMBERED_CHECKPOINTS :], _Remembered(point, steps)]
         return self.inventory.missing_in(point)
 
     async def over(self) -> None:
-        """Waits while a server is awaited or filled.
+        """Waits until the recovery that is under way ends.
 
         Raises:
-            PSUnavailableError: That has failed.
+            PSUnavailableError: It failed.
         """
         await self._over.wait()
         if self.failure is not None:
@@ -166,12 +163,12 @@ class Recovery:
     async def through(
         self, work: Callable[[], Awaitable[T]], *, again: bool = True
     ) -> T:
-        """Carries a request out when all servers are there, and once more if it failed
-        because one was not.
+        """Carries out a request when all servers are there, and once more if it failed
+        because one was lost.
 
         Args:
-            again: It may be made twice; if not, it is only behind a restore, which
-                leaves nothing of it.
+            again: The request may be carried out twice. If not, it is repeated only
+                after a restore, which undoes it.
         """
         while True:
             await self.over()
@@ -185,12 +182,12 @@ class Recovery:
                     raise
 
     async def settled(self, since: int) -> bool:
-        """Waits as `over`; returns whether something was away now, or was restored
-        since so many restores."""
+        """Waits as `over`. Returns True if a server was away, or `restores` is not
+        ``since``."""
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
-            # Their lines hold this request until it is known what came back.
+            # This request waits until it is known what has come back.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         await self.over()
@@ -203,7 +200,7 @@ class Recovery:
             self._fail(error)
         except Exception as error:  # goes to each call that needs the servers
             log.exception("filling the parameter servers again")
-            words = f"filling it again failed: {type(error).__name__}: {error}"
+            words = f"filling it failed: {type(error).__name__}: {error}"
             self._fail(PSUnavailableError(self._lost_task.name, words, lost=True))
 
     async def _bring_back(self) -> None:
@@ -212,7 +209,7 @@ class Recovery:
         while True:
             await self._all_back()
             if not self._is_torn and all(task.is_ready for task in self._cluster.ps):
-                self._end()  # with all that they held
+                self._end()  # they are back with their data
                 return
             chosen = await self._chosen()
             try:
@@ -220,18 +217,18 @@ class Recovery:
             except (ZstratError, OSError) as error:
                 failures += 1
                 log.warning(
-                    "filling the parameter servers from %s did not work: %s: %s",
+                    "filling the parameter servers from %s failed: %s: %s",
                     chosen.point.path,
                     type(error).__name__,
                     error,
                 )
-                # Another loss may be bad luck, or what comes of being filled.
+                # Another loss may be bad luck, or the result of filling.
                 lost = not all(task.is_ready for task in self._cluster.ps)
                 may_be_luck = lost and loop.time() < patient_until
                 if failures >= FILL_ATTEMPTS and not may_be_luck:
-                    words = f"filling it again failed {failures} times, at last with "
+                    why = f"filling it failed {failures} times, the last time: {error}"
                     raise PSUnavailableError(
-                        self._lost_task.name, f"{words}{error}", lost=True
+                        self._lost_task.name, why, lost=True
                     ) from error
                 continue
             self._restored(chosen)
@@ -241,7 +238,7 @@ class Recovery:
         """Waits until each server is in the session, or there and empty.
 
         Raises:
-            PSUnavailableError: One did not come.
+            PSUnavailableError: One did not come back.
         """
         tasks = self._cluster.ps
         try:
@@ -266,7 +263,7 @@ class Recovery:
             ) from None
 
     async def _chosen(self) -> _Remembered:
-        """The newest checkpoint that has all, and is whole.
+        """Returns the newest checkpoint that is complete and readable.
 
         Raises:
             PSUnavailableError: There is none; says why.
@@ -280,7 +277,7 @@ class Recovery:
             try:
                 await each.point.check()
             except (DataLossError, NotFoundError, OSError) as error:
-                log.warning("checkpoint %s is left out: %s", path, error)
+                log.warning("checkpoint %s is skipped: %s", path, error)
                 reasons.append(f"{path}: {error}")
                 continue
             return each
@@ -289,21 +286,20 @@ class Recovery:
         raise PSUnavailableError(
             self._lost_task.name,
             "it came back empty, and there is no checkpoint to fill it from "
-            f"({'; '.join(reasons)}): with on_ps_loss='restore' save one of all "
-            "variables and optimizers when they are made, and again from time to time "
+            f"({'; '.join(reasons)}): with on_ps_loss='restore' save all variables and "
+            "optimizers once they are created, and again from time to time "
             "(CheckpointManager.save, with checkpoint_interval_s= in each round)",
             lost=True,
         )
 
     async def _fill(self, point: RestorePoint) -> None:
-        """All servers get what is in the checkpoint.
+        """Loads the checkpoint into all servers, in another session.
 
         Raises:
-            ZstratError, OSError: They did not.
+            ZstratError, OSError: That failed.
         """
         cluster, loop = self._cluster, asyncio.get_running_loop()
-        # Until all are filled: before that, servers which are there do not end the
-        # recovery.
+        # Until all are filled: that all servers are there does not end the recovery.
         self._is_torn = True
         self._renewal.renew_servers()
         deadline = loop.time() + self.return_timeout
@@ -316,9 +312,9 @@ class Recovery:
                 raise PSUnavailableError(task.name, "it was lost again")
 
     def _restored(self, chosen: _Remembered) -> None:
-        """Nothing has been awaited since all servers were found filled."""
+        """Ends the recovery. Nothing was awaited since all servers were seen filled."""
         lost = count(self._renewal.ended_steps) - self.steps_lost - chosen.steps
-        # What is newer tells of steps that are lost now.
+        # Newer checkpoints have steps that are lost now.
         self._points = self._points[: self._points.index(chosen) + 1]
         self.steps_lost += lost
         self.restores += 1
@@ -326,10 +322,10 @@ class Recovery:
         self._renewal.renew_workers(chosen.point.places)
         log.warning(
             "a parameter server came back empty: all of them were filled from %s. %d "
-            "steps that had ended after it are lost (those that failed or were "
-            "cancelled count among them), and so is what the program itself assigned "
-            "since then; steps that were under way run again, and the datasets of the "
-            "workers begin anew, or where a checkpoint has their iterators",
+            "steps that had ended after it are lost (including those that failed or "
+            "were cancelled), and so is what the program itself assigned since then; "
+            "unfinished steps run again, and the datasets of the workers restart, or "
+            "continue where the checkpoint has their iterators",
             chosen.point.path,
             lost,
         )
@@ -348,22 +344,22 @@ class Recovery:
 
     @property
     def _lost_task(self) -> TaskSession:
-        """The first that is not there, for words."""
+        """The first server that is not there, for messages."""
         tasks = self._cluster.ps
         return next((task for task in tasks if not task.is_ready), tasks[0])
 
 
 def count(cut: SessionCut) -> int:
-    """How many steps are in it."""
+    """Returns the number of steps in the cut."""
     return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
 
 
 class SettledServers(Protocol):
-    """The parameter servers of a session, of which some are lost for a while."""
+    """The parameter servers of a session, of which some may be away."""
 
     @property
     def outages(self) -> int:
-        """How often the servers were filled again, or a store changed its server."""
+        """Number of restores, failovers and moves."""
         ...
 
     async def settled(self, since: int, error: ZstratError) -> bool:
@@ -376,12 +372,12 @@ class SettledServers(Protocol):
 async def until_settled(
     servers: Sequence[SettledServers], work: Callable[[], Awaitable[T]]
 ) -> T:
-    """Carries out work that may be done twice, such as a save; again if it failed
-    because a parameter server was lost that came back, was filled again, or has another
-    process in its place.
+    """Carries out work that may be done twice, such as a save. Repeats it if it failed
+    because a parameter server was lost that came back, was filled, or was replaced by
+    another process.
 
     Raises:
-        PSUnavailableError: One did not come back, or could not be filled.
+        PSUnavailableError: A server did not come back, or could not be filled.
     """
     while True:
         since = [each.outages for each in servers]
@@ -398,5 +394,5 @@ def _is_back(task: TaskSession) -> bool:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """An exception that is raised twice collects tracebacks."""
+    """Copies the error: one that is raised twice collects tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)

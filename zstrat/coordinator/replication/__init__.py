@@ -1,4 +1,5 @@
-"""Stores with a second copy: who has which, and what follows if one is lost."""
+"""Second copies of stores: which process has which, what follows when one is lost, and
+how stores move while a program trains."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a program before has left on all processes, and how this one goes on with it.
+"""Finds the copies that an earlier program has left on all processes, and serves them.
 
-Each process says which copies it has; what follows of each store is decided in
-`successors`, and ordered as any other change of where stores are. The law of this file:
-what a process has said is so of the life that it had then. Who is lost later has said
-what it had, and who comes back has nothing.
+Each process reports its copies; `successors` decides which of them continue, and that
+is ordered as any other change. The law of this file: a report is about the life that
+the process has then. One that is lost later has reported what it had, and is empty when
+it comes back.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from ._successors import Successor
 
 _ASKED_AGAIN: Final = 0.1
-"""Seconds until all are asked once more what they have, as long as one may hear yet
-that another is lost: nobody tells that to a program that has not taken them over."""
+"""Seconds until all are asked again, while one of them may still notice that another is
+lost: a program that has not taken them over is not notified of that."""
 
 
 class _ProcessReport(NamedTuple):
-    """What a process has said in one of its lives."""
+    """The copies that a process has reported in one of its lives."""
 
     life: int
     copies: list[OrphanedCopy]
@@ -41,11 +41,11 @@ class _ProcessReport(NamedTuple):
 
 @final
 class OrphanedStores:
-    """The stores that a program of the same name has left. On the loop.
+    """The stores that an earlier program of the same name has left. On the loop.
 
     Args:
-        take_over_stores: Orders what becomes of these copies, when processes had these
-            lives.
+        take_over_stores: Serves copies, by store, that were reported when processes had
+            these lives.
     """
 
     def __init__(
@@ -58,108 +58,109 @@ class OrphanedStores:
         self._orders, self._known = orders, orders.known
         self._name, self._timeouts = name, timeouts
         self._take_over_stores = take_over_stores
-        self._told: dict[int, _ProcessReport] = {}
+        self._reports: dict[int, _ProcessReport] = {}
         """By process."""
         self.origin = 0
         """What keys are counted from."""
 
     async def find(self, deadline: float) -> Mapping[int, Successor]:
-        """What is left of each store, as all processes tell; nothing if nothing is.
-        Who was lost behind its answer has said what it had; the others are asked again
-        then, as they may know by now that they have all.
+        """Asks all processes, and returns the successor of each store; empty if nothing
+        is left. A process that is lost after its report is not asked again. The others
+        are: they may have noticed by then that they are complete.
 
         Raises:
-            PSUnavailableError: Of a store no copy is left that has all.
+            PSUnavailableError: A store has no complete copy.
             InvalidArgumentError: There are more stores than this program would have.
             DeadlineExceededError: A process does not answer.
 
         Cancellation: nothing has changed.
         """
-        told, loop = self._told, asyncio.get_running_loop()
+        reports, loop = self._reports, asyncio.get_running_loop()
         session = self._orders.session
         noticed_within = self._timeouts.liveness + self._timeouts.reconnect
         until: float | None = None
         while True:
             lives = list(self._known.lives)
             asked = [
-                n for n, at in enumerate(lives) if n not in told or told[n].life == at
+                process
+                for process, life in enumerate(lives)
+                if process not in reports or reports[process].life == life
             ]
-            said = await asyncio.gather(*(self._copies_of(n, deadline) for n in asked))
-            told.update(zip(asked, said, strict=True))
-            # One was lost while they were asked: what the others know of it may change
-            # yet.
+            answers = await asyncio.gather(
+                *(self._copies_of(n, deadline) for n in asked)
+            )
+            reports.update(zip(asked, answers, strict=True))
+            # One was lost while they were asked: the others may not have noticed yet.
             if lives != self._known.lives:
                 until = loop.time() + noticed_within
                 continue
-            copies = {number: each.copies for number, each in told.items()}
+            copies = {process: report.copies for process, report in reports.items()}
             try:
                 stores = len(self._orders.servers)
                 return successors(self._name, session, copies, stores)
             except PSUnavailableError:
-                if until is None:  # who lost the other one silently notices it by then
+                if until is None:  # a silent loss of the other copy is noticed by then
                     until = loop.time() + noticed_within
                 if loop.time() >= until:
                     raise
-            await asyncio.sleep(_ASKED_AGAIN)  # who has lost the other one hears it yet
+            await asyncio.sleep(_ASKED_AGAIN)  # until the other copy's loss is noticed
 
-    async def go_on(self, left: Mapping[int, Successor], deadline: float) -> None:
-        """Has the copies serve that are to, and waits until they do.
+    async def serve(self, orphans: Mapping[int, Successor], deadline: float) -> None:
+        """Promotes the chosen copies, and waits until they serve.
 
         Raises:
-            PSUnavailableError: Nothing is left of one of them any more.
-            DeadlineExceededError: One does not answer.
+            PSUnavailableError: Nothing is left of a store.
+            DeadlineExceededError: A copy does not answer.
         """
-        self.origin = left[0].chosen.copy.origin
+        self.origin = orphans[0].chosen.copy.origin
         await self.keep_origin(self.origin, deadline)
         processes = self._known.sessions
         self._take_over_stores(
-            left, [self._told[each.place].life for each in processes]
+            orphans, [self._reports[process.place].life for process in processes]
         )
         await self._wait_served(deadline)
 
     async def keep_origin(self, origin: int, deadline: float) -> None:
-        """All processes count keys from there, also those that have begun empty; or,
-        if none has anything, from the number of this session.
+        """Sets what all processes count keys from, and waits for those that have begun
+        with another origin.
 
         Raises:
-            DeadlineExceededError: One does not answer.
+            DeadlineExceededError: A process does not answer.
         """
         for process in self._known.sessions:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
-                # It has begun with another origin, with nothing: it enters once more.
+                # It began empty, with another origin: it enters once more.
                 session = self._orders.session
                 process.renew(session, [CloseSession(session, False)])
         for process in self._known.sessions:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
-        """Does what waits for stores that another program has left, until nothing is
-        left of one of them.
+        """Carries out work that waits for orphaned stores, until one of them is lost.
 
         Raises:
-            PSUnavailableError: That is so; says which one, and what to do.
+            PSUnavailableError: Nothing is left of a store; names it, and what to do.
 
         Cancellation: that of the work.
         """
         loop = asyncio.get_running_loop()
         waits = self._orders.wait_until(self._is_any_lost)
-        doing = loop.create_task(work, name="going on with what was left")
-        looking = loop.create_task(waits, name="looking for what is lost")
+        doing = loop.create_task(work, name="serving orphaned stores")
+        looking = loop.create_task(waits, name="watching orphaned stores")
         both = doing, looking
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             self._require_left()
             await doing
         finally:
-            for each in both:
-                each.cancel()
+            for task in both:
+                task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _copies_of(self, number: int, deadline: float) -> _ProcessReport:
-        """What it says that it has; it is asked again if it was lost before it said
-        so."""
-        process, known = self._known.sessions[number], self._known.addresses[number]
+        """Asks a process for its copies, again if it is lost before it answers."""
+        process = self._known.sessions[number]
         ask = AskCopies(self._orders.session)
         while True:
             await process.wait_ready(deadline)
@@ -170,7 +171,9 @@ class OrphanedStores:
                 continue  # `wait_ready` waits until the link is open again
             assert isinstance(answer, CopiesReport), answer
             copies = [
-                copy._replace(address=reached_as(copy.address or known, known))
+                copy._replace(
+                    address=reached_as(copy.address or process.address, process.address)
+                )
                 for copy in answer.copies
             ]
             return _ProcessReport(life, copies)
@@ -187,7 +190,7 @@ class OrphanedStores:
                 )
         except TimeoutError:
             raise DeadlineExceededError(
-                f"resume={self._name!r}: what is left of it is not served in time: "
+                f"resume={self._name!r}: its stores are not served in time: "
                 f"{status.words()}; look at the logs of the parameter servers"
             ) from None
 

@@ -55,11 +55,11 @@ class Replication:
     """Keeps and moves the stores of one session. On the loop.
 
     Args:
-        addresses: Of the processes, in task order, each with a store at first.
-        replicas: Second copies that each store is to have: 0, then there are some only
-            while stores move.
+        addresses: Of the processes, in task order.
+        replicas: Second copies that each store is to have. With 0 a store has one only
+            while it moves.
         stores_per_ps: Stores of each process.
-        name: What the session is called.
+        name: The name of the session, or empty.
     """
 
     def __init__(
@@ -92,39 +92,39 @@ class Replication:
         """What another program has left under the name."""
         self.is_started = False
         self._is_renewed = False
-        """Stores are being filled: `start` follows."""
+        """Stores are being filled after `renew`: `start` follows."""
 
     @property
     def processes(self) -> list[TaskSession]:
-        """The sessions with the processes, by index; those of processes that were let
-        go are closed, and stay."""
+        """The sessions on the processes, by index. Those of removed processes are
+        closed, and stay."""
         return self._known.sessions
 
     def start(self) -> None:
-        """All stores are served where they belong: each is to get a second copy. Does
-        nothing if that was said since the last `renew`: some may have moved."""
+        """Starts to give each store a second copy, when all are served at home. Does
+        nothing if it was started since the last `renew`: some may have moved."""
         if self.is_started:
             return
         self.is_started, self._is_renewed = True, False
         self._orders.carry_out(self.placement.start())
 
     async def take_over(self, deadline: float) -> int | None:
-        """Goes on with the copies that another program has left under the name of the
-        session. Two that are a pair stay one: when both have said so, either may be
+        """Takes over the copies that another program has left under the name of the
+        session. A pair stays a pair: once both copies have been seen, either may be
         lost. Comes before `open`.
 
         Returns:
-            What keys are counted from; None if nothing is there.
+            What keys are counted from; None if nothing was left.
 
         Raises:
-            PSUnavailableError: Of a store no copy is left that has all.
-            ZstratError: As of `arrive`.
+            PSUnavailableError: A store has no complete copy.
+            ZstratError: As `arrive`.
         """
         self._takes_over = True
         await arrive(self.processes, (), deadline)
         successors = await self.orphans.find(deadline)
         if successors:
-            await self.orphans.go_on(successors, deadline)
+            await self.orphans.serve(successors, deadline)
             return self.orphans.origin
         await self.orphans.keep_origin(self._orders.session, deadline)
         self._takes_over = False
@@ -132,16 +132,16 @@ class Replication:
         return None
 
     def keep_origin(self, origin: int) -> None:
-        """What keys are counted from, for all processes, also those that come later."""
+        """Sets what keys are counted from, also for processes that come later."""
         self._known.keep_origin(origin)
 
     async def create_stores(self, deadline: float) -> None:
-        """Takes all processes, and has them make the stores that they do not have by
-        themselves. Comes before `open`.
+        """Waits for all processes, and has them create the stores that they do not have
+        by themselves. Comes before `open`.
 
         Raises:
-            UnavailableError: A process does not; says why.
-            ZstratError: As of `arrive`.
+            UnavailableError: A process refuses; says why.
+            ZstratError: As `arrive`.
         """
         await arrive(self.processes, (), deadline)
         self._orders.carry_out(self.placement.create_stores())
@@ -150,24 +150,23 @@ class Replication:
                 await self.wait_until(lambda: not self.placement.is_creating)
         except TimeoutError:
             raise DeadlineExceededError(
-                "stores_per_ps: not each parameter server has made its stores in time; "
-                "look at their logs"
+                "stores_per_ps: not all parameter servers created their stores in "
+                "time; look at their logs"
             ) from None
         for store in self.placement.stores:
             if store.phase is CopyPhase.EMPTY:
                 raise UnavailableError(
-                    f"{self.processes[store.home].name} serves no other store than its "
-                    f"own: {store.reason}"
+                    f"{self.processes[store.home].name} did not create store "
+                    f"{store.number} (stores_per_ps): {store.reason}; look at its log"
                 )
 
     async def open(self, deadline: float) -> None:
-        """Takes all processes, and waits until each store has the copies that it is to
-        have. It is not started if stores began anew meanwhile (`renew`), and are not
-        filled yet.
+        """Waits for all processes, and until each store has its copies. Does not start
+        while stores are being filled after `renew`.
 
         Raises:
-            DeadlineExceededError: One has none at ``deadline`` (loop time).
-            BusyError, VersionMismatchError, PermissionDeniedError: As a process says.
+            DeadlineExceededError: A store has no backup at ``deadline`` (loop time).
+            BusyError, VersionMismatchError, PermissionDeniedError: A process refuses.
 
         Cancellation: it may be called again.
         """
@@ -182,7 +181,7 @@ class Replication:
         """Waits until each store has a second copy, if it is to have one.
 
         Raises:
-            DeadlineExceededError: One has none at ``deadline`` (loop time).
+            DeadlineExceededError: A store has none at ``deadline`` (loop time).
 
         Cancellation: nothing is lost.
         """
@@ -193,37 +192,38 @@ class Replication:
                 await self.wait_until(lambda: not self.placement.without_backup)
         except TimeoutError:
             raise DeadlineExceededError(
-                f"replicas=1, but not each parameter server has a backup in time: "
+                f"replicas=1: not all parameter servers have a backup in time: "
                 f"{self.status.words()}; look at the logs of the parameter servers"
             ) from None
 
     def enter(self, number: int, address: str) -> TaskSession:
-        """Begins to greet another process, which has no store yet."""
-        index = self.placement.enter(address)
-        return self._known.enter(number, index, address)
+        """Starts to connect to another process, which has no store yet."""
+        session = self._known.add(number, self.placement.enter(address), address)
+        session.start()
+        return session
 
     async def dismiss(self, process: TaskSession, timeout: float) -> None:
-        """Leaves a process that has nothing of any store. Its daemon serves whoever
-        comes next.
+        """Removes a process that has no copy of any store. Its daemon stays, for other
+        programs.
 
-        Cancellation: it is left all the same, and does not say whether it heard so.
+        Cancellation: it is removed without awaiting its answer.
         """
         self.placement.set_leaving(process.place, True)
-        self.process_lost(process, "it was let go")
+        self.process_lost(process, "it was removed")
         self.placement.abandon(process.place)
         await self._known.leave(process, timeout)
 
     def spare(self, index: int, is_leaving: bool) -> None:
-        """The process gets no copies any more, or may get some again."""
+        """Cordons (or uncordons) the process for new copies."""
         self.placement.set_leaving(index, is_leaving)
         if not is_leaving:
             self._orders.carry_out(self.placement.forgive())
 
     async def move(self, store: int, target: int) -> None:
-        """Has another process serve the store, and waits until it does; returns when it
-        does, or it is clear that the store stays where it is.
+        """Moves the store to another process. Returns when that serves it, or when it
+        is clear that the store stays where it is.
 
-        Cancellation: it stays there, if that was not said already.
+        Cancellation: the store stays, unless the target is already asked to serve it.
         """
         place = self.placement.stores[store]
         self._orders.carry_out(self.placement.move(store, target))
@@ -233,20 +233,20 @@ class Replication:
             )
         finally:
             self._orders.carry_out(
-                self.placement.cancel_move(store, "it is not to move any more")
+                self.placement.cancel_move(store, "the move was cancelled")
             )
 
     def evict(self, store: int) -> None:
-        """Has the backup of the store be in another process than now."""
+        """Moves the backup of the store to another process."""
         self._orders.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
-        """Whether it decides what becomes of the store if that is lost."""
+        """Whether it decides what follows when the store is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """All stores begin anew where they belong, in another session; `start` follows
-        when they are filled."""
+        """Begins again with empty stores at home, in another session. Call `start` when
+        they are filled."""
         self._orders.session = session
         self._stop()
         self._is_renewed = True
@@ -257,13 +257,13 @@ class Replication:
         self._orders.carry_out(self.placement.create_stores())
 
     def home_of(self, store: int) -> str:
-        """The address where it begins anew, or of the process that hosts it there."""
-        return self._known.addresses[self.placement.stores[store].home]
+        """The address of the process where the store begins in another session."""
+        return self.processes[self.placement.stores[store].home].address
 
     async def stop(self) -> None:
-        """Decides nothing any more. The processes are left by whoever leaves all tasks.
+        """Stops deciding. `Cluster` leaves the processes, with all other tasks.
 
-        Cancellation: as without.
+        Cancellation: stopped all the same.
         """
         self._stop()
         await self._orders.wait_ended()
@@ -271,11 +271,11 @@ class Replication:
     async def through(
         self, work: Callable[[], Awaitable[T]], *, again: bool = True
     ) -> T:
-        """Carries a request out, and once more if it failed because another copy took a
-        server's place.
+        """Carries out a request, and once more if it failed because a backup became
+        primary.
 
         Args:
-            again: It may be made twice.
+            again: The request may be carried out twice.
         """
         while True:
             before = self.takeovers
@@ -293,16 +293,16 @@ class Replication:
             return False
         lines = self._cluster.client.lines
         waited = any(line.is_held or line.peer is None for line in lines)
-        # A process that ends may have answered before, and be asked again since then.
+        # A process that ends may have refused, although the link is open again by now.
         waited |= isinstance(error, NotPrimaryError | PSUnavailableError)
         if waited:
-            # The lines have them wait until that is known.
+            # This request waits until the servers are known.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
 
     def backups(self) -> list[ProbedTask]:
-        """A way to each backup that has all, not used yet."""
+        """A link to each complete backup, not started yet."""
         return [
             ProbedTask(
                 "ps",
@@ -318,7 +318,7 @@ class Replication:
 
     @property
     def takeovers(self) -> int:
-        """How often a backup became primary, whyever."""
+        """Number of failovers and moves."""
         return self.placement.failovers + self.placement.moves
 
     def task_ready(self, task: TaskSession) -> None:
@@ -331,21 +331,21 @@ class Replication:
             return
         if task.gone:
             self._known.lives[task.place] += 1
-            # Not in this call: the session that tells of the loss is still at it.
+            # Not in this call: the session that reports the loss is not done yet.
             asyncio.get_running_loop().call_soon(self._take_back, task)
         self.process_lost(task, reason)
 
     def message_received(self, task: TaskSession, message: Message) -> None:
-        """A notice from the process of a store's primary, or from its copy."""
+        """Handles a notice of a process, or of a copy in it."""
         if isinstance(message, BackupLost) and message.session == self._orders.session:
-            # A process has its own store's number, whatever its place among processes.
+            # Its task number is that of its own store, whatever its index.
             store = self.placement.stores[task.task_number]
             self._orders.carry_out(store.backup_lost(message.view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)
         elif isinstance(message, Telemetry):
-            # Of the store that is served at the address of the process, if there is
-            # one: copies have addresses of their own.
+            # About the store that is served at the address of the process, if any:
+            # hosted copies have other addresses.
             for served in self._cluster.ps:
                 if served.address == task.address:
                     self._cluster.message_received(served, message)
@@ -353,13 +353,13 @@ class Replication:
     def _take_back(self, task: TaskSession) -> None:
         if self.is_started or self._takes_over:
             number, placement = task.place, self.placement
-            # Of one whose stores are still looked for, nobody serves them elsewhere.
+            # While orphaned stores are searched, nobody serves them elsewhere.
             is_served = self.is_started and placement.is_own(number)
             view = placement.stores[number].view if is_served else None
             self._known.take_back(task, view)
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
-        """The server of the store does not answer, or does not have what it had."""
+        """The server of the store does not answer, or no longer has its data."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
         self._orders.carry_out(orders)
         self._orders.report_unserved(task.place, reason)
@@ -367,12 +367,12 @@ class Replication:
     def take_over_stores(
         self, left: Mapping[int, Successor], lives: Sequence[int]
     ) -> None:
-        """Another program has left these copies, when processes had these lives. What
-        has become of processes since then is told here, too."""
+        """Serves copies that another program has left, by store, when processes had
+        these lives; then handles what has become of the processes since."""
         for store, successor in left.items():
             copy = successor.chosen.copy
             if copy.is_primary:
-                # Who is there by now may be another, with nothing.
+                # The process there may be another one by now, which is empty.
                 self._cluster.ps[store].move(copy.address, life=copy.incarnation)
         self.is_started, self._takes_over = True, False
         self._orders.carry_out(self.placement.take_over_stores(left, lives))

@@ -1,4 +1,4 @@
-"""Carries out that parameter servers come and go, while training goes on. On the loop.
+"""Adds and removes parameter servers, and moves stores, during training. On the loop.
 
 `StorePlacement` decides what happens to one store; this shell chooses which store moves
 where, moves one after the other, and waits. One change at a time: the next one waits.
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-HEARING: Final = 10.0
-"""Seconds for workers to hear where a store is; who does not has no line to hear it."""
+NOTICE_SECONDS: Final = 10.0
+"""For workers to get the address of a store; one that does not get it by then is not
+connected."""
 
 
 class StoreMove(NamedTuple):
-    """The store is to be served by the process ``target``."""
+    """A move of a store to the process ``target``."""
 
     store: int
     target: int
@@ -52,12 +53,12 @@ class StoreMove(NamedTuple):
 def plan_rebalance(
     serving: Sequence[int], processes: Collection[int]
 ) -> list[StoreMove]:
-    """As few moves as can be, after which none of the processes serves two stores more
-    than another one.
+    """Returns the fewest moves after which no process serves two stores more than
+    another one.
 
     Args:
         serving: The process of each store.
-        processes: Those that may serve any. What others serve stays there.
+        processes: Those that may serve stores. What others serve stays there.
     """
     at = list(serving)
     moves: list[StoreMove] = []
@@ -79,17 +80,17 @@ def plan_drain(
     process: int,
     others: Collection[int],
 ) -> list[StoreMove]:
-    """A move for each store of a process that leaves: to where a copy of it is already,
-    or else to who serves the fewest.
+    """Returns a move for each store of a process that leaves: to the process of its
+    backup, or else to the one that serves the fewest stores.
 
     Args:
         serving: The process of each store.
-        backups: Those that have all of a store besides, by store.
-        others: Processes that may serve any, one at least.
+        backups: The process of the complete backup, by store.
+        others: Processes that may serve stores, at least one.
     """
     at = list(serving)
     moves: list[StoreMove] = []
-    for store in [store for store, where in enumerate(serving) if where == process]:
+    for store in [store for store, server in enumerate(serving) if server == process]:
         target = backups.get(store, -1)
         if target not in others:
             target = min(sorted(others), key=at.count)
@@ -99,22 +100,22 @@ def plan_drain(
 
 
 class MovingCluster(ClusterTasks, Protocol):
-    """The tasks of a session, as far as stores move (`Cluster`)."""
+    """What moves of stores need of `Cluster`."""
 
     @property
     def replication(self) -> Replication | None: ...
 
     def ensure_replication(self) -> Replication:
-        """What watches processes and moves stores; it is made the first time."""
+        """Returns what watches processes and moves stores; makes it the first time."""
         ...
 
 
 @final
 class StoreMoves:
-    """Those of one session.
+    """The moves of the stores of one session.
 
     Args:
-        home: Addresses of the processes at first, in task order.
+        home: Addresses of the processes at the beginning, in task order.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class StoreMoves:
     ) -> None:
         self._cluster, self._timeouts = cluster, timeouts
         self._addresses = dict(enumerate(home))
-        """Of the processes that the cluster has now, by number."""
+        """Of the present processes, by number."""
         self._home: Final = frozenset(home)
         self._numbers = {address: number for number, address in enumerate(home)}
-        """Of all that it ever had."""
+        """Numbers of all processes that the cluster has had, by address."""
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
 
@@ -135,7 +136,7 @@ class StoreMoves:
 
     @property
     def metrics(self) -> dict[str, PlainTree]:
-        """Which process serves each store, and how often that changed."""
+        """The process of each store, and the number of moves."""
         if (replication := self._cluster.replication) is not None:
             return replication.status.statistics()
         stores: list[PlainTree] = [
@@ -151,20 +152,19 @@ class StoreMoves:
         return {"stores_moved": 0, "stores": stores}
 
     async def add(self, address: str, number: int | None, timeout: float) -> int:
-        """Takes a process in, and has it serve some stores, if others serve two more
-        than it would; returns its number.
+        """Adds a process, and moves stores to it as `rebalance`; returns its number.
 
         Raises:
-            AlreadyExistsError, InvalidArgumentError: It cannot be one of the cluster.
+            AlreadyExistsError, InvalidArgumentError: It cannot belong to the cluster.
             DeadlineExceededError: It did not answer within ``timeout`` seconds of the
                 end of changes that were under way.
             BusyError: It belongs to another coordinator.
             VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
-                take us.
-            UnavailableError: It was lost before it served what it was to.
+                accept us.
+            UnavailableError: It was lost before it served its stores.
             PSUnavailableError: Another one is lost.
 
-        Cancellation: stores that serve already stay there; it is let go if none does.
+        Cancellation: stores that it serves stay there; it is removed if it serves none.
         """
         async with self._changing:
             deadline = asyncio.get_running_loop().time() + timeout
@@ -173,7 +173,7 @@ class StoreMoves:
             process = replication.enter(number, address)
             try:
                 await process.wait_ready(deadline)
-            except BaseException:  # to the caller, who has no such process
+            except BaseException:  # to the caller, for whom it was not added
                 await replication.dismiss(process, 0.0)
                 raise
             self._addresses[number], self._numbers[address] = address, number
@@ -182,12 +182,12 @@ class StoreMoves:
         return number
 
     async def rebalance(self, timeout: float) -> None:
-        """Has those that serve two stores more than another one give some to it.
+        """Moves stores until no process serves two more than another one.
 
         Raises:
             DeadlineExceededError: A process is away, for ``timeout`` seconds.
             UnavailableError: A store stays where it was; says why.
-            PSUnavailableError: One is lost.
+            PSUnavailableError: A process is lost.
 
         Cancellation: stores that have moved stay there.
         """
@@ -196,19 +196,19 @@ class StoreMoves:
             await self._rebalance(await self._watched(deadline))
 
     async def vacate(self, address: str, timeout: float | None) -> None:
-        """Has others serve all stores of a process, and lets it go.
+        """Moves all stores of a process to others, and removes it.
 
         Raises:
-            NotFoundError: There is none of that address.
-            InvalidArgumentError: It is one of the last.
-            BusyError: It is drained already.
+            NotFoundError: No process has the address.
+            InvalidArgumentError: Too few would be left.
+            BusyError: It is being drained already.
             DeadlineExceededError: Something is left there after ``timeout`` seconds,
                 or another change was under way for so long.
-            UnavailableError: No other process takes what it has.
-            PSUnavailableError: One is lost.
+            UnavailableError: No other process takes its stores.
+            PSUnavailableError: A process is lost.
 
-        Cancellation: it stays, with what it has then; if that is nothing, and its
-        session is being closed, it goes.
+        Cancellation: it stays with what it has then; it is removed if it has nothing,
+        and its session is being closed.
         """
         number = self._number_of(address)
         if address in self._leaving:
@@ -232,7 +232,7 @@ class StoreMoves:
                 await self._changing.acquire()
         except TimeoutError:
             raise DeadlineExceededError(
-                f"{who} stays as it is: for {seconds:g} s another change of the "
+                f"{who} was not drained: for {seconds:g} s another change of the "
                 "parameter servers was under way (one at a time); call drain again, "
                 "with a longer timeout"
             ) from None
@@ -252,13 +252,13 @@ class StoreMoves:
             if each.address == address and not each.is_closed
         )
         self._require_others(replication, process)
-        # Before anything moves: nothing else is to be copied there meanwhile.
+        # Before anything moves, so that nothing is copied there meanwhile.
         replication.spare(process.place, True)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
-                # A worker that has not heard would ask the process that is about to go.
-                await self._cluster.store_directory.wait_workers_told(HEARING)
+                # A worker without the new addresses would ask the removed process.
+                await self._cluster.store_directory.wait_workers_told(NOTICE_SECONDS)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.place, False)
             if isinstance(error, TimeoutError):
@@ -269,11 +269,11 @@ class StoreMoves:
                 ) from None
             raise
         del self._addresses[number]
-        await replication.dismiss(process, HEARING)
-        log.info("%s at %s is drained, and was let go", process.name, address)
+        await replication.dismiss(process, NOTICE_SECONDS)
+        log.info("%s at %s is drained and removed", process.name, address)
 
     async def _watched(self, deadline: float) -> Replication:
-        """What moves stores (`Replication`), when all processes are there."""
+        """Returns the `Replication`, when all processes are there."""
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -284,7 +284,7 @@ class StoreMoves:
     def _require_whole(self) -> None:
         """
         Raises:
-            PSUnavailableError: A store is lost, or is being filled again.
+            PSUnavailableError: A store is lost, or is being filled.
         """
         if (outage := self._cluster.outage_error) is not None:
             raise outage
@@ -299,7 +299,7 @@ class StoreMoves:
         for worker, at in self._cluster.worker_addresses.items():
             if at == address:
                 raise InvalidArgumentError(
-                    f"{address} is worker {worker} of the cluster, and no ps"
+                    f"{address} is worker {worker} of the cluster, not a ps"
                 )
         if self._cluster.name and address not in self._home:
             raise InvalidArgumentError(
@@ -325,12 +325,12 @@ class StoreMoves:
                 return number
         workers = self._cluster.worker_addresses.values()
         if address in workers:
-            why = "is a worker: strategy.workers.remove lets it go"
+            why = "is a worker: call strategy.workers.remove"
         elif address in self._numbers:
             why = "was drained before"
         else:
             known = ", ".join(f"{at} (ps:{n})" for n, at in self.addresses.items())
-            why = f"is no ps of the cluster, which has {known}"
+            why = f"is not a ps of the cluster, which has {known}"
         raise NotFoundError(f"{address!r:.80} {why}")
 
     def _require_others(self, replication: Replication, process: TaskSession) -> None:
@@ -340,10 +340,10 @@ class StoreMoves:
         """
         left, least = len(_others(replication, process)), 1 + replication.replicas
         if left < least:
-            copies = ", and each store is to have a second copy" * replication.replicas
+            copies = ", as each store has a second copy" * replication.replicas
             raise InvalidArgumentError(
                 f"{process.name} at {process.address} cannot be drained: {left} other "
-                f"ps are there, and {least} have to be{copies}; add one first"
+                f"ps are there, expected at least {least}{copies}; add one first"
             )
 
     async def _rebalance(self, replication: Replication) -> None:
@@ -361,8 +361,8 @@ class StoreMoves:
                 )
 
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
-        """Moves stores until none has anything in the process. A backup there may
-        become primary before another one is made."""
+        """Moves stores until the process has no copy of any. A backup there may become
+        primary before another one is complete."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
         while held := [store for store in stores if me in store.copy_processes]:
@@ -377,10 +377,10 @@ class StoreMoves:
         process: TaskSession,
         tried: set[tuple[int, int]],
     ) -> None:
-        """Has another process serve a store of this one, if it can.
+        """Moves one store of this process to another one.
 
         Raises:
-            UnavailableError: All have been tried.
+            UnavailableError: All others have been tried.
         """
         stores, me = replication.placement.stores, process.place
         others = [each.place for each in _others(replication, process)]
@@ -405,8 +405,8 @@ class StoreMoves:
     async def _evict(
         self, replication: Replication, place: ReplicatedStore, process: int
     ) -> None:
-        """Has the second copy of a store be in another process, unless it is first
-        served here."""
+        """Moves the backup of a store to another process, unless it becomes primary
+        here first."""
         self._require_whole()
         replication.evict(place.number)
         await replication.wait_until(
@@ -428,10 +428,10 @@ class StoreMoves:
         cluster, place = self._cluster, replication.placement.stores[store]
         was_away = True
         while was_away:
-            self._require_whole()  # between two moves nobody looked after the store
+            self._require_whole()  # it may have been lost between two moves
             await replication.move(store, target)
             if was_away := place.is_reported_lost:
-                # It is said to be lost when its line was cut for too long.
+                # It counts as lost when its connection was cut for too long.
                 await replication.wait_until(
                     lambda: (
                         not place.is_reported_lost or cluster.outage_error is not None
@@ -440,8 +440,7 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
-        """Waits until each store has the copies that it is to have: one store at a time
-        lacks one.
+        """Waits until each store has its copies, so that one store at a time lacks one.
 
         Raises:
             PSUnavailableError: One is lost.
@@ -477,5 +476,5 @@ def _words(replication: Replication, process: TaskSession) -> str:
         if process.place in store.copy_processes
     ]
     if not stores:
-        return "not all workers have heard where its stores are now"
+        return "not all workers have the new addresses of its stores"
     return f"store {', '.join(stores)}"

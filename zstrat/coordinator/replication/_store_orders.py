@@ -69,7 +69,7 @@ class StoreOrders:
     """The orders of one session.
 
     Args:
-        session: The number of the session; another one when stores begin anew.
+        session: The number of the session; another one after `Replication.renew`.
         placement: Decides what follows from answers.
         known: The processes that have copies.
     """
@@ -91,6 +91,7 @@ class StoreOrders:
         self.status: Final = CopiesStatus(placement, self.servers, known.sessions)
         self._cluster, self._timeouts, self._make_link = cluster, timeouts, make_link
         self._asking: dict[int, asyncio.Task[None]] = {}
+        """The request that is under way, by store."""
         self._ended: list[asyncio.Task[None]] = []
         self._losses_due: dict[int, asyncio.TimerHandle] = {}
         """By store: reports that nobody serves it, unless that changes before."""
@@ -126,8 +127,8 @@ class StoreOrders:
 
     def send_home(self, store: ReplicatedStore) -> None:
         """Moves the session of a store of which nothing is left to where the store
-        begins anew; `TaskSession.renew` enters it there."""
-        task, home = self.servers[store.number], self.known.addresses[store.home]
+        begins again; `TaskSession.renew` enters it there."""
+        task, home = self.servers[store.number], self.known.sessions[store.home].address
         if not self.placement.is_own(store.number):
             task.park()
         elif task.address != home or task.is_parked:
@@ -219,23 +220,23 @@ class StoreOrders:
 
     async def _asked(self, order: Asked) -> None:
         placement = self.placement
-        hear: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
-        told = ""
+        outcome: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
+        reason = ""
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
-            told = str(error)
-        except Exception as error:  # to the log, and to whoever decides: also OSError
+            reason = str(error)
+        except Exception as error:  # to the log and the placement: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
-            third = isinstance(error, InvalidArgumentError)
-            hear = partial(placement.refused, never_counted=third)
-            told = str(error)
+            never_counted = isinstance(error, InvalidArgumentError)
+            outcome = partial(placement.refused, never_counted=never_counted)
+            reason = str(error)
         else:
             del self._asking[order.store]
             self.carry_out(self._done(order, answer))
             return
         del self._asking[order.store]
-        self.carry_out(hear(order, told))
+        self.carry_out(outcome(order, reason))
 
     async def _answer(self, order: Asked) -> Message:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
@@ -278,7 +279,7 @@ class StoreOrders:
                 return await self._promote(order)
 
     async def _promote(self, order: Promote) -> Message:
-        """Over a link of its own: the program's line goes there when it is done."""
+        """Asks a backup over a link of its own: the program's line moves afterwards."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup
         backup = ProbedTask(
@@ -298,66 +299,49 @@ class StoreOrders:
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
         placement = self.placement
         match order:
-            case Host():
-                assert isinstance(answer, StoreHosted), answer
-                return self._hosted(order, answer)
-            case Establish():
-                assert isinstance(answer, StoreHosted), answer
-                address = self._reached(order, answer)
-                return placement.created(order, address, answer.incarnation)
-            case Swap():
-                assert isinstance(answer, StoreHosted), answer
-                address = self._reached(order, answer)
-                return placement.swapped(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():
                 return placement.detached(order)
             case Promote():
-                if placement.stores[order.store].target == order.backup.process:
-                    return self._moved(order)
-                self._log_failover(order)
+                self._log_promotion(order)
                 return placement.promoted(order)
-
-    def _log_failover(self, order: Promote) -> None:
-        """Names the process that is lost, and the store, which goes on elsewhere."""
-        store = self.placement.stores[order.store]
-        name = self.servers[order.store].name
-        here = self.known.sessions[order.backup.process].name
-        if not store.is_primary_known:
-            words = "the store of %s goes on with the copy in the process of %s (%s)"
-            log.warning(words, name, here, store.reason)
-            return
-        log.warning(
-            "the process of %s is lost (%s): the store of %s, which it served, goes on "
-            "in the process of %s with all that was acknowledged",
-            self.known.sessions[store.primary.process].name,
-            store.reason,
-            name,
-            here,
-        )
-
-    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
-        address = self._reached(order, answer)
-        orders = self.placement.hosted(order, address, answer.incarnation)
-        if self.placement.stores[order.store].target == order.process:
+        assert isinstance(answer, StoreHosted), answer
+        process = self.known.sessions[order.process]
+        address = reached_as(answer.address, process.address)
+        match order:
+            case Establish():
+                return placement.created(order, address, answer.incarnation)
+            case Swap():
+                return placement.swapped(order, address, answer.incarnation)
+        orders = placement.hosted(order, address, answer.incarnation)
+        if placement.stores[order.store].target == order.process:
             log.info(
                 "the store of %s is copied to the process of %s, where it moves",
                 self.servers[order.store].name,
-                self.known.sessions[order.process].name,
+                process.name,
             )
         return orders
 
-    def _reached(self, order: Host | Establish | Swap, answer: StoreHosted) -> str:
-        return reached_as(answer.address, self.known.addresses[order.process])
-
-    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
-        log.info(
-            "the store of %s is in the process of %s now",
-            self.servers[order.store].name,
-            self.known.sessions[order.backup.process].name,
-        )
-        return self.placement.promoted(order)
+    def _log_promotion(self, order: Promote) -> None:
+        """Logs where a store is served from now on, and which process is lost."""
+        store = self.placement.stores[order.store]
+        name = self.servers[order.store].name
+        here = self.known.sessions[order.backup.process].name
+        if store.target == order.backup.process:
+            log.info("the store of %s is in the process of %s now", name, here)
+        elif store.is_primary_known:
+            log.warning(
+                "the process of %s is lost (%s): the store of %s, which it served, "
+                "goes on in the process of %s with all that was acknowledged",
+                self.known.sessions[store.primary.process].name,
+                store.reason,
+                name,
+                here,
+            )
+        else:
+            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            log.warning(words, name, here, store.reason)
 
     def _what(self, order: Asked) -> str:
         name = f"the store of {self.servers[order.store].name}"

@@ -1,5 +1,5 @@
-"""What is told of stores and their copies: in the log, in errors and in metrics; and
-when a program hears that nobody serves one. On the loop thread.
+"""Describes stores and their copies in the log, in errors and in metrics. On the loop
+thread.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("zstrat.coordinator")
 
 @final
 class CopiesStatus:
-    """Tells of all stores of a session.
+    """Describes all stores of a session.
 
     Args:
-        servers: The sessions with those that serve the stores, by number.
-        processes: The sessions with the processes, by index.
+        servers: The sessions on the servers of the stores, by store.
+        processes: The sessions on the processes, by index.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class CopiesStatus:
         self._servers, self._processes = servers, processes
         bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
-        """Stores without a second copy, and the level at which its coming is logged."""
+        """Stores without a second copy, and the log level for when they get one."""
 
     def log_changes(self) -> None:
-        """Logs which stores have got a second copy since the last call, or lost it."""
+        """Logs which stores got or lost a second copy since the last call."""
         if self._replicas:
             for store in self._placement.stores:
                 self._log_change(store)
 
     def reason_with_process(self, number: int, reason: str) -> str:
-        """Why a store is lost, with the name of the process that served it if that has
-        another one."""
+        """Returns why a store is lost, with the name of the process that served it if
+        that is not its own."""
         store = self._placement.stores[number]
         process = self._processes[store.primary.process].name
         if not store.is_primary_known or process == self._servers[number].name:
@@ -61,7 +61,7 @@ class CopiesStatus:
         return f"its store was in the process of {process}: {reason}"
 
     def words(self) -> str:
-        """Says of each store without a backup what becomes of it."""
+        """Returns the state of each store without a backup, for messages."""
         return "; ".join(
             f"the store of {self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
@@ -70,8 +70,8 @@ class CopiesStatus:
         )
 
     def statistics(self) -> dict[str, PlainTree]:
-        """How often a backup became primary, how many stores are not known to have one
-        now, and where stores are. From any thread."""
+        """Returns the numbers of moves and failovers, the number of stores that are not
+        known to have a backup, and where stores are. From any thread."""
         placement = self._placement
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
@@ -81,8 +81,8 @@ class CopiesStatus:
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
     async def ask_without_backup(self, timeout: float) -> int:
-        """Counts the stores of which not both processes answer now. A process that was
-        killed a moment ago may not be missed yet.
+        """Asks all processes, and counts the stores of which not both answer: a process
+        that was killed a moment ago may not be missed yet.
 
         Args:
             timeout: Seconds that a process has to answer.
@@ -96,10 +96,10 @@ class CopiesStatus:
         return self._not_known_whole(answers)
 
     def _not_known_whole(self, live: Sequence[bool]) -> int:
-        """How many stores are not known to have two whole copies.
+        """Returns the number of stores that are not known to have two complete copies.
 
         Args:
-            live: Which processes are known to live, by index.
+            live: Whether each process is known to live, by index.
         """
         return sum(
             not store.is_paired or not all(live[copy.process] for copy in store.copies)
@@ -107,7 +107,7 @@ class CopiesStatus:
         )
 
     def _is_unknown(self, store: ReplicatedStore) -> bool:
-        """Whether it has two copies, if its processes live, of which one is silent."""
+        """Whether it has two complete copies, and the process of one is silent."""
         heard = all(self._processes[copy.process].is_heard for copy in store.copies)
         return store.is_paired and not heard
 
@@ -140,7 +140,7 @@ class CopiesStatus:
 
 
 async def _answers(process: TaskSession, deadline: float) -> bool:
-    """Whether a process answers up to a deadline (loop time)."""
+    """Returns whether a process answers before a deadline (loop time)."""
     if not process.is_heard:
         return False
     try:

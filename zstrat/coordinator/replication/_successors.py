@@ -1,16 +1,16 @@
-"""Which copies a program goes on with that another one has left. Decides only.
+"""Decides with which orphaned copies a program continues. No I/O.
 
-A *view* of a store is made by the program that holds the session, and there is none
-while nobody does. So a copy has all that was acknowledged if it is of the newest view
-that there ever was; one in which only an empty copy was made does not count. The law of
-this file: that is only taken for granted of a primary that went on alone, of two copies
-that are both there, and of one whose other copy was lost when the program had been lost
-for so long that it cannot have heard of that. Else the store is lost, and with it the
-session: a model of which a part is gone is none.
+Views of a store are made by the program that holds the session; without a program there
+are no new ones. So a copy of the newest view has all that was acknowledged. A view in
+which only an empty copy was created does not count. The law of this file: a copy counts
+as complete only if it is a primary that continued alone, if both copies are there, or
+if it lost the other copy after the program had been lost for so long that the program
+cannot have noticed. Otherwise the store is lost, and the session with it, as a model
+with missing parts is useless.
 
-Two copies that both say that they go on together are a *pair*, whatever their views: a
-program before may have told one of them of a newer one. They stay a pair, so that
-either may be lost while the program takes over.
+Two copies that name each other are a *pair*, whatever their views: an earlier program
+may have sent a newer view to one of them. They stay a pair, so that either may be lost
+during the takeover.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 _AGAIN = (
     "What is left stays until a program takes the cluster without resume=, or with "
-    "another name. To begin anew, do that and restore the last checkpoint, or give "
+    "another name. To start empty, do that and restore the last checkpoint, or pass "
     "on_ps_loss='restore'"
 )
 
 
 class FoundCopy(NamedTuple):
-    """A copy in the process of that index."""
+    """A copy, and the index of its process."""
 
     process: int
     copy: OrphanedCopy
 
 
 class Successor(NamedTuple):
-    """What becomes of one store.
+    """How one store continues.
 
     Args:
-        chosen: Goes on: as primary, or is made it.
-        partner: The other copy of its view, if that is there.
+        chosen: The copy that becomes the primary, or is it already.
+        partner: The other copy of its view, if there is one.
         useless: Processes that have older copies.
-        view: The newest one that anybody knows of.
-        is_pair: The chosen one and its partner go on together.
+        view: The newest view that any copy knows of.
+        is_pair: The chosen copy keeps its partner.
     """
 
     chosen: FoundCopy
@@ -57,24 +57,24 @@ class Successor(NamedTuple):
 
 
 def successors(
-    name: str, session: int, told: Mapping[int, Sequence[OrphanedCopy]], stores: int
+    name: str, session: int, reports: Mapping[int, Sequence[OrphanedCopy]], stores: int
 ) -> dict[int, Successor]:
-    """The copies to go on with, by store; none if nothing is there under the name.
+    """Returns how each store continues; empty if nothing is left under the name.
 
     Args:
-        name: What the session is called.
-        session: Its number now, which nobody had before.
-        told: By process.
-        stores: How many the cluster has, numbered from 0.
+        name: The name of the session.
+        session: Its number now, which no program had before.
+        reports: The copies, by process.
+        stores: The number of stores of the cluster, numbered from 0.
 
     Raises:
-        PSUnavailableError: Of a part of the stores no copy is left that has all.
+        PSUnavailableError: A store has no complete copy, and others have one.
         InvalidArgumentError: There are more stores than this program would have.
     """
     found: dict[int, list[FoundCopy]] = {}
-    for process, copies in told.items():
+    for process, copies in reports.items():
         for copy in copies:
-            if copy.origin != session:  # else it is empty, and new
+            if copy.origin != session:  # else it is new, and empty
                 found.setdefault(copy.store, []).append(FoundCopy(process, copy))
     if not any(each.copy.variables for copies in found.values() for each in copies):
         return {}
@@ -93,9 +93,9 @@ def successors(
 def _require_count(name: str, found: Iterable[int], stores: int) -> None:
     if (highest := max(found)) >= stores:
         raise InvalidArgumentError(
-            f"resume={name!r}: the program before has left store {highest}, and this "
-            f"one would have {stores}, counted from 0: give it as many parameter "
-            "servers, and the same stores_per_ps=; or another name, to begin anew"
+            f"resume={name!r}: an earlier program has left store {highest}, and this "
+            f"one would have {stores} stores, counted from 0: use as many parameter "
+            "servers and the same stores_per_ps=, or another name to start empty"
         )
 
 
@@ -120,16 +120,16 @@ def _successor(
             name,
             store,
             "no parameter server of the cluster has a complete copy of this store "
-            f"(other stores are still there: {there})",
+            f"(other stores that are left: {there})",
         )
     chosen = fit[0]
     if not chosen.copy.is_sure and len(newest) < 2:
         raise session_lost(
             name,
             store,
-            "of its two copies only one is left, and it may lack updates that the "
-            "other one had acknowledged: that one was lost before the servers had "
-            "missed the program",
+            "only one of its two copies is left, and it may lack updates that the "
+            "other one had acknowledged, which was lost before the servers noticed "
+            "the end of the program",
         )
     partners = [each for each in newest if each is not chosen]
     useless = [each.process for each in found if each not in newest]
@@ -137,8 +137,8 @@ def _successor(
 
 
 def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
-    """A primary and its backup. A second such pair cannot be: the backup of the first
-    would have been made the primary before."""
+    """Returns a primary and its backup. There is at most one such pair: the backup of
+    the first would have been promoted before."""
     for one in found:
         for other in found:
             copies = one.copy, other.copy
@@ -151,12 +151,12 @@ def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
 
 
 def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
-    """The primary that is alone. It is not of the newest view if the program was lost
-    while a process had made an empty copy, and the primary had not heard of that yet.
+    """Returns the primary that is alone. It does not have the newest view if the
+    program was lost when a process had created an empty copy, and before the primary
+    was asked to fill that.
 
-    One that has heard of no view at all has all if it has anything: what others have
-    was copied from it, and it is told a view before that. If it has nothing, it is a
-    process that was started again.
+    A primary without any view is complete if it has variables: other copies are copied
+    from it, and it gets a view before that. If it has none, its process was restarted.
     """
     alone = [
         each
@@ -169,6 +169,6 @@ def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
 
 
 def session_lost(name: str, store: int, why: str) -> PSUnavailableError:
-    """The error of a store of which no copy is left that has all."""
-    words = f"it cannot go on with the session {name!r}: {why}. {_AGAIN}"
+    """Returns the error of a store that has no complete copy."""
+    words = f"cannot resume the session {name!r}: {why}. {_AGAIN}"
     return PSUnavailableError(f"/job:ps/task:{store}", words, lost=True)

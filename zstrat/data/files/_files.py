@@ -167,7 +167,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
 
     Raises:
         ValueError: There is none.
-        TypeError: One is no path.
+        TypeError: One is not a path.
     """
     if isinstance(filenames, str | bytes | os.PathLike):
         filenames = [filenames]
@@ -205,7 +205,7 @@ def read_tfrecords(path: str) -> Iterator[bytes]:
 
     Raises:
         ImportError: grain is not installed.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: A file does not exist.
         ValueError: The file ends inside a record, or is something else; names it.
     """
     records: Any = _tfrecord_reader()(path)
@@ -214,11 +214,11 @@ def read_tfrecords(path: str) -> Iterator[bytes]:
             yield from source
         except ValueError as error:
             # The text of grain has all that was read of the record.
-            words = f"{path} is no TFRecord file: {error!s:.100}"
+            words = f"{path} is not a TFRecord file: {error!s:.100}"
             raise ValueError(words) from None
         except (MemoryError, OverflowError):  # of a length that is anything
             raise ValueError(
-                f"{path} is no TFRecord file: it says that a record has more bytes "
+                f"{path} is not a TFRecord file: it says that a record has more bytes "
                 "than this machine has memory"
             ) from None
 
@@ -236,7 +236,7 @@ def load_npy(path: str) -> np.ndarray:
     """The array of a file, mapped into memory: rows are read when they are used.
 
     Raises:
-        ValueError: It is no file of one array of numbers; names it.
+        ValueError: It is not a file of one array of numbers; names it.
     """
     found = _loaded(path, "r")
     if not isinstance(found, np.ndarray):
@@ -249,7 +249,7 @@ def load_npz(path: str) -> dict[str, np.ndarray]:
     """The arrays of an archive by their names.
 
     Raises:
-        ValueError: It is no archive of arrays of numbers; names it.
+        ValueError: It is not an archive of arrays of numbers; names it.
     """
     found = _loaded(path, None)
     if isinstance(found, np.ndarray):
@@ -286,7 +286,7 @@ def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
 
 
 def _rows(arrays: Element, path: str) -> int:
-    """How many rows the arrays of a file have.
+    """Returns the number of rows of the arrays of a file.
 
     Raises:
         ValueError: They have none, or differ.

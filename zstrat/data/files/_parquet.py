@@ -114,9 +114,9 @@ def parquet_rows(paths: tuple[str, ...], columns: Sequence[str] | None) -> Parqu
     Raises:
         ImportError: pyarrow is not installed.
         FileNotFoundError: A file is missing.
-        ValueError: A file is no Parquet file; has no such column, or one of another
+        ValueError: A file is not a Parquet file; has no such column, or one of another
             type than the first file; names it.
-        TypeError: A column has a type that is no array.
+        TypeError: A column has a type that is not an array.
     """
     found: list[tuple[str, int, int]] = []
     wanted: list[Any] = []
@@ -164,7 +164,7 @@ def _opened(path: str) -> Any:
     try:
         return parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}") from error
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
 
 
 def _load(path: str, group: int, columns: tuple[str, ...]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _spec(kind: Any, name: str) -> Spec:
 
 def _unreadable(name: str, kind: Any) -> TypeError:
     return TypeError(
-        f"column {name!r} is of type {kind}, which is no array of numbers, text or "
+        f"column {name!r} is of type {kind}, which is not an array of numbers, text or "
         "dates, nor a list of them: leave it out (columns=[...]), or write it otherwise"
     )
 

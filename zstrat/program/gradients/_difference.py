@@ -79,10 +79,10 @@ class Differentiated:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [leaf for _, leaf in paths]
         arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
-        found = [
+        variables = [
             leaf if isinstance(leaf, AbstractVariable) else None for leaf in leaves
         ]
-        return Differentiated(treedef, arrays, found)
+        return Differentiated(treedef, arrays, variables)
 
     @property
     def given(self) -> list[tuple[Any, Variable | None]]:
@@ -143,9 +143,9 @@ class Difference:
                     raise
             else:
                 left = iter(of_given)
-                found = [[next(left) for _ in cut.given] for cut in self.cuts]
+                gradients = [[next(left) for _ in cut.given] for cut in self.cuts]
                 keys = [v.spec.key for _, v in self.own.given if v is not None]
-                return value, [*found, [of_values[key] for key in keys]]
+                return value, [*gradients, [of_values[key] for key in keys]]
         return self._with_lookups(given, values)
 
     def _with_lookups(
@@ -154,36 +154,36 @@ class Difference:
         outer = Immediate() if self.outer is None else self.outer
         stand_for: list[VariableHandle | None]
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]
-        found = LookupDiscovery(
+        discovered = LookupDiscovery(
             self._plain, outer, given, stand_for, values, self._late()
         ).run()
         floating = [
             n
-            for n, rows in enumerate(found.rows)
+            for n, rows in enumerate(discovered.rows)
             if jnp.issubdtype(rows.dtype, jnp.inexact)
         ]
 
         def inner(given: Any, values: Any, late: Any, rows: Any) -> Any:
-            all_rows = list(found.rows)
+            all_rows = list(discovered.rows)
             for number, array in zip(floating, rows, strict=True):
                 all_rows[number] = array
             recording = Substitution(
                 self.outer,
                 {**values, **late},
                 self._handed(given),
-                rows_of=found.rows_of(all_rows),
+                rows_of=discovered.rows_of(all_rows),
             )
             return self.call(given, recording)
 
         differentiate = jax.value_and_grad(inner, (0, 1, 2, 3), has_aux=self.has_aux)
-        rows = [found.rows[number] for number in floating]
-        value, gradients = differentiate(given, values, found.late, rows)
+        rows = [discovered.rows[number] for number in floating]
+        value, gradients = differentiate(given, values, discovered.late, rows)
         of_given, of_values, of_late, of_rows = gradients
         looked_up = [
-            _LookedUp(found.sought[n], found.ids[n], gradient)
+            _LookedUp(discovered.sought[n], discovered.ids[n], gradient)
             for n, gradient in zip(floating, of_rows, strict=True)
         ]
-        gathered = _Gathered(found, of_given, {**of_values, **of_late}, looked_up)
+        gathered = _Gathered(discovered, of_given, {**of_values, **of_late}, looked_up)
         return value, gathered.arranged(self.cuts, self.own)
 
     def _plain(self, given: Sequence[Any], recording: Substitution) -> Any:
@@ -256,21 +256,21 @@ class _Gathered:
         """Returns the gradient of a variable that is an argument (by number), or that
         the function reads by itself."""
         key = variable.spec.key
-        found = [x for x in self.looked_up if _meets(x.sought, key, number)]
+        lookups = [x for x in self.looked_up if _meets(x.sought, key, number)]
         if number is None:
             dense, used = self.of_keys[key], key in self.found.used_keys
         else:
             dense, used = self.of_given[number], number in self.found.used_given
         # Only rows, if only lookups use it: a dense gradient would be as large as the
         # table.
-        if found and not used and all(len(x.sought.via) == 1 for x in found):
-            return _slices(found, variable.shape, variable.dtype)
-        return self._dense(variable, dense, found, number)
+        if lookups and not used and all(len(x.sought.via) == 1 for x in lookups):
+            return _slices(lookups, variable.shape, variable.dtype)
+        return self._dense(variable, dense, lookups, number)
 
     def _in_parts(self, variable: AbstractVariable) -> Any:
         table = variable.table
         keys = set(table.keys)
-        found = [
+        lookups = [
             x
             for x in self.looked_up
             if any(_meets(x.sought, key, None) for key in keys)
@@ -278,13 +278,13 @@ class _Gathered:
         # A variable that is read whole, without an effect on the result, has a zero
         # gradient as any array: momentum updates it. With lookups a read may be only
         # for its shape.
-        dense = self.found.used_keys if found else self.of_keys.keys()
-        if not keys & dense and all(x.sought.table == table for x in found):
-            if not found:
+        dense = self.found.used_keys if lookups else self.of_keys.keys()
+        if not keys & dense and all(x.sought.table == table for x in lookups):
+            if not lookups:
                 _warn_of_unused(variable)
-            return _slices(found, variable.shape, variable.dtype)
+            return _slices(lookups, variable.shape, variable.dtype)
         parts = [
-            self._dense(part, self.of_keys.get(part.spec.key), found, None)
+            self._dense(part, self.of_keys.get(part.spec.key), lookups, None)
             for part in variable.components
         ]
         return jnp.concatenate(parts)
@@ -293,12 +293,12 @@ class _Gathered:
         self,
         variable: VariableHandle,
         dense: jax.Array | None,
-        found: Sequence[_LookedUp],
+        lookups: Sequence[_LookedUp],
         number: int | None,
     ) -> jax.Array:
         if dense is None:
             dense = jnp.zeros(variable.shape, variable.dtype)
-        for x in found:
+        for x in lookups:
             for place, component in enumerate(x.sought.table.components):
                 same = component.spec.key == variable.spec.key
                 if same and x.sought.via[place] == number:
@@ -327,18 +327,18 @@ def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
 
 
 def _slices(
-    found: Sequence[_LookedUp], shape: tuple[int, ...], dtype: Any
+    lookups: Sequence[_LookedUp], shape: tuple[int, ...], dtype: Any
 ) -> IndexedSlices:
-    if not found:
+    if not lookups:
         values = jnp.zeros((0, *shape[1:]), dtype)
         return IndexedSlices(values, jnp.zeros(0, jnp.int32), shape)
-    if len(found) == 1:
-        return IndexedSlices(found[0].flat, found[0].flat_ids, shape)
-    ids = [x.flat_ids for x in found]
+    if len(lookups) == 1:
+        return IndexedSlices(lookups[0].flat, lookups[0].flat_ids, shape)
+    ids = [x.flat_ids for x in lookups]
     # The wider dtype holds all ids; it depends on whether jax has 64 bits.
     if len({x.dtype for x in ids}) > 1:
         wide: Any = jax.dtypes.canonicalize_dtype(jnp.int64)
         ids = [x.astype(wide) for x in ids]
     return IndexedSlices(
-        jnp.concatenate([x.flat for x in found]), jnp.concatenate(ids), shape
+        jnp.concatenate([x.flat for x in lookups]), jnp.concatenate(ids), shape
     )

@@ -160,7 +160,7 @@ def _require_variables(variables: Any) -> None:
         type(leaf).__name__ for leaf in leaves if not isinstance(leaf, AbstractVariable)
     ]
     if wrong or not leaves:
-        found = wrong[0] if wrong else "nothing"
+        got = wrong[0] if wrong else "nothing"
         raise ValueError(
-            f"variables= takes a zs.Variable or a pytree of them, got {found}"
+            f"variables= takes a zs.Variable or a pytree of them, got {got}"
         )

@@ -263,7 +263,7 @@ class LookupDiscovery:
     def _found(self) -> tuple[list[SoughtLookup], list[int]]:
         """Finds the lookups, and the keys of the late values that are read."""
         keys: list[int] = []
-        found: list[Substitution] = []
+        recordings: list[Substitution] = []
 
         def abstract(seed: jax.Array, given: Any, values: Any) -> None:
             def like(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -282,11 +282,11 @@ class LookupDiscovery:
                 value_of=value_of,
                 rows_of=lambda _, sought: like(_shape(sought), sought.table.dtype),
             )
-            found.append(recording)
+            recordings.append(recording)
             self.call(given, recording)
 
         jax.eval_shape(abstract, np.zeros((), np.float32), self.given, self.values)
-        return found[-1].sought, keys
+        return recordings[-1].sought, keys
 
     def _traced(self, sought: list[SoughtLookup], keys: list[int]) -> Flow:
         """Traces the function with rows as last inputs and ids as last outputs."""

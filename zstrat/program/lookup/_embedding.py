@@ -134,7 +134,7 @@ def _masked(ids: Any, valid: Any, fill: int) -> Any:
     """Replaces ids that are not valid by ``fill``; in numpy if nothing is traced."""
     xp: Any = np
     wide = np.dtype(np.int64)
-    if any(isinstance(each, jax.core.Tracer) for each in (ids, valid)):
+    if any(isinstance(array, jax.core.Tracer) for array in (ids, valid)):
         xp, wide, ids = jnp, jax.dtypes.canonicalize_dtype(wide), _downcast(ids)
     if ids.dtype.itemsize < 4:
         ids = ids.astype(np.int32)
@@ -205,17 +205,17 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
                 "ranges of rows: leave it out"
             )
         return table, [None] * len(table.components)
-    found: list[tuple[VariableHandle, int | None]] = []
+    parts_found: list[tuple[VariableHandle, int | None]] = []
     for part in parts:
         variable = _variable(part)
         if variable is None:
             return None, []
-        found.append(variable)
-    shapes = [(variable.shape, variable.dtype) for variable, _ in found]
+        parts_found.append(variable)
+    shapes = [(variable.shape, variable.dtype) for variable, _ in parts_found]
     _require_alike(shapes, layout)
-    components = tuple([variable for variable, _ in found])
+    components = tuple([variable for variable, _ in parts_found])
     name = "+".join(variable.name for variable in components)
-    return Table(name, components, layout), [via for _, via in found]
+    return Table(name, components, layout), [via for _, via in parts_found]
 
 
 def _variable(part: Any) -> tuple[VariableHandle, int | None] | None:
@@ -432,20 +432,20 @@ class _Bag:
     def filled(self, default: int) -> _Bag:
         """Adds the default id to each row, valid only if the row has no other id."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
-        mine, row_ids = _downcast(self.ids), self.row_ids
+        own_ids, row_ids = _downcast(self.ids), self.row_ids
         if row_ids is not None:
             row_ids = _downcast(row_ids)
             every = jnp.arange(self.nrows, dtype=row_ids.dtype)
             row_ids = jnp.concatenate([row_ids, every])
         else:
             empty = empty[..., None]
-        ids = jnp.full(empty.shape, default, mine.dtype)
+        ids = jnp.full(empty.shape, default, own_ids.dtype)
         weights = self.weights
         if weights is not None:
             ones = jnp.ones(empty.shape, weights.dtype)
             weights = jnp.concatenate([weights, ones], axis=-1)
         return _Bag(
-            jnp.concatenate([mine, ids], axis=-1),
+            jnp.concatenate([own_ids, ids], axis=-1),
             jnp.concatenate([self.valid, empty], axis=-1),
             weights,
             row_ids,

@@ -149,7 +149,11 @@ class Level:
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
             keys[own] = bounds[ids[own] % count] + ids[own] // count
-        found = runs(keys) if absent_mask is None else _runs_of_some(keys, ~absent_mask)
+        if absent_mask is None:
+            found = runs(keys)
+        else:  # positions among all keys
+            found = runs(keys[~absent_mask])
+            found = found._replace(order=np.flatnonzero(~absent_mask)[found.order])
         cuts = np.searchsorted(found.unique, self._bounds).tolist()
         wanted = [
             WantedRows(component.spec, found.unique[start:stop] - self._bounds[c])
@@ -217,15 +221,15 @@ class Level:
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
         parts: list[list[Part]] = []
         for segment in segments:
-            mine: list[Part] = []
+            own: list[Part] = []
             last = segment.first + len(segment.table.components)
             for c in range(segment.first, last):
                 start, stop = asked.cuts[c] - first, asked.cuts[c + 1] - first
                 if start < stop:
                     spec, indices = rows[place]
-                    mine.append((spec, slice(start, stop), indices))
+                    own.append((spec, slice(start, stop), indices))
                     place += 1
-            parts.append(mine)
+            parts.append(own)
         return parts
 
     def _require_inside(self, ids: np.ndarray) -> bool:
@@ -246,12 +250,6 @@ class Level:
                     raise IndexError(f"{lookup.where}: {error}") from None
                 start += lookup.size
         return True
-
-
-def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
-    """Finds the runs of selected keys, with positions among all keys."""
-    found = runs(keys[some])
-    return found._replace(order=np.flatnonzero(some)[found.order])
 
 
 def _inverse(asked: LevelRequest, size: int) -> np.ndarray:

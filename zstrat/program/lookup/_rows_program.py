@@ -111,8 +111,8 @@ class Ids:
     def __call__(self, given: list[Any], blocks: list[Any]) -> np.ndarray:
         computed: dict[Any, np.ndarray] = {}
         if self._program is not None:
-            made = self._program(given, blocks)
-            computed = {dtype: np.asarray(ids) for dtype, ids in made.items()}
+            vectors = self._program(given, blocks)
+            computed = {dtype: np.asarray(ids) for dtype, ids in vectors.items()}
         parts = [
             np.ravel(given[source])
             if source is not None
@@ -134,8 +134,8 @@ def _compiled(
 
     def program(given: list[Any], blocks: list[Any]) -> Any:
         known = dict(zip(chosen, given, strict=True))
-        made = part(*[inputs.of(number, known, blocks) for number in needed])
-        ids = dict(zip(outputs, made, strict=True))
+        outputs_made = part(*[inputs.of(number, known, blocks) for number in needed])
+        ids = dict(zip(outputs, outputs_made, strict=True))
         return {
             dtype: jnp.concatenate([ids[output].reshape(-1) for output in same])
             for dtype, same in computed.items()
@@ -189,14 +189,14 @@ class RowsProgram:
         """Computes the ids of a level, one vector in the level's order."""
         ids = self._ids[number]
         assert ids is not None
-        with _refusals.in_our_words(self.plan.function):
+        with _refusals.translated_errors(self.plan.function):
             return ids(given, blocks)
 
     def __call__(self, given: list[Any], blocks: list[Any]) -> Outputs:
         """Runs the main program; may return before the results are ready."""
         if self._traced:
             return Outputs(*self._main(given, blocks))
-        with _refusals.in_our_words(self.plan.function):
+        with _refusals.translated_errors(self.plan.function):
             outputs = Outputs(*self._main(given, blocks))
         self._traced = True
         return outputs
@@ -217,8 +217,8 @@ class RowsProgram:
             segments = shared.block.segments[shared.first : shared.last]
             summed = sums(level.runs_of(request, segments), np.asarray(rows))
             parts = level.parts_of(request, segments)
-            for number, mine in zip(shared.updates, parts, strict=True):
-                found[number] = parted(self.plan.updates[number], summed, mine)
+            for number, segment_parts in zip(shared.updates, parts, strict=True):
+                found[number] = parted(self.plan.updates[number], summed, segment_parts)
         for number, operands in outputs.operands.items():
             found[number] = outgoing(self.plan.updates[number], operands)
         return [step for number in sorted(found) for step in found[number]]
@@ -241,12 +241,15 @@ class RowsProgram:
 
         def program(given: list[Any], blocks: list[Any]) -> Any:
             values = [inputs.of(number, given, blocks) for number in needed]
-            made = dict(zip(wanted, part(*values), strict=True))
+            results_by_number = dict(zip(wanted, part(*values), strict=True))
             known = {id(value) for value in (*values, *given)}
             return (
-                [own(made[n], known) for n in results],
-                {k: [own(made[n], known) for n in ns] for k, ns in alone.items()},
-                [_joined([made[n] for n in numbers]) for numbers in rows],
+                [own(results_by_number[n], known) for n in results],
+                {
+                    k: [own(results_by_number[n], known) for n in ns]
+                    for k, ns in alone.items()
+                },
+                [_joined([results_by_number[n] for n in numbers]) for numbers in rows],
             )
 
         program.__name__ = program.__qualname__ = self._name
@@ -331,17 +334,17 @@ class Outputs(NamedTuple):
 
 def _level(plan: Plan, number: int) -> Level | None:
     """Makes the layout of a level; None for the first one if it has no lookups."""
-    found = [(n, x) for n, x in enumerate(plan.lookups) if x.level == number]
-    return Level(found) if found else None
+    lookups = [(n, x) for n, x in enumerate(plan.lookups) if x.level == number]
+    return Level(lookups) if lookups else None
 
 
 def _operands(plan: Plan) -> dict[int, list[int]]:
     """Returns the outputs of the trace that are operands, by number of the update."""
-    at, found = len(plan.out_specs), {}
+    at, operands = len(plan.out_specs), {}
     for number, update in enumerate(plan.updates):
-        found[number] = list(range(at, at + len(update.operands)))
+        operands[number] = list(range(at, at + len(update.operands)))
         at += len(update.operands)
-    return found
+    return operands
 
 
 def _places(levels: Sequence[Level | None], plan: Plan) -> list[RowPlace]:
@@ -369,7 +372,7 @@ def _shared(
         for number, update in enumerate(plan.updates)
         if update.table is not None and update.op in SUMMED
     ]
-    found: list[Shared] = []
+    groups: list[Shared] = []
     for number, level in enumerate(levels):
         for block in level.blocks if level is not None else ():
             matched: list[int | None] = []
@@ -387,8 +390,8 @@ def _shared(
                 matched.append(update)
                 if update is not None:
                     open_updates.remove(update)
-            found += _neighbours(number, block, matched)
-    return found
+            groups += _neighbours(number, block, matched)
+    return groups
 
 
 def _neighbours(

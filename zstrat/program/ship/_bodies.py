@@ -1,9 +1,9 @@
-"""What the statement of a class said, read back from the class.
+"""Reads the statement of a class back from the class.
 
-A class keeps its names in the order in which they came: first those of the statement,
-then what ``type``, a metaclass, ``__init_subclass__`` or a decorator added. The first
-name that is known to be added ends the statement. Fields of a dataclass, which the
-dataclass takes out of the class or replaces by their defaults, are written again.
+A class keeps its names in order: first those of the statement, then those that
+``type``, a metaclass, ``__init_subclass__`` or a decorator added. The first name that
+is known to be added ends the statement. Fields of a dataclass, which the decorator
+removes from the class or replaces by their defaults, are made again.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _HOOKLESS: Final = ("builtins", "abc", "typing", "enum", "typing_extensions")
 
 
 class Body(NamedTuple):
-    """What a class is made of.
+    """The parts of a class.
 
     Args:
         bases: As written, ``Generic[T]`` for instance.
         keywords: Of the class statement, without the metaclass.
-        said: What the statement said, by name.
-        fields: Fields of the statement that a dataclass took out.
-        later: What came after the statement.
-        generated: Of that, what a dataclass made and makes again.
+        said: Attributes of the statement, by name.
+        fields: Fields of the statement that the dataclass decorator removed.
+        later: Attributes that were added after the statement.
+        generated: Those of them that the dataclass decorator makes.
     """
 
     bases: tuple[Any, ...]
@@ -69,11 +69,11 @@ class Body(NamedTuple):
     generated: dict[str, Any]
 
     def statement(self) -> tuple[Any, ...]:
-        """What is needed to run it: nothing that came later."""
+        """Returns the parts that running the statement needs."""
         return tuple(self._replace(later={}, generated={}))
 
     def without_values(self) -> Body:
-        """This body with the functions of the statement, and without its values."""
+        """Drops the values of the statement, and keeps its functions."""
         said = {
             name: value
             for name, value in self.said.items()
@@ -83,7 +83,7 @@ class Body(NamedTuple):
 
 
 def body_of(cls: type) -> Body:
-    """Reads a class that is no enum and no TypedDict."""
+    """Reads a class that is neither an enum nor a TypedDict."""
     said, later = _cut(cls)
     generated = {k: later.pop(k) for k in tuple(later) if is_generated(k, later[k])}
     runs = runs_code(cls)
@@ -98,15 +98,15 @@ def body_of(cls: type) -> Body:
 
 
 def runs_code(cls: type) -> bool:
-    """Whether code of a metaclass or of a base runs when the class is made."""
+    """Whether a metaclass or a base runs code when the class is made."""
     metaclass: type = type(cls)
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
-    found = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
-    return not found <= set(_HOOKLESS)
+    modules = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
+    return not modules <= set(_HOOKLESS)
 
 
 def is_generated(name: str, value: object) -> bool:
-    """Whether `dataclasses.dataclass` made it."""
+    """Whether `dataclasses.dataclass` made the attribute."""
     if isinstance(value, types.FunctionType):
         inner = getattr(value, "__wrapped__", value)  # its repr is a wrapper
         code = getattr(inner, "__code__", value.__code__)
@@ -115,7 +115,7 @@ def is_generated(name: str, value: object) -> bool:
 
 
 def own_names(cls: type) -> dict[str, Any]:
-    """What a class has of its own, without what each class is given by Python."""
+    """Returns a class's own attributes, without those that Python adds."""
     return {k: v for k, v in vars(cls).items() if not _is_pythons(cls, k, v)}
 
 
@@ -145,10 +145,10 @@ def _is_pythons(cls: type, name: str, value: object) -> bool:
 
 
 def _fields(cls: type) -> dict[str, Any]:
-    """The fields that more is known of than a default value."""
-    found = vars(cls).get("__dataclass_fields__", {})
+    """Returns the fields that have more than a default value."""
+    all_fields = vars(cls).get("__dataclass_fields__", {})
     own = vars(cls).get("__annotations__", ())
-    fields = {name: found[name] for name in own if name in found}
+    fields = {name: all_fields[name] for name in own if name in all_fields}
     return {n: _written(f) for n, f in fields.items() if _says_more(f)}
 
 
@@ -160,7 +160,7 @@ def _says_more(field: dataclasses.Field[Any]) -> bool:
 
 
 def _written(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """Arguments of `dataclasses.field`."""
+    """Returns the arguments of `dataclasses.field` for a field."""
     arguments = {flag: getattr(field, flag) for flag in _FLAGS}
     for name in ("default", "default_factory"):
         if (value := getattr(field, name)) is not dataclasses.MISSING:
@@ -169,40 +169,40 @@ def _written(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
 
 
 def write_field(arguments: dict[str, Any], metadata: dict[Any, Any]) -> Any:
-    """The field, as the class statement had it."""
+    """Makes a field as in the class statement."""
     return dataclasses.field(metadata=metadata, **arguments)
 
 
 def _keywords(cls: type) -> dict[str, Any]:
-    """Keywords of the statement that are constants or global names, from its source."""
+    """Reads keywords that are constants or global names from the source."""
     module = sys.modules.get(cls.__module__)
     filename = getattr(module, "__file__", None)
     if module is None or filename is None:
         return {}
     written = _statements(filename, len(linecache.getlines(filename)))
-    found = {}
+    keywords = {}
     for keyword in written.get(cls.__qualname__, ()):
         match keyword.arg, keyword.value:
             case (None | "metaclass", _):
                 continue
             case str(name), ast.Constant(value):
-                found[name] = value
+                keywords[name] = value
             case str(name), ast.Name(value) if value in vars(module):
-                found[name] = vars(module)[value]
-    return found
+                keywords[name] = vars(module)[value]
+    return keywords
 
 
 @functools.lru_cache(maxsize=64)
 def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
-    """Keywords of the classes of a file, by the names of the classes."""
+    """Reads the keywords of all classes of a file, by name of the class."""
     del lines  # another length is another file
-    found: dict[str, list[ast.keyword]] = {}
+    keywords: dict[str, list[ast.keyword]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.ClassDef(name=name):
-                    found[prefix + name] = child.keywords
+                    keywords[prefix + name] = child.keywords
                     visit(child, f"{prefix}{name}.")
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     visit(child, f"{prefix}{name}.<locals>.")
@@ -211,11 +211,11 @@ def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
 
     try:
         visit(ast.parse("".join(linecache.getlines(filename))), "")
-    except SyntaxError:  # no Python: a notebook, say
+    except SyntaxError:  # not Python: a notebook, say
         return {}
-    return found
+    return keywords
 
 
 def is_bare(cls: type) -> bool:
-    """Whether the metaclass does nothing that is not to be seen in the class."""
+    """Whether the class can be made without running its metaclass."""
     return typing.is_typeddict(cls)

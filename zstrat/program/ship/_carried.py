@@ -1,17 +1,15 @@
-"""What travels with a step beside its code: a scope, settings, values, arrays.
+"""What a coordinator ships with a step: scope, settings of jax, values, arrays.
 
-The coordinator traces a step in its strategy's scope, and a worker must trace the same
-body with the same answer of ``get_strategy()``. A worker has entered no scope, so the
-body brings its own: wherever it is traced or run, at the cost of that alone. It brings
-what jax is told in the program, too, of how to compute: which random numbers a key
-gives, and how exact a product of matrices is.
+The coordinator traces a step in its strategy's scope, and a worker must trace the body
+with the same result of ``get_strategy()``. A worker has entered no scope, so the body
+enters the strategy's scope itself (`ScopedBody`). It also sets the program's settings
+of jax that change results: random numbers, and the precision of matrix products.
 
-Arrays among the arguments of a call travel beside it at each schedule. A call with
-other numbers is the same call: it is traced, pickled and shipped once, with an `Input`
-where each array stood, and each closure brings the bytes of its own. A step that is
-given another batch each time costs what one without arguments does, but for these
-bytes. That is so inside of tuples, lists and dicts alone: what other containers do with
-what they hold is not known here, and a call with such an argument is pickled whole.
+Arrays among the arguments of a call are sent at each schedule, outside of the call. The
+call is traced, pickled and shipped once, with an `Input` in place of each array, and
+each closure has the bytes of its own arrays. So a step that gets another batch each
+time costs as much as one without arguments, except for these bytes. This holds inside
+of tuples, lists and dicts; a call with other containers is pickled whole.
 """
 
 from __future__ import annotations
@@ -47,32 +45,34 @@ if TYPE_CHECKING:
 
 
 class Scoping(Protocol):
-    """A strategy: pickled, it arrives as what stands for it on a worker."""
+    """A strategy; unpickled on a worker it is the worker's stand-in for it."""
 
     def scope(self) -> AbstractContextManager[object]: ...
 
 
 @runtime_checkable
 class TakesValues(Protocol):
-    """A recorder that takes values of variables which are not where it runs."""
+    """A recorder that accepts values of variables of another process."""
 
     def take_values(self, values: Mapping[int, Any]) -> None:
-        """Gives the variables with these keys these values, during the whole step."""
+        """Sets the values of variables, by key, for the whole step."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class CarriedValues:
-    """Values of variables of the coordinator's process, as they were when the step was
-    scheduled; as the first argument they travel with it. Keys are those of the
-    variables; values are arrays, which are traced as those of any argument are."""
+    """Values of variables of the coordinator's process when a step was scheduled.
+
+    They are the first argument of the shipped step, by key of the variable, and are
+    traced as any argument.
+    """
 
     keys: tuple[int, ...]
     values: tuple[Any, ...]
 
     def give(self) -> None:
-        """Hands them to the recorder of the step that is being traced."""
+        """Gives the values to the recorder of the step that is being traced."""
         current = recorder.get()
         assert isinstance(current, TakesValues), current
         current.take_values(dict(zip(self.keys, self.values, strict=True)))
@@ -86,31 +86,30 @@ _SETTINGS: Final[dict[str, tuple[Any, Any]]] = {
     "jax_threefry_partitionable": (jax.threefry_partitionable, True),
     "jax_default_matmul_precision": (jax.default_matmul_precision, None),
 }
-"""What a program may tell jax of how to compute, each with its context manager, and
-what it is if nobody says anything: then it is as the worker was told, by its
-environment say."""
+"""Settings of jax that change results, with context manager and default. The default
+leaves the worker's own setting, from its environment say."""
 
 _settings: Final = operator.attrgetter("jax_enable_x64", *_SETTINGS)
 
 
 def jax_settings() -> tuple[Any, ...]:
-    """What jax is told on this thread, by ``jax.config.update`` or a context manager,
-    of that which a step is to be computed with. Asked at each schedule."""
-    found: tuple[Any, ...] = _settings(jax.config)
-    return found
+    """Reads this thread's settings of jax that change results. Runs at each
+    schedule."""
+    settings: tuple[Any, ...] = _settings(jax.config)
+    return settings
 
 
 def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
-    """Has jax compute on this thread as it does where the settings are from.
+    """Sets the settings of jax on this thread.
 
     Raises:
-        RuntimeError: With 64 bits: a worker's process does so from its start, or not.
+        RuntimeError: 64 bits, which a worker's process must have from its start.
     """
     is_wide, *others = settings
     if is_wide and not _settings(jax.config)[0]:
         raise RuntimeError(
-            "the step was scheduled where jax computes with 64 bits (jax_enable_x64), "
-            "and this worker computes with 32: start all workers with JAX_ENABLE_X64=1"
+            "the program computes with 64 bits (jax_enable_x64), and this worker with "
+            "32: start all workers with JAX_ENABLE_X64=1"
         )
     for value, (context, default) in zip(others, _SETTINGS.values(), strict=True):
         if value != default:
@@ -119,8 +118,8 @@ def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
 
 @final
 class ScopedBody:
-    """Calls ``step`` in the scope of ``strategy``, with the values that were carried to
-    it, under the settings of jax with which it was shipped."""
+    """Calls ``step`` in the scope of ``strategy``, with carried values, under the
+    settings of jax of the program."""
 
     __slots__ = ("settings", "step", "strategy")
 
@@ -143,8 +142,8 @@ class ScopedBody:
 
 
 BESIDE: Final = 64 * 1024
-"""Bytes from which on an array, or the inputs of a closure, travel in a frame of their
-own: that costs more than to copy what is smaller."""
+"""From this many bytes an array, or the inputs of a closure, has a frame of its own;
+smaller ones are cheaper to copy."""
 
 _NUMBERS: Final = frozenset("biufc")
 
@@ -160,8 +159,8 @@ class Input(NamedTuple):
     kind: type
 
     def taken(self, inputs: Buffer) -> Any:
-        """The array: a copy, which a step may keep or write to; one of `BESIDE` bytes
-        or more is a view of the inputs, read-only."""
+        """Reads the array from the inputs: a copy, or a read-only view if it has
+        `BESIDE` bytes or more."""
         count = math.prod(self.shape)
         array = np.frombuffer(inputs, self.dtype, count, self.start)
         if self.kind is np.generic:
@@ -173,8 +172,8 @@ class Input(NamedTuple):
 
 
 def input_key(value: Any) -> Hashable | None:
-    """What all arrays have in common that may take the place of this one; None if it is
-    no array of plain numbers."""
+    """Returns a key that is equal for arrays that can replace each other; None if the
+    value is not an array of plain numbers."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return _key_of_jax_array(value) if isinstance(value, jax.Array) else None
     dtype = value.dtype
@@ -184,8 +183,8 @@ def input_key(value: Any) -> Hashable | None:
 
 
 def _key_of_jax_array(value: jax.Array) -> Hashable | None:
-    """None for tracers, keys, weak types, 64 bits, and an array of which a part is
-    elsewhere, or that was donated: of these the trace and the pickler tell."""
+    """Returns the key; None for tracers, random keys, weak types, 64 bits, and arrays
+    that are donated or not addressable, which the trace and the pickler handle."""
     if isinstance(value, jax.core.Tracer) or is_weak(value):
         return None
     dtype = value.dtype
@@ -197,28 +196,30 @@ def _key_of_jax_array(value: jax.Array) -> Hashable | None:
 
 
 def loses_bits(array: Any) -> bool:
-    """Whether jax would cut one of its integers, as it computes with 32 bits."""
+    """Whether a downcast by jax would change one of the integers."""
     if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
         return False
     return downcast_loss(array) is not None
 
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:
-    """The bytes of arrays one behind the other, in C order, as they are now."""
-    return b"".join([_bytes_of(array) for array in inputs])
-
-
-def _bytes_of(array: Any) -> Buffer:
-    if array.nbytes < BESIDE:  # which the call costs more than its copies
-        return np.asarray(array).tobytes()
-    return np.ascontiguousarray(array).data
+    """Concatenates the bytes of arrays, in C order."""
+    return b"".join(
+        [
+            # Of a small array a copy is faster than the call.
+            np.asarray(array).tobytes()
+            if array.nbytes < BESIDE
+            else np.ascontiguousarray(array).data
+            for array in inputs
+        ]
+    )
 
 
 def cut_inputs(value: Any, count: list[int]) -> Any:
-    """The argument with an `Input` in the place of each array.
+    """Replaces each array of an argument by an `Input`.
 
     Args:
-        count: One number: the bytes of the inputs before this argument; it is advanced.
+        count: A list of one number, the bytes of inputs so far; it is increased.
     """
     kind = type(value)
     if kind is tuple or kind is list:
@@ -235,7 +236,7 @@ def cut_inputs(value: Any, count: list[int]) -> Any:
 
 
 def fill_inputs(value: Any, inputs: Buffer) -> Any:
-    """The argument as `cut_inputs` was given it, with these bytes."""
+    """Undoes `cut_inputs`, with the bytes of these inputs."""
     kind = type(value)
     if kind is Input:
         return value.taken(inputs)

@@ -1,16 +1,16 @@
-"""The user's classes, made again where they arrive, by running their metaclass.
+"""Pickles the user's classes by running their statement again at the receiver.
 
-A metaclass, or a base's ``__init_subclass__``, may do work that nobody sees in the
-class: register it with jax, note its fields. So a class is not filled into a blank one.
-Its statement (`_bodies`) is run again, with empty functions (`_functions`), because
-functions refer to the class. Then functions are filled, and what differs from the
-original is set: the original is the truth, whatever the code did on its second run.
-Last, a class that is a pytree is registered with jax: objects that arrive after it, as
-handles that hold a tree of it, may flatten theirs at once.
+A metaclass, or a base's ``__init_subclass__``, may do work that the class does not
+show: register it with jax, collect its fields. So the receiver does not fill a blank
+class. It runs the class statement (`_bodies`) with empty functions (`_functions`),
+because functions refer to the class. Then it fills the functions, and sets attributes
+that differ from the original, whatever the code did on its second run. At last it
+registers pytree classes with jax: objects that are loaded after the class may flatten
+trees of it at once.
 
-A class travels with a number of its own and is made once per process, however often it
-arrives. A class that comes home is the one that left, untouched; one that arrives again
-gets what has changed.
+A class has a number and is made once per process, however often it arrives. A class
+that returns to its own process is the original, unchanged; one that arrives again gets
+the changes.
 """
 
 from __future__ import annotations
@@ -46,72 +46,70 @@ _PLAIN_CODE: Final = ("__new_member__", "__init__")
 
 
 class KnownClasses:
-    """Classes that left this process, and those that arrived in it, by number."""
+    """Classes that were sent from this process, or arrived in it, by number."""
 
     def __init__(self) -> None:
-        # Held by nobody here: a class of a step that is forgotten is freed with it.
+        # Weak: a class is freed with the step that uses it.
         self._numbers: weakref.WeakKeyDictionary[type, str]
         self._numbers = weakref.WeakKeyDictionary()
         self._classes: weakref.WeakValueDictionary[str, type]
         self._classes = weakref.WeakValueDictionary()
         self._arrived: weakref.WeakSet[type] = weakref.WeakSet()
-        # Again by the same thread: to make a class runs its code, which may unpickle
-        # others.
+        # Re-entrant: making a class runs its code, which may unpickle others.
         self._lock = threading.RLock()
 
     def number(self, cls: type) -> str:
         with self._lock:
-            # A number for good, not the name: two classes of a notebook's cell that was
-            # run twice are different ones.
+            # Not the name: running a notebook's cell twice makes two classes.
             if (number := self._numbers.get(cls)) is None:
                 number = uuid.uuid4().hex
                 self._remember(number, cls)
             return number
 
     def made(self, number: str, make: functools.partial[type]) -> type:
-        """The class of that number, which is made if it is not here."""
+        """Returns the class of a number; makes it if it is not here."""
         with self._lock:
-            if (found := self._classes.get(number)) is None:
-                found = make()
-                self._remember(number, found)
-                self._arrived.add(found)
-            return found
+            if (cls := self._classes.get(number)) is None:
+                cls = make()
+                self._remember(number, cls)
+                self._arrived.add(cls)
+            return cls
 
     def is_arrived(self, cls: type) -> bool:
-        """Whether it was made here, and is not one of the program's own."""
+        """Whether the class arrived here, and is not one of the program's own."""
         with self._lock:
             return cls in self._arrived
 
     def reference(self, cls: type) -> list[str]:
-        """The number of a class that left or arrived ("" for any other), its module
-        and its name there."""
+        """Returns the number of a class ("" if it has none), its module and its
+        name."""
         with self._lock:
             return [self._numbers.get(cls, ""), cls.__module__, cls.__qualname__]
 
     def referenced(self, number: str, module: str, name: str) -> type:
-        """The class of which another task has such a reference.
+        """Finds the class of a reference from another task.
 
         Raises:
-            TypeError: It is not here.
+            TypeError: The class is not here.
         """
         with self._lock:
-            found: Any = self._classes.get(number)
-        if found is None:
-            # Nothing is imported: another task must not decide which code runs here.
-            found = sys.modules.get(module)
+            cls: Any = self._classes.get(number)
+        if cls is None:
+            # Imports nothing: another task must not choose which code runs here.
+            cls = sys.modules.get(module)
             for part in name.split("."):
-                found = getattr(found, part, None)
-        if not isinstance(found, type):
+                cls = getattr(cls, part, None)
+        if not isinstance(cls, type):
             raise TypeError(
-                f"an element or result has a {name} in it, a class of the module "
-                f"{module} of the worker, which this program does not have: define the "
+                f"an element or result contains a {name} of the worker's module "
+                f"{module}, and this program does not have that class: define the "
                 "class outside of the dataset or step function, or import its module "
                 "in the program, too"
             )
-        return found
+        return cls
 
     def trusting(self, classes: Sequence[type]) -> KnownClasses:
-        """Others that know nothing but these, as their own."""
+        """Makes a registry that has only these classes, as its own."""
         other = KnownClasses()
         for cls in classes:
             other._remember(self.number(cls), cls)
@@ -127,25 +125,25 @@ _of_thread: Final = threading.local()
 
 
 def class_reference(cls: type) -> Any:
-    """What names the class to a task that has it, too; of plain strings."""
+    """Returns a reference to the class, as plain strings."""
     return known.reference(cls)
 
 
 def referenced_class(reference: Sequence[Any]) -> type:
-    """The class here that `class_reference` has named in another task.
+    """Finds the class of a `class_reference` from another task.
 
     Raises:
-        TypeError: It is not here.
+        TypeError: The class is not here.
     """
     match reference:
         case [str(number), str(module), str(name)]:
             return known.referenced(number, module, name)
-    raise TypeError(f"this is no reference to a class: {reference!r:.200}")
+    raise TypeError(f"malformed reference to a class: {reference!r:.200}")
 
 
 @contextmanager
 def arriving_at(classes: KnownClasses) -> Iterator[None]:
-    """What this thread unpickles inside is known there alone."""
+    """Registers the classes that this thread unpickles inside in another registry."""
     _of_thread.classes = classes
     try:
         yield
@@ -158,23 +156,23 @@ def _known() -> KnownClasses:
 
 
 def functions_of(cls: type) -> list[types.FunctionType]:
-    """The functions that the class consists of."""
-    found = own_names(cls).values()
-    return [fn for value in found for fn in inner_functions(value)]
+    """Returns the functions in the body of a class."""
+    values = own_names(cls).values()
+    return [fn for value in values for fn in inner_functions(value)]
 
 
-# What pickle needs of a class.
+# The following functions reduce classes for pickle.
 
 Filled = Sequence[tuple[types.FunctionType, Any]]
-"""Functions of a class and what they are filled with."""
+"""Functions of a class, and the arguments that fill them."""
 
 
 Registrations = Sequence[Registration]
-"""That of a class with jax, if it has one."""
+"""The registration of a class with jax, or none."""
 
 
 def reduced_plain(reduced: tuple[Any, ...], registrations: Registrations) -> Any:
-    """A class that cloudpickle has reduced, and that is a pytree."""
+    """Reduces a pytree class that cloudpickle fills."""
     *made, state, items, pairs, finish_class = reduced
     state = finish_class, state, registrations
     return *made, state, items, pairs, finish_plain
@@ -188,11 +186,11 @@ def reduced_class(
     *,
     late: bool,
 ) -> Any:
-    """A class that is no enum.
+    """Reduces a class that is not an enum.
 
     Args:
         virtual: Its virtual subclasses (`abc.ABCMeta.register`).
-        late: Attributes that may refer to the class are not in its body.
+        late: Set attributes after the class is made, because they refer to it.
     """
     number, body = known.number(cls), body_of(cls)
     if late:
@@ -209,7 +207,7 @@ def reduced_class(
 def reduced_enum(
     cls: type[enum.Enum], filled: Filled, registrations: Registrations
 ) -> Any:
-    """How an enum is pickled."""
+    """Reduces an enum."""
     keywords, said = statement_of_enum(cls)
     members = {name: member.value for name, member in cls.__members__.items()}
     arguments = (cls.__name__, cls.__bases__, keywords, said, members)
@@ -219,10 +217,10 @@ def reduced_enum(
 
 
 def reduced_instance(obj: Any) -> Any:
-    """An instance of a dataclass with a ``__new__`` that notes each new object.
+    """Reduces an instance of a dataclass whose ``__new__`` records each new object.
 
-    equinox keeps objects there until its metaclass says that they are made. Objects
-    that arrive are made already. None for any other, which pickle knows to make.
+    equinox records objects there until its metaclass has made them; loaded objects are
+    made already. None for other instances, which pickle reduces.
     """
     if not _facts(type(obj)).notes_new:
         return None
@@ -230,12 +228,12 @@ def reduced_instance(obj: Any) -> Any:
 
 
 def is_sentinel(obj: object) -> bool:
-    """Whether it has no state, and pickle would make another one of its class."""
+    """Whether an object has no state, so that pickle would make another object."""
     return _facts(type(obj)).has_usual_state and obj.__getstate__() is None
 
 
 class PickledHow(NamedTuple):
-    """What pickling an instance asks of its class."""
+    """Facts about a class that pickling its instances needs."""
 
     has_usual_state: bool
     notes_new: bool
@@ -245,9 +243,9 @@ _asked: Final[weakref.WeakKeyDictionary[type, PickledHow]] = weakref.WeakKeyDict
 
 
 def _facts(cls: type) -> PickledHow:
-    if (found := _asked.get(cls)) is None:
-        found = _asked[cls] = _ask(cls)
-    return found
+    if (facts := _asked.get(cls)) is None:
+        facts = _asked[cls] = _ask(cls)
+    return facts
 
 
 def _ask(cls: Any) -> PickledHow:
@@ -255,7 +253,7 @@ def _ask(cls: Any) -> PickledHow:
     usual = usual and cls.__reduce__ is object.__reduce__
     notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
     given = any(n in dir(cls) for n in ("__getnewargs__", "__getnewargs_ex__"))
-    # A base in C keeps a state that `object.__new__` would not make.
+    # A base in C has state that `object.__new__` does not make.
     python = all(base.__flags__ & HEAP_TYPE for base in cls.__mro__[:-1])
     return PickledHow(
         usual and cls.__getstate__ is object.__getstate__,
@@ -263,18 +261,18 @@ def _ask(cls: Any) -> PickledHow:
     )
 
 
-# How a class is made where it arrives: these are called by pickle.
+# The following functions make a class at the receiver; pickle calls them.
 
 
 def make(number: str, metaclass: type, name: str, body: tuple[Any, ...]) -> type:
-    """Makes a class unless it is here. Its functions are not filled yet."""
+    """Makes a class, with empty functions, unless it is here."""
     return _known().made(number, functools.partial(_run, metaclass, name, Body(*body)))
 
 
 def make_bare(
     number: str, metaclass: type, name: str, bases: tuple[type, ...], said: Any
 ) -> type:
-    """Makes a class without its metaclass' code."""
+    """Makes a class without running its metaclass."""
     maker = functools.partial(type.__new__, metaclass, name, bases, dict(said))
     return _known().made(number, maker)
 
@@ -287,7 +285,7 @@ def make_enum(
     said: Mapping[str, Any],
     members: Mapping[str, Any],
 ) -> type:
-    """Makes an enum of its values. Code of its own does not run for its members."""
+    """Makes an enum from its values, without running its own code for members."""
 
     def write(namespace: Any) -> None:
         for key, value in said.items():
@@ -302,7 +300,7 @@ def make_enum(
 
 
 def finish(cls: type, state: Any) -> None:
-    """Fills the functions, sets what differs, and registers the class with jax."""
+    """Fills the functions, sets attributes that differ, and registers with jax."""
     functions, names, generated, subclasses, registrations = state
     if not _known().is_arrived(cls):
         return
@@ -336,7 +334,7 @@ def _register(registrations: Registrations) -> None:
 
 
 def finish_enum(cls: Any, state: Any) -> None:
-    """Fills the functions, and gives members what their own code gave them."""
+    """Fills the functions, and sets the attributes of members."""
     functions, names, attributes, registrations = state
     if not _known().is_arrived(cls):
         return
@@ -353,7 +351,7 @@ def finish_enum(cls: Any, state: Any) -> None:
 
 
 def statement_of_enum(cls: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of an enum, and names that it needs while its members are made."""
+    """Returns the keywords of an enum, and names that making its members needs."""
     keywords: dict[str, Any] = {"metaclass": type(cls)}
     if issubclass(cls, enum.Flag):
         keywords["boundary"] = cls._boundary_
@@ -367,7 +365,7 @@ def statement_of_enum(cls: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def names_of_enum(cls: type[enum.Enum]) -> dict[str, Any]:
-    """What an enum has besides its members."""
+    """Returns the attributes of an enum other than its members."""
     names = {}
     for name, value in own_names(cls).items():
         sunder = name.startswith("_") and name.endswith("_") and name[1] != "_"
@@ -377,7 +375,7 @@ def names_of_enum(cls: type[enum.Enum]) -> dict[str, Any]:
 
 
 def attributes_of_members(cls: type[enum.Enum]) -> dict[str, Any]:
-    """What members have besides their value, by their names."""
+    """Returns the attributes of members other than their value, by name."""
     pythons = ("_name_", "_value_", "_sort_order_", "__objclass__", "_hashable_values_")
     return {
         name: {k: v for k, v in vars(member).items() if k not in pythons}
@@ -387,7 +385,7 @@ def attributes_of_members(cls: type[enum.Enum]) -> dict[str, Any]:
 
 
 def _plain_member(cls: Any, *args: Any) -> Any:
-    """A member made of its value, for `enum`."""
+    """Makes a member from its value, for `enum`."""
     data = cls._member_type_
     value = args if len(args) != 1 else args[0]
     member = object.__new__(cls) if data is object else data.__new__(cls, value)
@@ -396,7 +394,7 @@ def _plain_member(cls: Any, *args: Any) -> Any:
 
 
 def _plain_init(self: Any, *args: Any) -> None:
-    """Stands for code that would ask for what the value was made of."""
+    """Replaces an ``__init__`` that needs the original arguments."""
 
 
 def _run(metaclass: type, name: str, body: Body) -> type:

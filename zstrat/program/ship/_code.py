@@ -1,28 +1,27 @@
-"""Python objects as bytes, between tasks of one program.
+"""Pickles Python objects between tasks of one program: `dump`, `dump_code`, `load`.
 
-What travels how:
+How objects are pickled:
 
 - functions and classes of the user's own modules (those outside of Python's library and
   of site-packages) by value, so that workers need no copy of the program, and globals
-  are as they are now; everything installed by reference, and what an installed package
-  made around a function of the user's over that package's globals;
-- a class by its statement, which is run again where it arrives (`_classes`): what a
-  metaclass or a base does when a class is made, it does there, too;
-- what cannot go by value, and is an attribute of a file of the user's, by its name in
-  that file and the digest of the file (`_references`);
-- jax arrays as numpy arrays, made jax arrays again where they arrive; weakly typed
-  ones as jax pickles them;
+  have their present values; everything installed by reference; functions that an
+  installed package makes around a user's function over that package's globals;
+- classes by their statement, which the receiver runs again (`_classes`), so that a
+  metaclass or a base does its work there, too;
+- objects that cannot be pickled by value, and are attributes of a user's file, by name
+  and the digest of the file (`_references`);
+- jax arrays as numpy arrays, which the receiver converts; weakly typed ones as jax
+  pickles them;
 - a `Resource` as its number, which the receiver resolves to its own object;
-- large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
-  (`dump_code`, and any callable) travels in one piece.
+- large numpy arrays of *data* outside of the pickle, without a copy (protocol 5).
+  *Code* (`dump_code`, and any callable) is one piece.
 
-Threats. Whoever can make a task load such bytes can run code there, so a task takes
-them from its coordinator alone; that is decided before anything here is called. The
-bytecode of functions means nothing to another minor version of Python, so the bytes say
-which one made them.
+Threats. Anyone who can make a task load such bytes can run code there, so tasks accept
+them only from their coordinator; the caller has checked that. Bytecode of functions is
+valid only for one minor version of Python, so the bytes name it.
 
-Before anything is sent it is loaded here once (`_trial`), so that what would not
-arrive, or not whole, is told with the path to it.
+Before an object is sent it is loaded here once (`_trial`), so that errors name the path
+to a part that would not arrive, or not whole.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MAGIC: Final = b"zs1"
-# Functions travel as their instructions, which each minor version has of its own.
+# Functions are pickled as bytecode, which differs between minor versions.
 _VERSION: Final = bytes(sys.version_info[:2])
 
 
 def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     """Pickles data (arguments) or code.
 
-    Returns the bytes and the large arrays beside them, as 1-d uint8 views of the
-    original memory: none if ``obj`` is callable.
+    Returns the bytes, and large arrays as 1-d uint8 views of the original memory (none
+    if ``obj`` is callable).
 
     Raises:
-        TypeError: A part does not travel, or not whole; names the path to it.
+        TypeError: A part cannot be pickled, or would not arrive whole; names its path.
     """
     if callable(obj):
         return dump_code(obj), ()
@@ -93,17 +92,17 @@ def dump_code(
     held: list[Resource] | None = None,
     classes: list[type] | None = None,
 ) -> bytes:
-    """Pickles a function, or another object that travels in one piece.
+    """Pickles a function, or another object, in one piece.
 
     Warns if it captures an array of more than 16 MiB.
 
     Args:
-        held: Gets the resources that it refers to.
-        classes: Gets the classes of the program that travel with it. While somebody
-            holds them, they are found by a reference of the task that got the bytes.
+        held: A list that receives the resources that it refers to.
+        classes: A list that receives the classes that are pickled by value. While they
+            are alive, references from the receiver find them.
 
     Raises:
-        TypeError: A part does not travel, or not whole; names the path to it.
+        TypeError: A part cannot be pickled, or would not arrive whole; names its path.
     """
     code, pickler = _dumped(obj, None)
     if classes is not None:
@@ -127,20 +126,23 @@ def load(
     arrays: Sequence[np.ndarray] = (),
     resolve: Callable[[int], object] | None = None,
 ) -> Any:
-    """Inverse of `dump`. Arrays that came beside are used without a copy, read-only.
+    """Loads what `dump` has pickled. Separate arrays are used without a copy,
+    read-only.
 
     Args:
-        resolve: Gives the object of a `Resource` by its number.
+        resolve: Returns the object of a `Resource` by its number.
 
     Raises:
         VersionMismatchError: Another minor version of Python made the bytes.
         ProtocolError: The bytes were not made by `dump`.
-        ImportError: A class is to be imported here, which has no such source.
+        ImportError: A class must be imported, and its source is not here.
         Exception: Whatever unpickling raises (a module that is not installed here).
     """
     head = bytes(code[:5])
     if len(head) < 5 or head[:3] != _MAGIC:
-        raise ProtocolError(f"these {len(code)} bytes are no shipped code: {head!r}")
+        raise ProtocolError(
+            f"{len(code)} bytes of code begin with {head!r}: expected {_MAGIC!r}"
+        )
     if head[3:] != _VERSION:
         raise VersionMismatchError(
             f"code from Python {head[3]}.{head[4]} cannot run on Python "
@@ -152,14 +154,14 @@ def load(
 
 
 def digest(code: bytes) -> bytes:
-    """16 bytes that name the code."""
+    """Returns a digest of the code, 16 bytes."""
     return hashlib.blake2b(code, digest_size=16).digest()
 
 
 def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
 ) -> tuple[bytes, Pickler]:
-    """The bytes, and who has pickled them."""
+    """Pickles an object; returns the bytes and the pickler."""
     ways = Ways()
     with lock:
         while True:
@@ -175,10 +177,10 @@ def _dumped(
 
 
 def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
-    """Notes another way for what was refused.
+    """Finds another way to pickle the part that failed.
 
     Raises:
-        TypeError: There is none; names the path to it.
+        TypeError: There is no other way; names the path to the part.
     """
     if error.args:
         raise TypeError(_not_whole(obj, *error.args))
@@ -194,8 +196,8 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
         return
     modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
     for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
-        if id(part) not in ways.by_name and (found := attribute(part, modules)):
-            ways.by_name[id(part)] = (part, found)
+        if id(part) not in ways.by_name and (reference := attribute(part, modules)):
+            ways.by_name[id(part)] = (part, reference)
             return
     cause = error.__cause__
     verb = "arrive" if isinstance(error, NotLoaded) else "be pickled"
@@ -203,7 +205,7 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
 
 
 def _made_by_code(chain: list[object], ways: Ways) -> type | None:
-    """The innermost class that does not arrive, and whose making runs code."""
+    """Finds the innermost class that fails to arrive, and runs code when it is made."""
     for part in reversed(chain):
         cls = part if isinstance(part, type) else type(part)
         known = cls in plain or goes_by_name(cls) or not runs_code(cls)
@@ -221,10 +223,10 @@ def _arrives(part: object, ways: Ways) -> bool:
 
 
 FLAGS_ARE_NOT_HERE: Final = (
-    "the flags of absl are state of a module in the program, which a worker does not "
-    "have: read the flag in the program and pass its value to the step as an argument "
-    "(args=(FLAGS.rate,)), or let the step capture a variable that holds it (rate = "
-    "FLAGS.rate before the step)"
+    "flags of absl are state of a module in the program, which workers do not have: "
+    "read the flag in the program and pass its value to the step as an argument "
+    "(args=(FLAGS.rate,)), or let the step capture a Python variable with the value "
+    "(rate = FLAGS.rate before the step)"
 )
 
 
@@ -234,12 +236,12 @@ def _words(obj: object, path: str, culprit: object, reason: str) -> str:
     if type(culprit).__module__.startswith("absl.flags"):
         return (
             f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}, "
-            f"as {FLAGS_ARE_NOT_HERE}"
+            f"because {FLAGS_ARE_NOT_HERE}"
         )
     return (
         f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}. "
-        f"Create it inside of the function that uses it, or capture plain "
-        "data, arrays and zs.Variable objects"
+        "Create it inside of the function that uses it, or capture only plain data, "
+        "arrays and zs.Variable objects"
     )
 
 

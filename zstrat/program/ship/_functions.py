@@ -1,20 +1,20 @@
-"""The user's functions, made in two steps: first what the class statement needs.
+"""Pickles the user's functions in two steps: first the part that class statements need.
 
-A function's globals and cells may hold the class that it is a method of. So it is made
-empty, the class is made of such functions, and then they are filled. What cannot lead
-back to a class is there from the start, because code that runs when a class is made
-(a metaclass, ``__init_subclass__``) looks at names, defaults and marks of methods, and
-may call them.
+A function's globals and cells may refer to the class that it is a method of. So the
+receiver makes empty functions, then the class, and then fills the functions. Attributes
+that cannot refer to a class are set from the start, because code that runs when a class
+is made (a metaclass, ``__init_subclass__``) reads names, defaults and attributes of
+methods, and may call them.
 
-Functions that Python's library makes around one of the user's, and that refer to
-things of their process (a cache, a lock), are made again by calling it.
+Wrappers of Python's library that refer to objects of their process (a cache, a lock)
+are made again by calling the library.
 
 ``jax.checkpoint(f)``, ``jax.vmap(f)`` or ``contextlib.contextmanager(f)`` return a
-function that cannot be imported: its code is the package's and what it closes over is
-the user's. It is made again over the globals of the package's module where it arrives.
-By value those globals would travel too, and some of them cannot. A function with a
-custom gradient is an object of jax that holds such functions. It answers for any
-attribute from one of its own, so that pickle must not ask it.
+function that cannot be imported: its code belongs to the package, and its closure to
+the user. The receiver makes it over the globals of the package's module; by value these
+globals would be pickled, too, which fails for some. A function with a custom gradient
+is an object of jax that holds such functions. It forwards any attribute to one of them,
+so pickle must not read its attributes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _OF_DISPATCH: Final = ("register", "dispatch", "registry", "_clear_cache")
 
 
 def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str, Any]:
-    """What a function is given when it is made, by attribute.
+    """Returns the attributes that a function has from the start.
 
     Args:
-        at_hand: Whether a global can be there that early: it goes by reference.
+        at_hand: Whether a global can be set that early, because it is imported.
     """
 
     def keep(value: object) -> bool:
         return _is_plain(value) or at_hand(value)
 
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "__name__": fn.__name__,
         "__qualname__": fn.__qualname__,
         "__module__": fn.__module__,
@@ -60,36 +60,36 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
         "__dict__": {key: value for key, value in vars(fn).items() if _is_plain(value)},
     }
     if _is_plain(fn.__defaults__):
-        found["__defaults__"] = fn.__defaults__
+        attributes["__defaults__"] = fn.__defaults__
     names = fn.__code__.co_names
     given = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     kept = {name: value for name, value in given.items() if keep(value)}
-    return {"__globals__": kept, **found}
+    return {"__globals__": kept, **attributes}
 
 
-def empty(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
-    """The first step, of what cloudpickle makes of the function."""
-    return _made, (reduced[0], reduced[1], found)
+def empty(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
+    """Makes the first step from cloudpickle's reduction of a function."""
+    return _made, (reduced[0], reduced[1], attributes)
 
 
-def whole(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
-    """How a function is made in both steps at once."""
-    return (*empty(reduced, found), (reduced[5], reduced[2]), None, None, fill)
+def whole(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
+    """Makes both steps at once."""
+    return (*empty(reduced, attributes), (reduced[5], reduced[2]), None, None, fill)
 
 
 def remaining(reduced: Reduced) -> Reduced:
-    """What the second step needs: the arguments of `fill`."""
+    """Returns the arguments of `fill`, the second step."""
     return reduced[5], reduced[2]
 
 
 def fill(fn: types.FunctionType, state: Any) -> None:
-    """Gives an empty function its globals, cells and attributes."""
+    """Sets globals, cells and attributes of an empty function."""
     setstate, given = state
     setstate(fn, (given[0], dict(given[1])))
 
 
 def inner_functions(value: object) -> Iterator[types.FunctionType]:
-    """The functions that something in the body of a class consists of."""
+    """Iterates over the functions in an attribute of a class."""
     match value:
         case types.FunctionType():
             yield value
@@ -103,12 +103,12 @@ def inner_functions(value: object) -> Iterator[types.FunctionType]:
 
 
 def is_dispatching(fn: types.FunctionType) -> bool:
-    """Whether `functools.singledispatch` made it."""
+    """Whether `functools.singledispatch` made the function."""
     return fn.__code__ is _dispatching.__code__
 
 
 def reduced_dispatch(fn: Any) -> Reduced:
-    """A function made by `functools.singledispatch`, with its implementations."""
+    """Reduces a function of `functools.singledispatch`, with its implementations."""
     implementations = dict(fn.registry)
     base = implementations.pop(object)
     own = {key: vars(fn)[key] for key in vars(fn) if key not in _OF_DISPATCH}
@@ -116,7 +116,7 @@ def reduced_dispatch(fn: Any) -> Reduced:
 
 
 def remade(obj: object) -> Reduced | None:
-    """How Python's library makes the object again, None if it does not have to."""
+    """Reduces a wrapper of Python's library to a call of it; None for other objects."""
     match obj:
         case functools.cached_property():  # Python 3.11 keeps a lock in it
             state = {k: v for k, v in vars(obj).items() if k != "lock"}
@@ -130,7 +130,7 @@ def remade(obj: object) -> Reduced | None:
 
 
 def is_cached(obj: object) -> bool:
-    """Whether it is a function with a cache of Python's library."""
+    """Whether this is a function of `functools.lru_cache`."""
     return isinstance(obj, _LRU)
 
 
@@ -176,7 +176,7 @@ _COPIED = (
 
 
 def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
-    """What pickle needs of such a function, None for any other."""
+    """Reduces a function that an installed package made; None for other functions."""
     module = sys.modules.get(fn.__globals__.get("__name__", ""))
     if module is None or fn.__globals__ is not vars(module) or _is_importable(fn):
         return None
@@ -189,15 +189,15 @@ def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def reduced_vjp(fn: jax.custom_vjp[Any]) -> tuple[Callable[..., Any], Any, Any]:
-    """What pickle needs of a function with a custom gradient."""
+    """Reduces a function with a custom gradient."""
     return _blank_vjp, (), vars(fn)
 
 
 def _is_importable(fn: types.FunctionType) -> bool:
-    found: Any = sys.modules.get(fn.__module__ or "")
+    attribute: Any = sys.modules.get(fn.__module__ or "")
     for name in fn.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is fn
+        attribute = getattr(attribute, name, None)
+    return attribute is fn
 
 
 def _blank(module: str, code: types.CodeType) -> types.FunctionType:

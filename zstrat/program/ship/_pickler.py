@@ -1,7 +1,7 @@
-"""The door to cloudpickle: how each kind of object is pickled and comes back.
+"""`Pickler` and `Unpickler`: the only users of cloudpickle.
 
-`_code` says what travels how. The pickler decides by the kind of the object alone, and
-by the few exceptions that a try before has found (`Ways`).
+`_code` lists how objects are pickled. The pickler decides by the type of the object,
+and by the exceptions that an earlier attempt has found (`Ways`).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 WARN_FROM_BYTES: Final = 16 * 2**20
-"""A captured array of this size is warned about: it is shipped to every worker, and
-compiled into the program as a constant."""
+"""Captured arrays of this size cause a warning: they are shipped to every worker, and
+become constants of the compiled program."""
 
 _CIRCLES: Final = 8
-"""How often a class may be met again before it is made: by what its body holds."""
+"""Limit of recursive visits of a class before it is made, through its body."""
 
-# cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
+# cloudpickle's registry of modules is global; two threads would mix their entries.
 lock: Final = threading.RLock()
 plain: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes whose statement cannot be run again: cloudpickle fills blank ones."""
+"""Classes whose statement cannot run again: cloudpickle fills blank ones."""
 
 
 class Resource:
-    """Base of handles whose object lives on the receiving task under a number."""
+    """Base of handles whose object is on the receiving task, under a number."""
 
     resource: int
 
@@ -79,29 +79,31 @@ _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 @dataclasses.dataclass
 class Ways:
-    """How the exceptions among the parts travel."""
+    """The exceptions: parts that are not pickled by their type."""
 
     by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
         default_factory=dict
     )
-    """What workers import instead, by its id."""
+    """Objects that workers import, by id."""
     late: set[type] = dataclasses.field(default_factory=set)
-    """Classes whose attributes are set when they are made, as they refer to them."""
+    """Classes whose attributes are set after they are made, as these refer to them."""
 
 
 class CircularBody(TypeError):
-    """The body of a class holds what refers to the class."""
+    """The body of a class contains an object that refers to the class."""
 
     def __str__(self) -> str:
-        return f"the body of {self.args[0].__qualname__} holds what refers to it"
+        return (
+            f"the body of {self.args[0].__qualname__} has an object that refers to it"
+        )
 
 
 class NotShippable(Exception):
-    """Something does not travel; the cause says why, or the arguments what is lost."""
+    """A part cannot be pickled (see the cause), or arrives changed (the arguments)."""
 
 
 class NotLoaded(NotShippable):
-    """The object was pickled, and the bytes give no object."""
+    """The pickled bytes cannot be loaded."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
@@ -122,7 +124,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self.modules = ExitStack()
         self._known: set[str] = set()
         self._ways, self._kept = ways, kept
-        # Asked for every object there is, so by one attribute.
+        # Read for every object, hence one attribute.
         self._is_special = bool(ways.by_name) or kept is not None
         self._empty: dict[int, Any] = {}
         self._entered: dict[type, int] = {}
@@ -134,9 +136,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         ways: Ways,
         kept: list[Any] | None = None,
     ) -> Iterator[tuple[Pickler, BytesIO]]:
-        """
+        """Opens a pickler and its stream.
+
         Args:
-            kept: Gets the arrays and handles of a trial, which do not travel.
+            kept: A list that receives arrays and handles, which a trial does not
+                pickle.
         """
         stream = BytesIO()
         pickler = Pickler(stream, keep, ways, kept)
@@ -147,8 +151,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise NotShippable from error
 
     def persistent_id(self, obj: Any) -> Any:
-        if self._is_special and (found := self._special_id(obj)):
-            return found
+        if self._is_special and (special := self._special_id(obj)):
+            return special
         if isinstance(obj, Resource):
             self.resources.append(obj)
             return "resource", obj.resource
@@ -188,8 +192,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self._by_value(sys.modules.get(fn.__module__ or ""))
         if is_dispatching(fn) and not goes_by_name(fn):
             return reduced_dispatch(fn)
-        if made := reduced(fn):
-            return made
+        if installed := reduced(fn):
+            return installed
         whole_fn = super().reducer_override(fn)
         if whole_fn is NotImplemented:
             return whole_fn
@@ -203,17 +207,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return NotImplemented
         if cls.__module__ == "builtins" or goes_by_name(cls):
             return super().reducer_override(cls)
-        if found := _by_other_name(cls):
-            return found
+        if named := _by_other_name(cls):
+            return named
         self.made.add(cls)
         registrations = Registration.of(cls)
         if cls in plain:
-            made = super().reducer_override(cls)
-            return reduced_plain(made, registrations) if registrations else made
+            reduction = super().reducer_override(cls)
+            return (
+                reduced_plain(reduction, registrations) if registrations else reduction
+            )
         self._entered[cls] = self._entered.get(cls, 0) + 1
         if self._entered[cls] > _CIRCLES:
             raise CircularBody(cls)
-        filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
+        filled = [(fn, remaining(reduction)) for fn, reduction in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
             return reduced_enum(cls, filled, registrations)
         virtual = super().reducer_override(cls)[2][0].get("_abc_impl", ())
@@ -221,16 +227,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return reduced_class(cls, filled, virtual, registrations, late=is_late)
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
-        """The functions of a class that are made empty, with what they are made of."""
-        found = []
+        """Finds the functions of a class that start empty, with their reductions."""
+        functions = []
         for fn in functions_of(cls):
             if not is_dispatching(fn) and not goes_by_name(fn) and not reduced(fn):
                 self._by_value(sys.modules.get(fn.__module__ or ""))
-                made = super().reducer_override(fn)
-                if made is not NotImplemented:
+                reduction = super().reducer_override(fn)
+                if reduction is not NotImplemented:
                     self._empty[id(fn)] = fn
-                    found.append((fn, made))
-        return found
+                    functions.append((fn, reduction))
+        return functions
 
     def _instance(self, obj: Any) -> Any:
         cls = type(obj)
@@ -284,14 +290,14 @@ class Unpickler(pickle.Unpickler):
             case ("resource", int(number)):
                 if self._resolve is None:
                     raise ProtocolError(
-                        f"resource {number} arrived where no resources are"
+                        f"resource {number} arrived at a task without resources"
                     )
                 return self._resolve(number)
-        raise ProtocolError(f"an unknown kind of reference arrived: {pid!r:.100}")
+        raise ProtocolError(f"unknown kind of reference: {pid!r:.100}")
 
 
 class TrialUnpickler(Unpickler):
-    """Loads what stays in this process as it is, and nothing that workers lack."""
+    """Loads a trial: kept objects as they are, and no import that workers lack."""
 
     def __init__(self, stream: BytesIO, kept: Sequence[Any], ways: Ways) -> None:
         super().__init__(stream, (), None)
@@ -307,17 +313,17 @@ class TrialUnpickler(Unpickler):
         return super().persistent_load(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        cls = super().find_class(module, name)
         if module == "__main__" or is_users(sys.modules[module]):
             raise pickle.UnpicklingError(
-                f"it would be imported as {name!r} from {module!r}, which workers "
-                "do not have"
+                f"workers would import it as {name!r} from {module!r}, which they do "
+                "not have"
             )
-        return found
+        return cls
 
 
 def _stays(obj: object) -> bool:
-    """Whether a trial takes it as it is, without a copy."""
+    """Whether a trial keeps the object, without a copy."""
     if isinstance(obj, np.ndarray):
         return not obj.dtype.hasobject
     if isinstance(obj, type):
@@ -326,7 +332,7 @@ def _stays(obj: object) -> bool:
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Whether workers import it: it is an attribute of what is installed there."""
+    """Whether workers import it: it is an attribute of an installed module."""
     if isinstance(obj, types.ModuleType):
         return sys.modules.get(obj.__name__) is obj and not is_users(obj)
     if not isinstance(obj, (type, types.FunctionType)) and not is_cached(obj):
@@ -334,17 +340,17 @@ def goes_by_name(obj: Any) -> bool:
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or is_users(module):
         return False
-    found: Any = module
+    attribute: Any = module
     for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
+        attribute = getattr(attribute, name, None)
+    return attribute is obj
 
 
 def _by_other_name(obj: Any) -> Any:
-    """What pickle needs of an attribute of an installed module, if it is one.
+    """Reduces an attribute of an installed module to its name; None for other objects.
 
-    Of a class or function that calls itself otherwise, or of an object without state,
-    which is told apart by being that object. None for any other.
+    For classes and functions with another ``__qualname__``, and for sentinels: objects
+    without state, which are compared by identity.
     """
     named = isinstance(obj, _NAMED)
     if not named and not is_sentinel(obj):
@@ -374,14 +380,14 @@ def is_file_of_users(module: object) -> bool:
 
 
 def _wide(value: Any) -> jax.Array:
-    """An array of 64 bits also where jax computes with 32: a parameter server applies
+    """Makes an array of 64 bits also where jax computes with 32: parameter servers run
     optimizers of programs that compute with 64."""
     with jax.enable_x64(True):
         return jnp.asarray(value)
 
 
 def _weak(make: Callable[..., jax.Array], args: tuple[Any, ...]) -> jax.Array:
-    """As jax's own pickle does, which alone keeps that an array is weakly typed."""
+    """Loads a weakly typed array, which only jax's own pickle keeps."""
     with jax.enable_x64(True):
         return make(*args)
 

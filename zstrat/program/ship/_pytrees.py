@@ -1,10 +1,10 @@
-"""Ships the registration of the user's pytree classes along with the classes.
+"""Ships the registration of the user's pytree classes with the classes.
 
 jax keeps pytree classes in a registry of the process. A class that is pickled by value
-arrives on a worker as a new class, unknown to jax there, and would count as a leaf.
-What jax knows of a class is found from outside: an instance without a life is
-flattened, and its children tell which fields are data. The two functions of
-``register_pytree_node`` cannot be found that way, so such a class is refused.
+is a new class on a worker, unknown to jax there, and would count as a leaf. The
+registration is found from outside: a blank instance is flattened, and its children show
+which fields are data. The two functions of ``register_pytree_node`` cannot be found
+this way, so such a class is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
 class RegisteredPytree(enum.Enum):
-    """How a class was registered."""
+    """The ways to register a class."""
 
     DATACLASS = "register_dataclass"
     NODE_CLASS = "register_pytree_node_class"
@@ -30,7 +30,7 @@ class RegisteredPytree(enum.Enum):
 
 
 class Registration(NamedTuple):
-    """A class, how to register it, and its fields if it is a dataclass."""
+    """A class, the way to register it, and its fields if it is a dataclass."""
 
     cls: type
     way: RegisteredPytree
@@ -39,10 +39,10 @@ class Registration(NamedTuple):
 
     @staticmethod
     def of(cls: Any) -> list[Registration]:
-        """The registration of a class, if it has one.
+        """Finds the registration of a class, if it has one.
 
         Raises:
-            TypeError: It was registered with functions of its own.
+            TypeError: It is registered by functions (``register_pytree_node``).
         """
         if issubclass(cls, tuple) or not _is_registered(cls):
             return []
@@ -69,10 +69,10 @@ class Registration(NamedTuple):
 
 
 def register(registration: Registration) -> None:
-    """Registers a class that arrived, unless jax knows it.
+    """Registers a class that arrived, unless it is registered.
 
     Raises:
-        TypeError: It was said to register itself and did not.
+        TypeError: It should have registered itself, and has not.
     """
     cls: Any = registration.cls
     if _is_registered(cls):
@@ -92,10 +92,10 @@ def register(registration: Registration) -> None:
 
 
 def _blank(cls: type) -> Any:
-    """An instance whose fields are strings that name them.
+    """Makes an instance whose fields are their own names.
 
     Raises:
-        TypeError: There is no instance without arguments.
+        TypeError: The class cannot be made without arguments.
     """
     builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & HEAP_TYPE)
     if builtin is cls:
@@ -114,7 +114,7 @@ def _is_registered(cls: type) -> bool:
         return False
     try:
         leaves = jax.tree.leaves(blank)
-    except Exception:  # its own flatten ran and missed its attributes: so it has one
+    except Exception:  # its own flatten ran without attributes: so it has one
         return True
     return not (len(leaves) == 1 and leaves[0] is blank)
 
@@ -130,30 +130,30 @@ def _is_static(cls: type) -> bool:
 
 
 def _data_fields(cls: type) -> tuple[str, ...] | None:
-    """The fields that are children, None if that is not what the children are."""
+    """Returns the fields that are children; None if the children are not fields."""
     if not dataclasses.is_dataclass(cls):
         return None
     try:
         children = tree_util.tree_flatten_with_path(_blank(cls))[0]
-    except Exception:  # it computes with its fields, which are strings here
+    except Exception:  # flatten computes with the fields, which are strings here
         return None
     leaves = tuple(leaf for _, leaf in children)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
-    found = [name for name in names if name in leaves]
-    return leaves if len(found) == len(leaves) else None
+    data = [name for name in names if name in leaves]
+    return leaves if len(data) == len(leaves) else None
 
 
 def _may_register_itself(cls: type) -> bool:
-    """Whether code of a base runs when the class is made, here and where it arrives."""
+    """Whether a base runs code when the class is made, so also at the receiver."""
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
-    found = {type(cls).__module__, *(maker.__module__ for maker in makers)}
-    return not found <= {"builtins", "abc", "typing"}
+    modules = {type(cls).__module__, *(maker.__module__ for maker in makers)}
+    return not modules <= {"builtins", "abc", "typing"}
 
 
 def _unknown(cls: type) -> str:
     return (
-        f"jax knows {cls.__qualname__} as a pytree by functions that cannot be read "
-        "back from jax, so a worker could not register it: use register_dataclass or "
+        f"{cls.__qualname__} is registered as a pytree by functions that jax does not "
+        "give back, so a worker could not register it: use register_dataclass or "
         "register_pytree_node_class of jax.tree_util, or import the class from an "
         "installed package"
     )

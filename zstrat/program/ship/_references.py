@@ -1,9 +1,8 @@
-"""What cannot travel goes by name, if it is found in a file that workers have, too.
+"""References by name, for objects that cannot be pickled but are in a file of workers.
 
-A lock, an open file, a class that jax knows by functions that it does not give back: a
-worker that has the same source imports the module and takes the attribute from there.
-That is the exception, because a worker's import gives what the source says, not what
-the program has made of it since.
+Examples: a lock, an open file, a class that is registered with jax by functions. A
+worker with the same source imports the module and reads the attribute. This is the
+exception, because an import gives the object of the source, not its present state.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ class ModuleAttribute(NamedTuple):
     is_class: bool
 
     def find_or_stand_in(self) -> Any:
-        """The attribute in this process, or what says at its first use why it lacks.
+        """Imports the attribute; if that fails, returns a stand-in that raises at use.
 
-        A function that travels with the program may never be called.
+        A shipped function may never be called.
         """
         try:
             return self.find()
         except ImportError as error:
             if self.is_class:
-                return _AbsentClass(self.name, (), {"words": str(error)})
+                return _AbsentClass(self.name, (), {"message": str(error)})
             return AbsentValue(str(error))
 
     def find(self) -> Any:
-        """The attribute in this process.
+        """Imports the attribute.
 
         Raises:
-            ImportError: The module is not here, or its source is another one.
+            ImportError: The module is not here, or its source differs.
         """
-        found = _file(self.module)
-        if found is None:
+        file = _file(self.module)
+        if file is None:
             raise ImportError(_words(self, f"has no module {self.module!r}"))
-        if _digest(found) != self.digest:
-            raise ImportError(_words(self, f"has another source, {found}"))
+        if _digest(file) != self.digest:
+            raise ImportError(_words(self, f"has another source, {file}"))
         value: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             value = getattr(value, part)
@@ -60,16 +59,16 @@ class ModuleAttribute(NamedTuple):
 
 
 class AbsentValue:
-    """Stands for a value that this process cannot import; its use says so."""
+    """Stands for a value that this process cannot import; raises at its first use."""
 
-    def __init__(self, words: str) -> None:
-        self.words = words
+    def __init__(self, message: str) -> None:
+        self.message = message
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ImportError(self.words)
+        raise ImportError(self.message)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of any object, by pickle and others
+        if name.startswith("__"):  # pickle and others read these of any object
             raise AttributeError(name)
         self._refuse()
 
@@ -78,12 +77,12 @@ class AbsentValue:
 
 
 class _AbsentClass(type):
-    """Stands for a class that this process cannot import; its use says so."""
+    """Stands for a class that this process cannot import; raises at its first use."""
 
-    words: str
+    message: str
 
     def _refuse(cls, *args: object, **kwargs: object) -> NoReturn:
-        raise ImportError(cls.words)
+        raise ImportError(cls.message)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -94,7 +93,7 @@ class _AbsentClass(type):
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]
     ) -> Any:
         def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
-            raise ImportError(namespace["words"])
+            raise ImportError(namespace["message"])
 
         return super().__new__(mcs, name, bases, {**namespace, "__new__": refuse})
 
@@ -104,7 +103,7 @@ class _AbsentClass(type):
 def attribute(
     value: object, modules: Iterable[types.ModuleType]
 ) -> ModuleAttribute | None:
-    """Where a worker with the same files would find the value."""
+    """Finds the value among the attributes of modules."""
     for module in modules:
         name = _name_in(module, value)
         file = None if name is None else _file(module.__name__)
@@ -117,10 +116,10 @@ def attribute(
 def _name_in(module: types.ModuleType, value: object) -> str | None:
     qualname = getattr(value, "__qualname__", None)
     if isinstance(qualname, str) and "<" not in qualname:
-        found: Any = module
+        attribute: Any = module
         for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if found is value:
+            attribute = getattr(attribute, part, None)
+        if attribute is value:
             return qualname
     return next((name for name, v in vars(module).items() if v is value), None)
 
@@ -143,9 +142,9 @@ def _words(wanted: ModuleAttribute, lack: str) -> str:
     places = ", ".join(path or os.getcwd() for path in sys.path)
     return (
         f"{wanted.module}.{wanted.name} cannot be shipped, so each task imports it "
-        f"from the source that the program has, {wanted.file}; this task {lack} (it "
-        f"runs in {os.getcwd()} and looks in {places}). Give all workers the same "
-        "file: install it, or put its folder on their PYTHONPATH; or make it in the "
-        "function that uses it. A pytree class travels if it is registered by "
+        f"from the source of the program, {wanted.file}; this task {lack} (it runs in "
+        f"{os.getcwd()} and searches {places}). Give all workers the same file: "
+        "install it, or add its folder to their PYTHONPATH; or create it in the "
+        "function that uses it. A pytree class can be shipped if it is registered by "
         "register_pytree_node_class or register_dataclass of jax.tree_util"
     )

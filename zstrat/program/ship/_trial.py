@@ -1,11 +1,10 @@
-"""A round trip before anything is sent: does it arrive whole? If not, which part?
+"""Trials: loads an object in this process before it is sent, and finds bad parts.
 
-What is shipped is loaded once in this process as a worker would, in classes of its own.
-Arrays stay where they are. Each class is tried once: its code runs once more here.
+`try_out` pickles and loads an object as a worker would, with new classes; arrays are
+not copied. Each class is tried once, which runs its code once more here.
 
-The part that cannot be pickled, or that is too large, is found by path only when there
-is something to complain about. That may be slow: it asks of each part whether it can be
-pickled by itself.
+Only after a failure does `unpicklable` search the path to the part that cannot be
+pickled. That may be slow: it tries each part by itself.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
 
 MAX_COMPARED_OBJECTS: Final = 1000
-"""Of more objects the first are compared."""
+"""Limit of objects to compare; only the first ones are."""
 
 tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes that arrived whole; changed under the pickler's lock."""
+"""Classes that arrived whole; the pickler's lock guards it."""
 
 
 def try_out(obj: object, ways: Ways) -> None:
-    """Loads the object here as a worker would, in classes made for that.
+    """Loads an object here as a worker would, with new classes.
 
     Raises:
-        NotShippable: It does not arrive, or not whole.
+        NotShippable: It cannot be loaded, or changes.
     """
     kept: list[Any] = []
     with Pickler.session(None, ways, kept) as (pickler, stream):
@@ -49,17 +48,17 @@ def try_out(obj: object, ways: Ways) -> None:
             _, arrived = TrialUnpickler(stream, kept, ways).load()
     except Exception as error:  # user code runs in it: `find_way` says where
         raise NotLoaded from error
-    if found := difference(pickler.instances, arrived):
-        raise NotShippable(*found)
+    if change := difference(pickler.instances, arrived):
+        raise NotShippable(*change)
     tried.update(pickler.made)
 
 
 def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] | None:
-    """The first object that is another pytree where it arrives, and in what.
+    """Finds the first object that is another pytree after loading, and describes it.
 
     Args:
         sent: Objects of the user's classes.
-        arrived: What became of them, in the same order.
+        arrived: The loaded objects, in the same order.
     """
     seen: set[int] = set()
     for before, after in zip(
@@ -77,7 +76,7 @@ def _differs(before: Any, after: Any, seen: set[int]) -> str:
 
     try:
         here = _leaves(before, note)
-    except Exception:  # its own flatten does not take this object: no pytree here
+    except Exception:  # its own flatten refuses this object: not a pytree here
         return ""
     try:
         there = _leaves(after)
@@ -96,8 +95,8 @@ def _differs(before: Any, after: Any, seen: set[int]) -> str:
 
 
 def _leaves(tree: Any, note: Any = None) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=note)[0]
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=note)[0]
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
 
 
 def _paths(leaves: list[tuple[str, Any]]) -> str:
@@ -107,19 +106,19 @@ def _paths(leaves: list[tuple[str, Any]]) -> str:
 
 _CLASS: Final = "its class"
 MAX_DEPTH: Final = 16
-"""How many parts within parts the search goes down: beyond it a path says little."""
+"""Limit of the depth of a search; longer paths do not help."""
 MAX_PARTS: Final = 10_000
-"""Of a larger structure only the first parts are looked at."""
+"""Limit of parts in a search."""
 
 
 def unpicklable(
     obj: object, picklable: Callable[[object], bool]
 ) -> tuple[str, list[object]]:
-    """The path to the innermost part that cannot be pickled by itself.
+    """Finds the innermost part that cannot be pickled by itself.
 
     Returns:
-        The path, which is empty if it is the object itself, and the parts on the way:
-        first the object, last the innermost part.
+        Its path, which is empty for the object itself, and the parts along the path,
+        from the object to the innermost part.
     """
     path: list[str] = []
     chain, seen = [obj], {id(obj)}
@@ -133,14 +132,14 @@ def unpicklable(
                 break
         else:
             break
-    if path and path[-1] == _CLASS:  # words about its instance say more
+    if path and path[-1] == _CLASS:  # a message about its instance is clearer
         path.pop()
         chain.pop()
     return " -> ".join(path), chain
 
 
 def find_value(obj: object, wanted: object) -> str:
-    """The path to an object that is part of another, or nothing."""
+    """Finds the path to a part of an object; "" if it is not found."""
     seen = {id(obj)}
     queue: list[tuple[list[str], object]] = [([], obj)]
     for path, node in queue:
@@ -154,7 +153,7 @@ def find_value(obj: object, wanted: object) -> str:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling an object pickles, roughly, with words for the way there."""
+    """Iterates over the parts that pickle would visit, roughly, with labels."""
     match obj:
         case types.FunctionType():
             yield from _captured(obj)
@@ -212,17 +211,17 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for cls in type(obj).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             member = cls.__dict__.get(name)
             if isinstance(member, types.MemberDescriptorType):
                 try:
-                    found[name] = member.__get__(obj)
+                    attributes[name] = member.__get__(obj)
                 except AttributeError:  # never assigned
                     continue
     with contextlib.suppress(TypeError):  # no __dict__
-        found |= vars(obj)
-    for name, value in found.items():
+        attributes |= vars(obj)
+    for name, value in attributes.items():
         yield f"attribute {name!r}", value

@@ -228,10 +228,10 @@ def _bound(
     given = [jnp.asarray(array) for array in arrays]
     if within_mesh.get():
         return _mapped(kind, given)
-    found: list[jax.Array] = crossing.bind(
+    results: list[jax.Array] = crossing.bind(
         *given, channel=channel, kind=kind, where=where
     )
-    return list(found)
+    return list(results)
 
 
 def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -245,9 +245,9 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         case CrossKind.FIRST:
             # A select: 0 * nan of another rank would be nan.
             is_mine = jax.lax.axis_index(PROCESS) == 0
-            mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
-            found: list[jax.Array] = _psum(mine, PROCESS)
-            return [x.astype(y.dtype) for x, y in zip(found, arrays, strict=True)]
+            own = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
+            sums: list[jax.Array] = _psum(own, PROCESS)
+            return [x.astype(y.dtype) for x, y in zip(sums, arrays, strict=True)]
 
 
 def gathered(array: jax.Array, axis: str) -> jax.Array:

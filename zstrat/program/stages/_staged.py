@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled stage: its inputs are ``given_up`` (donated) and ``kept``; ``dead``
+    """A compiled stage: its inputs are ``donated`` (donated) and ``kept``; ``dead``
     are values that no later stage needs."""
 
     stage: Stage
     run: Any
-    given_up: tuple[int, ...]
+    donated: tuple[int, ...]
     kept: tuple[int, ...]
     dead: tuple[int, ...]
     calls: tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]
@@ -58,43 +58,43 @@ def compiled(
     inputs: int,
     out_shardings: list[Any] | None,
 ) -> list[Compiled]:
-    found = []
+    compiled_stages = []
     for number, stage in enumerate(cut):
         is_last = number == len(cut) - 1
-        given_up = [n for n in moved if is_last and n in stage.takes]
-        kept = [n for n in stage.takes if n not in set(given_up)]
+        donated = [n for n in moved if is_last and n in stage.takes]
+        kept = [n for n in stage.takes if n not in set(donated)]
         later = {n for other in cut[number + 1 :] for n in other.takes}
         later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
         here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
         dead = ({*stage.takes, *stage.gives, *here} - later) if not is_last else set()
-        found.append(
+        compiled_stages.append(
             Compiled(
                 stage,
                 _jitted(
                     stage,
                     f"{name}_{number}" if number else name,
-                    given_up,
+                    donated,
                     kept,
                     out_shardings if is_last else None,
                 ),
-                tuple(given_up),
+                tuple(donated),
                 tuple(kept),
                 tuple(sorted(n for n in dead if n >= inputs)),
                 _calls(stage.crossings),
             )
         )
-    return found
+    return compiled_stages
 
 
 def _jitted(
     stage: Stage,
     name: str,
-    given_up: list[int],
+    donated: list[int],
     kept: list[int],
     out_shardings: list[Any] | None,
 ) -> Any:
     def program(first: list[Any], second: list[Any]) -> list[Any]:
-        known = dict(zip((*given_up, *kept), (*first, *second), strict=True))
+        known = dict(zip((*donated, *kept), (*first, *second), strict=True))
         made = stage.run(*[known[n] for n in stage.takes])
         # An output that is an input would share its memory.
         given = {id(value) for value in known.values()}
@@ -111,9 +111,9 @@ def _calls(
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
     """Groups collectives that can be one call, in the order of the program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
-    for each in crossings:
-        groups.setdefault((each.channel, each.kind), []).append(each)
-    return tuple([(*key, tuple(found)) for key, found in groups.items()])
+    for crossing in crossings:
+        groups.setdefault((crossing.channel, crossing.kind), []).append(crossing)
+    return tuple([(*key, tuple(group)) for key, group in groups.items()])
 
 
 def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
@@ -159,7 +159,7 @@ class StagedProgram:
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
         self._results = len(results)
-        self._operands = [len(each) for each in operands]
+        self._operands = [len(arrays) for arrays in operands]
         self._operands_from = len(jax.tree.leaves((results, values, beside)))
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
@@ -176,9 +176,9 @@ class StagedProgram:
         held = self._held.with_others(plan, variables)
         if held is None or self._channels or held.fingerprint != self._fingerprint:
             return None
-        made = copy.copy(self)
-        made.plan, made._held = plan, held
-        return made
+        copied = copy.copy(self)
+        copied.plan, copied._held = plan, held
+        return copied
 
     @property
     def is_current(self) -> bool:
@@ -224,21 +224,21 @@ class StagedProgram:
         held.require_kept()
         last = self._stages[-1]
         store = self._before_last([*given, *held.state()])
-        given_up = [store[number] for number in last.given_up]
+        donated = [store[number] for number in last.donated]
         kept = [store[number] for number in last.kept]
         store.clear()
-        made: list[list[Any]] = []
+        last_outputs: list[list[Any]] = []
         if held.travels:
-            self._compute(last, given_up, kept, made)
-            settled(made[0], made[0])  # until then the old values stay
-            held.alone(lambda: self._put(made[0], draws))
+            self._compute(last, donated, kept, last_outputs)
+            settled(last_outputs[0], last_outputs[0])  # until then the old values stay
+            held.alone(lambda: self._put(last_outputs[0], draws))
         else:
             try:
-                held.alone(lambda: self._last(given_up, kept, made, draws))
+                held.alone(lambda: self._last(donated, kept, last_outputs, draws))
             finally:  # also after Ctrl-C: no other program may start meanwhile
-                if self._ends_here and made and made[0]:
-                    self._ended_or_lost(made[0], draws)
-        outputs = made[0]
+                if self._ends_here and last_outputs and last_outputs[0]:
+                    self._ended_or_lost(last_outputs[0], draws)
+        outputs = last_outputs[0]
         if not self._operands:
             return outputs[: self._results], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
@@ -246,23 +246,23 @@ class StagedProgram:
 
     def _last(
         self,
-        given_up: list[Any],
+        donated: list[Any],
         kept: list[Any],
-        made: list[list[Any]],
+        outputs: list[list[Any]],
         draws: Draws,
     ) -> None:
         """Runs the last stage, and stores its outputs in place of its inputs."""
         try:
-            self._compute(self._stages[-1], given_up, kept, made)
+            self._compute(self._stages[-1], donated, kept, outputs)
             # Drop the inputs while the devices compute.
-            given_up.clear()
+            donated.clear()
             kept.clear()
-            self._put(made[0], draws)
+            self._put(outputs[0], draws)
         except BaseException:  # to the caller
-            if made and not draws.is_spent:
-                self._put(made[0], draws)
-            elif not made:
-                _lose_what_is_gone(given_up)
+            if outputs and not draws.is_spent:
+                self._put(outputs[0], draws)
+            elif not outputs:
+                _lose_what_is_gone(donated)
             raise
 
     def _put(self, outputs: list[Any], draws: Draws) -> None:
@@ -280,7 +280,7 @@ class StagedProgram:
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
         try:
-            with _refusals.in_our_words(self.plan.function):
+            with _refusals.translated_errors(self.plan.function):
                 return jax.make_jaxpr(staged.body, return_shape=True)(
                     staged.inputs, staged.leaves, staged.values_like, staged.slots_like
                 )
@@ -323,26 +323,26 @@ class StagedProgram:
             return None
         results, _, slots, operands = self._shape
         values, beside = self._held.put_shardings()
-        found: list[Any] = [None] * len(results)
-        found += values
+        shardings: list[Any] = [None] * len(results)
+        shardings += values
         for sharding, tree in zip(beside, slots, strict=True):
-            found += [sharding] * len(jax.tree.leaves(tree))
-        return found + [None] * len(jax.tree.leaves(operands))
+            shardings += [sharding] * len(jax.tree.leaves(tree))
+        return shardings + [None] * len(jax.tree.leaves(operands))
 
     def _compute(
         self,
         part: Compiled,
-        given_up: list[Any],
+        donated: list[Any],
         kept: list[Any],
-        made: list[list[Any]],
+        outputs: list[list[Any]],
     ) -> None:
         """Runs a stage, and appends its outputs to ``made``: in C, so that they are
         there if a Ctrl-C comes during the call."""
         if self._traced:
-            made.extend(map(part.run, (given_up,), (kept,)))
+            outputs.extend(map(part.run, (donated,), (kept,)))
             return
-        with _refusals.in_our_words(self.plan.function):
-            made.extend(map(part.run, (given_up,), (kept,)))
+        with _refusals.translated_errors(self.plan.function):
+            outputs.extend(map(part.run, (donated,), (kept,)))
         self._traced = part is self._stages[-1]
 
     def _cross(self, part: Compiled, store: dict[int, Any]) -> None:
@@ -368,17 +368,17 @@ def _delete(arrays: Sequence[jax.Array]) -> None:
         array.delete()
 
 
-def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
+def _lose_what_is_gone(donated: Sequence[jax.Array]) -> None:
     """Deletes the donated inputs of a failed stage if it has used some of their memory:
     the values belong to one step, so they are lost together."""
     try:
         # Waiting finds a value that has lost its memory on some devices only.
-        _wait(given_up)
-        is_whole = not any(x.is_deleted() for x in given_up)
+        _wait(donated)
+        is_whole = not any(x.is_deleted() for x in donated)
     except Exception:  # of jax; deleted values are reported by the next step
         is_whole = False
     if not is_whole:
-        _delete(given_up)
+        _delete(donated)
 
 
 def _require_same(

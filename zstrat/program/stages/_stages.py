@@ -83,7 +83,9 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
             inner = inside(eqn)
             if inner is None or eqn.primitive.name == "shard_map":
                 raise _refusals.collective_inside(_where(eqn))
-            results = _evaluated(inner, _consts_of(eqn), operands)
+            called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            consts = called.consts if isinstance(called, ClosedJaxpr) else ()
+            results = _evaluated(inner, consts, operands)
         else:
             results = _one(jaxpr, eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
@@ -93,8 +95,8 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Computes the results of one equation."""
     if crosses(eqn):
-        found: list[Any] = crossing.bind(*operands, **eqn.params)
-        return found
+        results: list[Any] = crossing.bind(*operands, **eqn.params)
+        return results
     read = {
         var: x
         for var, x in zip(eqn.invars, operands, strict=True)
@@ -108,11 +110,6 @@ def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         effects=eqn.effects,
     )
     return list(jaxpr_as_fun(ClosedJaxpr(part, []))(*read.values()))
-
-
-def _consts_of(eqn: Any) -> Sequence[Any]:
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return found.consts if isinstance(found, ClosedJaxpr) else ()
 
 
 def _where(eqn: Any) -> str:
@@ -143,14 +140,14 @@ def _has_crossing_inside(eqn: Any) -> bool:
 
 def _jaxprs(eqn: Any) -> list[Any]:
     """Returns the programs in the parameters of an equation; a branch has several."""
-    found = []
+    programs = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
+                programs.append(item.jaxpr)
             elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
+                programs.append(item)
+    return programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +212,15 @@ class _Cut:
         return [self._stage(number) for number in range(self._last + 1)]
 
     def _stage(self, number: int) -> Stage:
-        mine: list[Any] = []
+        now: list[Any] = []
         later: list[Any] = []
         crossings: list[Any] = []
         for eqn, place in zip(self._eqns, self._places, strict=True):
             if place == number:
-                (crossings if crosses(eqn) else mine).append(eqn)
+                (crossings if crosses(eqn) else now).append(eqn)
             elif place is not None and place > number:
                 later.append(eqn)
-        own = {var for eqn in mine for var in eqn.outvars}
+        own = {var for eqn in now for var in eqn.outvars}
         if number == self._last:
             wanted = list(self._jaxpr.outvars)
             gives = tuple(range(len(wanted)))
@@ -232,10 +229,10 @@ class _Cut:
             needed += [x for x in self._jaxpr.outvars if not isinstance(x, Literal)]
             wanted = [var for var in dict.fromkeys(needed) if var in own]
             gives = tuple([self._numbers[var] for var in wanted])
-        takes = self._taken(mine, own, wanted)
-        effects = set(no_effects).union(*[eqn.effects for eqn in mine])
+        takes = self._taken(now, own, wanted)
+        effects = set(no_effects).union(*[eqn.effects for eqn in now])
         part = self._jaxpr.replace(
-            invars=takes, outvars=wanted, eqns=mine, effects=effects
+            invars=takes, outvars=wanted, eqns=now, effects=effects
         )
         run = jaxpr_as_fun(ClosedJaxpr(part, self._closed.consts))
         return Stage(
@@ -291,7 +288,7 @@ class _Cut:
         due: dict[Any, int] = {
             var: self._last for var in self._jaxpr.outvars if _is_var(var)
         }
-        found: list[int | None] = [None] * len(self._eqns)
+        stages: list[int | None] = [None] * len(self._eqns)
         for n in reversed(range(len(self._eqns))):
             eqn = self._eqns[n]
             wanted = [due[var] for var in eqn.outvars if var in due]
@@ -303,25 +300,25 @@ class _Cut:
                 # Also a collective whose result is not used: the other processes take
                 # part in it.
                 stage = self._levels[n]
-            found[n] = stage
+            stages[n] = stage
             for var in _read(eqn):
                 due[var] = min(due.get(var, stage), stage)
-        return found
+        return stages
 
     def _placed(self) -> list[int | None]:
         """Chooses the stage of each equation; None for one that is not needed."""
         due = self._due()
         places: list[int | None] = []
-        made: dict[Any, int] = {}
+        stage_of: dict[Any, int] = {}
         for n, eqn in enumerate(self._eqns):
             place = due[n]
             if place is not None:
                 is_free = all(
-                    var in self._fixed or made[var] >= place for var in _read(eqn)
+                    var in self._fixed or stage_of[var] >= place for var in _read(eqn)
                 )
                 if not is_free or self._levels[n] > 0:
                     place = self._levels[n]
-                made.update(dict.fromkeys(eqn.outvars, place))
+                stage_of.update(dict.fromkeys(eqn.outvars, place))
             places.append(place)
         return self._pulled(places)
 

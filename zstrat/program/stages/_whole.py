@@ -79,14 +79,14 @@ class WholeProgram:
         given = [self._given(x) for x in (*inputs, *leaves)]
         results, operands = held.in_turn(lambda: self._run(given, draws))
         plan = self.plan
-        mine = [
+        own_operands = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
             for arrays, update in zip(operands, plan.updates, strict=True)
         ]
         own_results = [
             _mine(x, like) for x, like in zip(results, plan.out_specs, strict=True)
         ]
-        return own_results, mine
+        return own_results, own_operands
 
     def _run(self, given: list[Any], draws: Draws) -> tuple[Any, Any]:
         held = self._held
@@ -112,7 +112,7 @@ class WholeProgram:
         if self._traced:
             outputs = self._jitted(moved, slots, read, given)
         else:
-            with _refusals.in_our_words(self.plan.function):
+            with _refusals.translated_errors(self.plan.function):
                 outputs = self._jitted(moved, slots, read, given)
             self._traced = True
         results, values, beside, operands = outputs

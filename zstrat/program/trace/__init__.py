@@ -22,10 +22,10 @@ from ._feeds import TraceFeed as TraceFeed
 from ._feeds import body_program as body_program
 from ._flow import Flow as Flow
 from ._flow import marked as marked
+from ._int32_checks import downcast_message as downcast_message
 from ._int32_checks import fits as fits
 from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
-from ._int32_checks import words as words
 from ._iterator import StepIterator as StepIterator
 from ._reach import is_known as is_known
 from ._reach import reached as reached

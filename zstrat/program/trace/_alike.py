@@ -61,15 +61,20 @@ class GivenVariables:
 
 def given_variables(call: CutCall) -> GivenVariables | None:
     """Returns the variables of a call; None if it has none, or cannot share."""
-    found: dict[int, Variable] = {}
+    variables: dict[int, Variable] = {}
     for leaf in call.leaves:
         if isinstance(leaf, Variable | ShardedVariable):
-            found.update((part.spec.key, part) for part in leaf.components)
+            variables.update((part.spec.key, part) for part in leaf.components)
         elif isinstance(leaf, AbstractVariable):
             return None
-    if not found or not all(map(_may_be_shared, found.values())):
+    for variable in variables.values():
+        storage = variable.storage
+        is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
+        if isinstance(storage, CopyStorage) or is_carried:
+            return None  # a row of another variable; or a value sent with the step
+    if not variables:
         return None
-    numbers = {key: number for number, key in enumerate(found)}
+    numbers = {key: number for number, key in enumerate(variables)}
     key: Any = call.key  # as `cut` makes it
     treedef, fingerprints, *rest = key
     alike = [
@@ -78,15 +83,7 @@ def given_variables(call: CutCall) -> GivenVariables | None:
         else fingerprint
         for leaf, fingerprint in zip(call.leaves, fingerprints, strict=True)
     ]
-    return GivenVariables(tuple(found.values()), (treedef, tuple(alike), *rest))
-
-
-def _may_be_shared(variable: Variable) -> bool:
-    """Whether it is neither a copy (a row of another variable) nor a variable whose
-    value was sent with the step."""
-    storage = variable.storage
-    is_carried = isinstance(storage, UnboundStorage) and variable.spec.ps == LOCAL
-    return not (isinstance(storage, CopyStorage) or is_carried)
+    return GivenVariables(tuple(variables.values()), (treedef, tuple(alike), *rest))
 
 
 def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
@@ -130,9 +127,9 @@ class StandIns:
         if isinstance(leaf, Variable):
             return self._made[leaf.spec.key]
         if isinstance(leaf, ShardedVariable):
-            made = joined([self._made[p.spec.key] for p in leaf.components], leaf.name)
-            self._own.add(id(made))
-            return made
+            whole = joined([self._made[p.spec.key] for p in leaf.components], leaf.name)
+            self._own.add(id(whole))
+            return whole
         return leaf
 
     def _used(self, variable: Any, use: VariableUse) -> None:
@@ -166,8 +163,8 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
             return True
         if isinstance(thing, AbstractVariable):
             parts = (Variable, ShardedVariable)
-            mine = thing.components if isinstance(thing, parts) else ()
-            if any(part.spec.key in keys for part in mine):
+            components = thing.components if isinstance(thing, parts) else ()
+            if any(part.spec.key in keys for part in components):
                 return True
         elif type(thing) is int and thing in numbers:  # slots[id(v)]
             return True

@@ -20,12 +20,11 @@ from zstrat.program.stages._stages import channels_of
 from zstrat.variables import DeviceStorage
 
 from . import _refusals
-from ._body import TracedBody, outputs_of
 from ._capture import Capture
 from ._feeds import Discovery, body_program
 from ._flow import Flow
 from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
-from ._plan import Plan, PlannedUpdate, Template
+from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 
 if TYPE_CHECKING:
@@ -97,8 +96,8 @@ def retraced(
     keys = [spec.key for spec in plan.reads]
 
     def replayed(inputs: Any, leaves: Any, values: Any, rows: Any) -> Any:
-        made = body(inputs, leaves, dict(zip(keys, values, strict=True)), rows)
-        return made.results, made.operands, made.ids
+        outputs = body(inputs, leaves, dict(zip(keys, values, strict=True)), rows)
+        return outputs.results, outputs.operands, outputs.ids
 
     leaves = [_as_taken(leaf) for element in elements for leaf in element.leaves]
     values = [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads]
@@ -106,7 +105,7 @@ def retraced(
         _shaped((*lookup.shape, *lookup.table.shape[1:]), lookup.table.dtype)
         for lookup in plan.lookups
     ]
-    with _refusals.in_our_words(plan.function):
+    with _refusals.translated_errors(plan.function):
         return jax.make_jaxpr(replayed)(call.inputs, leaves, values, rows)
 
 
@@ -131,14 +130,14 @@ def staged(
     traced: TracedBody,
     call: CutCall,
     elements: Sequence[Element],
-    found: Capture,
+    capture: Capture,
     mesh: Mesh | None,
 ) -> Staged:
     """Makes the body of a step on variables of this process, or of several ones."""
     if plan.lookups:
         raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
     keys = [spec.key for spec in plan.reads]
-    kept = {key: (v, rule) for key, (v, rule, _) in found.moves.slots.items()}
+    kept = {key: (v, rule) for key, (v, rule, _) in capture.moves.slots.items()}
     values_like = [_kept(variable) for variable in plan.variables]
     # Replicas may have begun to keep copies in the trace itself, and over the devices
     # of all processes the body does other things.
@@ -149,10 +148,10 @@ def staged(
     def body(inputs: Any, leaves: Any, values: Any, slots: Any) -> Any:
         known = dict(zip(keys, values, strict=True))
         beside = dict(zip(kept, slots, strict=True))
-        made = traced(inputs, leaves, known, (), beside)
-        return made.results, made.moved, made.slots, made.operands
+        outputs = traced(inputs, leaves, known, (), beside)
+        return outputs.results, outputs.moved, outputs.slots, outputs.operands
 
-    changing = [variable for variable, _ in found.moves.values.values()]
+    changing = [variable for variable, _ in capture.moves.values.values()]
     held = PlannedVariables(plan, changing, list(kept.values()))
     return Staged(
         body,
@@ -235,7 +234,7 @@ def discover(
         return elements[-1]
 
     gaps = _gaps(call)
-    found: list[tuple[Capture, Structure, list[Placeholder]]] = []
+    traces: list[tuple[Capture, Structure, list[Placeholder]]] = []
     template = Template(
         fn, call.treedef, tuple(call.leaves), gaps, tuple(call.iterators), ()
     )
@@ -244,19 +243,19 @@ def discover(
         feed = Discovery(seed, supplied)
         capture = Capture(feed, call.iterators)
         structure, arrays = template.run(capture, inputs)
-        found.append((capture, structure, feed.placeholders))
+        traces.append((capture, structure, feed.placeholders))
         return outputs_of(capture, arrays), [each.value for each in feed.placeholders]
 
-    with _refusals.in_our_words(step):
-        closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(
+    with _refusals.translated_errors(step):
+        closed, (outputs, _) = jax.make_jaxpr(traced, return_shape=True)(
             np.zeros((), np.float32), call.inputs
         )
-    capture, structure, placeholders = found[-1]
-    results, operands = made.results, made.operands
+    capture, structure, placeholders = traces[-1]
+    results, operands = outputs.results, outputs.operands
     template = replace(template, iterators=tuple(capture.iterators))
     _refuse_leaks(step, closed, len(results), capture.updates, placeholders)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
-    tree = jax.tree.structure(made)
+    tree = jax.tree.structure(outputs)
     body = TracedBody(
         plan,
         template.empty([element.treedef for element in elements]),
@@ -356,7 +355,7 @@ def _refuse_leaks(
     Raises:
         RuntimeError: The body uses such a value.
     """
-    ours = {id(each.value) for each in placeholders}
+    ours = {id(placeholder.value) for placeholder in placeholders}
     foreign = {
         id(var)
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)

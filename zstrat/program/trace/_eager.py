@@ -129,9 +129,9 @@ class Immediate(TraceRecorder):
         self._require_outside(call.variables[0].spec, "apply_gradients", arrays)
         # Copies: on a CPU they would share the memory of what was computed.
         host = call.with_arrays([np.array(x, order="C") for x in arrays])
-        for _, target, sparse, mine in host.leaves():
+        for _, target, sparse, own in host.leaves():
             if sparse:
-                target.table.require_inside(mine[0])
+                target.table.require_inside(own[0])
         apply_now(host, self._storage)
 
     def require_known_end(self, name: str) -> None:

@@ -108,11 +108,11 @@ class Discovery:
 
     def _abstract(self, name: Hashable, shape: Sequence[int], dtype: Any) -> jax.Array:
         seen = jax.dtypes.canonicalize_dtype(dtype)
-        made = jax.lax.broadcast(
+        array = jax.lax.broadcast(
             jax.lax.convert_element_type(self._seed, seen), tuple(shape)
         )
         # An equation of its own, even of a scalar of the seed's dtype.
-        value: jax.Array = checkpoint_name(made, "zstrat made up")  # type: ignore[no-untyped-call]
+        value: jax.Array = checkpoint_name(array, "zstrat made up")  # type: ignore[no-untyped-call]
         self.placeholders.append(Placeholder(name, value))
         return value
 
@@ -209,7 +209,7 @@ def body_program(
     cut = jaxpr.replace(
         invars=[*jaxpr.invars[1:], *made], outvars=wanted, eqns=eqns, effects=effects
     )
-    names = tuple([each.name for each in placeholders])
+    names = tuple([placeholder.name for placeholder in placeholders])
     return BodyProgram(ClosedJaxpr(cut, closed.consts), names, tree)
 
 

@@ -62,10 +62,10 @@ class Flow:
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
         """Returns the inputs that any of these outputs depends on, as bits."""
-        found = 0
+        inputs = 0
         for number in outputs:
-            found |= _mask(self._masks, self._jaxpr.outvars[number])
-        return found
+            inputs |= _mask(self._masks, self._jaxpr.outvars[number])
+        return inputs
 
     def origin(self, output: int) -> tuple[Any, ...]:
         """Returns the variables whose elements an output of integers consists of.
@@ -191,32 +191,32 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
 
 
 def _marked(jaxpr: Any, name: str) -> int:
-    masks, found = _masks(jaxpr, {}), 0
+    masks, inputs = _masks(jaxpr, {}), 0
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]
         inner = inside(eqn)
         if inner is not None:
-            found |= _through(_marked(inner, name), given)
+            inputs |= _through(_marked(inner, name), given)
         elif eqn.primitive.name == "name" and eqn.params["name"] == name:
-            found |= given[0]
-    return found
+            inputs |= given[0]
+    return inputs
 
 
 def _through(mask: int, given: Sequence[int]) -> int:
     """Converts bits of inputs of an inner jaxpr to bits of outer inputs."""
-    found = 0
+    inputs = 0
     for number, outside in enumerate(given):
         if mask >> number & 1:
-            found |= outside
-    return found
+            inputs |= outside
+    return inputs
 
 
 def inside(eqn: JaxprEqn) -> Any:
     """Returns the jaxpr that an equation runs once; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = found.jaxpr if isinstance(found, ClosedJaxpr) else found
+    program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
     return inner if len(inner.outvars) == len(eqn.outvars) else None

@@ -50,8 +50,8 @@ def wide_leaves(
     leaves that are inputs.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    found = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
-    if not found:
+    wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
+    if not wide:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
     paths = [
@@ -66,7 +66,7 @@ def wide_leaves(
             f"element {number}{keystr(path)} of the step"
             for path, _ in joined.flatten_with_path(whole)[0]
         ]
-    return {number: places[number] for number in found}
+    return {number: places[number] for number in wide}
 
 
 def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
@@ -165,20 +165,24 @@ def is_integer_downcast(leaf: Any) -> bool:
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
 
 
-class Watch:
+class DowncastCheck:
     """Checks the leaves of one program that jax downcasts, until it has warned of them.
 
-    ``said`` has the warnings of all programs of the function, by place and dtype.
+    ``warned`` has the warnings of all programs of the function, by place and dtype.
     """
 
-    __slots__ = ("_limits", "_once", "_places", "_said", "_step")
+    __slots__ = ("_limits", "_once", "_places", "_step", "_warned")
 
     def __init__(
-        self, step: str, places: dict[int, str], dtypes: dict[int, Any], said: set[str]
+        self,
+        step: str,
+        places: dict[int, str],
+        dtypes: dict[int, Any],
+        warned: set[str],
     ) -> None:
         self._step = step
         self._places = places
-        self._said = said
+        self._warned = warned
         self._limits: dict[int, tuple[int, int]] = {}
         for number, dtype in dtypes.items():
             if dtype.kind in "iu":
@@ -186,7 +190,7 @@ class Watch:
                 self._limits[number] = int(fit.min), int(fit.max)
         self._once = [number for number in dtypes if number not in self._limits]
 
-    def look(self, leaves: Sequence[Any]) -> None:
+    def check(self, leaves: Sequence[Any]) -> None:
         """Checks the leaves of one step, or only those of its arguments, which come
         first. Cost: a pass over each leaf of integers.
 
@@ -197,7 +201,7 @@ class Watch:
         once = [number for number in self._once if number < count]
         self._once = [number for number in self._once if number >= count]
         for number in once:
-            self._tell(number, leaves[number])
+            self._warn(number, leaves[number])
         for number, (low, high) in tuple(self._limits.items()):
             if number >= count:
                 continue
@@ -205,37 +209,37 @@ class Watch:
             if not leaf.size or (low <= leaf.min() and leaf.max() <= high):
                 continue
             self._limits.pop(number, None)
-            self._tell(number, leaf)
+            self._warn(number, leaf)
 
-    def _tell(self, number: int, leaf: Any) -> None:
+    def _warn(self, number: int, leaf: Any) -> None:
         place = self._places[number]
         key = _key(place, leaf)
-        if key in self._said or (lost := downcast_loss(leaf)) is None:
+        if key in self._warned or (lost := downcast_loss(leaf)) is None:
             return
-        self._said.add(key)
-        tell(f"{place} of the step function {self._step!r}", leaf, lost)
+        self._warned.add(key)
+        warn_of_downcast(f"{place} of the step function {self._step!r}", leaf, lost)
 
 
-def watch(
-    plan: Plan, call: CutCall, elements: Sequence[Element], said: set[str]
-) -> Watch | None:
-    """Who looks at the leaves of a program; None if there is nothing to look at.
+def downcast_check(
+    plan: Plan, call: CutCall, elements: Sequence[Element], warned: set[str]
+) -> DowncastCheck | None:
+    """Makes the check of a program; None if jax downcasts none of its leaves.
 
     ``elements`` are those that the plan draws.
     """
-    leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
+    leaves = [*call.inputs, *(leaf for element in elements for leaf in element.leaves)]
     cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
     cut -= plan.downcast_leaves.keys() | plan.taken
     if not cut:
         return None
-    names = _in_words(plan, call, elements)
+    names = _places_of(plan, call, elements)
     places = {number: names[number] for number in sorted(cut)}
     dtypes = {number: leaves[number].dtype for number in places}
-    return Watch(plan.function, places, dtypes, said)
+    return DowncastCheck(plan.function, places, dtypes, warned)
 
 
-def tell_of_arguments(
-    step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: set[str]
+def warn_of_arguments(
+    step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], warned: set[str]
 ) -> None:
     """Warns of arguments of an eager step that a downcast changes.
 
@@ -244,28 +248,30 @@ def tell_of_arguments(
     """
     for place, leaf in places_of(args, kwargs):
         key = _key(place, leaf)
-        if key in said or (lost := downcast_loss(leaf)) is None:
+        if key in warned or (lost := downcast_loss(leaf)) is None:
             continue
-        said.add(key)
-        tell(f"{place} of the step function {step!r}", leaf, lost)
+        warned.add(key)
+        warn_of_downcast(f"{place} of the step function {step!r}", leaf, lost)
 
 
 def _key(place: str, leaf: Any) -> str:
     return f"{place}: {getattr(leaf, 'dtype', None)}"
 
 
-def tell(place: str, leaf: Any, lost: str) -> None:
+def warn_of_downcast(place: str, leaf: Any, lost: str) -> None:
     """Warns that a downcast changes a leaf.
 
     Warns:
         DowncastWarning: Always.
     """
     warnings.warn(
-        words(place, leaf, lost), DowncastWarning, stacklevel=user_stacklevel()
+        downcast_message(place, leaf, lost),
+        DowncastWarning,
+        stacklevel=user_stacklevel(),
     )
 
 
-def words(place: str, leaf: Any, lost: str) -> str:
+def downcast_message(place: str, leaf: Any, lost: str) -> str:
     """Describes a leaf that a downcast changes, and the remedy."""
     kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
     cure = "make it fit where it is made (hash it in the dataset, say)"
@@ -278,17 +284,17 @@ def words(place: str, leaf: Any, lost: str) -> str:
     )
 
 
-def _in_words(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
+def _places_of(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
     """Returns the places of inputs and leaves of elements, for messages."""
     args, kwargs = call.treedef.unflatten(call.leaves)
     named = iter(places_of(args, kwargs))
     # Inputs are some of the leaves, in the same order.
-    found = [next(p for p, leaf in named if leaf is each) for each in call.inputs]
+    places = [next(p for p, leaf in named if leaf is taken) for taken in call.inputs]
     for number, (element, ordinal) in enumerate(zip(elements, plan.draws, strict=True)):
         whole = element.treedef.unflatten(element.leaves)
-        found += [
+        places += [
             f"element {number}{keystr(path)} of {call.iterators[ordinal].name}, drawn "
             "by a step"
             for path, _ in tree_flatten_with_path(whole)[0]
         ]
-    return found
+    return places

@@ -61,15 +61,15 @@ _CONTAINERS: Final = (
     frozenset,
     deque,
 )
-"""Types of what is looked into whichever package has made it."""
+"""Types of containers that are searched, whichever package has made them."""
 
 _OF_PYTHON: Final = ("builtins", "collections", "functools")
-"""Modules of the types that functions and containers are made of."""
+"""Modules of the types of functions and containers."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 _MAX_ITEMS: Final = 1000
-"""Items of a container of functions: one with more is data."""
+"""Limit of items of a container of functions; one with more is data."""
 
 
 def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
@@ -122,13 +122,13 @@ def _named_by(thing: FunctionType) -> list[Any]:
     body names."""
     names = dict.fromkeys(_names(thing.__code__))
     cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]
-    found = [
+    objects = [
         known[x]
         for known in (thing.__globals__, sys.modules)
         for x in names
         if x in known
     ]
-    modules = [x for x in (*found, *cells) if isinstance(x, ModuleType)]
+    modules = [x for x in (*objects, *cells) if isinstance(x, ModuleType)]
     seen = set()
     while modules:
         module = modules.pop()
@@ -137,8 +137,8 @@ def _named_by(thing: FunctionType) -> list[Any]:
         seen.add(module.__name__)
         here = [vars(module)[name] for name in names if name in vars(module)]
         modules += [x for x in here if isinstance(x, ModuleType)]
-        found += here
-    return found
+        objects += here
+    return objects
 
 
 def _is_ours(kind: type) -> bool:

@@ -100,7 +100,7 @@ def is_of_shapes(error: TypeError | IndexError) -> bool:
 
 
 @contextmanager
-def variables_in_our_words(step: str) -> Iterator[None]:
+def translated_variable_errors(step: str) -> Iterator[None]:
     """Turns jax's error about a `Variable` among the arguments of a jax function into
     ours, with the user's line.
 
@@ -122,7 +122,7 @@ def variables_in_our_words(step: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_our_words(step: str) -> Iterator[None]:
+def translated_errors(step: str) -> Iterator[None]:
     """Turns jax's errors about traced values into ours, with the user's line.
 
     Raises:
@@ -131,7 +131,7 @@ def in_our_words(step: str) -> Iterator[None]:
         RuntimeError: In place of jax's error about a leaked value.
     """
     try:
-        with variables_in_our_words(step):
+        with translated_variable_errors(step):
             yield
     except jax_errors.UnexpectedTracerError as error:
         raise leaked(step, "the body", raised_at(error)) from error
@@ -220,7 +220,7 @@ def lookup_not_ready(table: object) -> RuntimeError:
 def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
     """Makes the error of a read after an optimizer in the same step."""
     if isinstance(variable.storage, DeviceStorage):
-        made = (
+        computed = (
             "by the optimizer, of the gradients of all replicas. Read it before "
             "apply_gradients, after strategy.run, or in the next step"
         )
@@ -230,13 +230,13 @@ def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
             if isinstance(variable.storage, LocalStorage)
             else "parameter server"
         )
-        made = (
+        computed = (
             f"by the {by}, after the step. Read it before apply_gradients, or in the "
             "next step"
         )
     return RuntimeError(
         f"{here()}: {variable.spec} is read after an optimizer updated it in the same "
-        f"step (at {where}): its new value is computed {made}"
+        f"step (at {where}): its new value is computed {computed}"
     )
 
 

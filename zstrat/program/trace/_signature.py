@@ -149,11 +149,11 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
 
 def _bare(settings: Hashable) -> CutCall:
     """Returns the call without arguments, the same object each time."""
-    found = _bare_calls.get(settings)
-    if found is None:
+    call = _bare_calls.get(settings)
+    if call is None:
         key = (_NO_ARGUMENTS, (), settings, None)
-        found = _bare_calls[settings] = CutCall(key, _NO_ARGUMENTS, [], [], [])
-    return found
+        call = _bare_calls[settings] = CutCall(key, _NO_ARGUMENTS, [], [], [])
+    return call
 
 
 _UNKNOWN_TO_JAX: Final = (np.void, np.longdouble, np.clongdouble)
@@ -264,11 +264,11 @@ def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 def places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Returns the leaves of arguments, each with its place for messages."""
-    found = []
+    leaves = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
         for path, leaf in joined.flatten_with_path(tree)[0]:
-            found.append((f"{root}{keystr(path)}", leaf))
-    return found
+            leaves.append((f"{root}{keystr(path)}", leaf))
+    return leaves
 
 
 def _words(leaf: Any) -> str:

@@ -284,8 +284,8 @@ def _rebuild_aux(aux: PlainTree) -> Any:
         case ["#", [*reference]]:
             return referenced_class(reference)
         case ["(" | "[" as kind, *items]:
-            found = [_rebuild_aux(item) for item in items]
-            return tuple(found) if kind == "(" else found
+            parts = [_rebuild_aux(item) for item in items]
+            return tuple(parts) if kind == "(" else parts
         case ["{", *pairs]:
             return {key: _rebuild_aux(item) for key, item in _pairs(pairs)}
     return rebuild(aux, ())

@@ -312,7 +312,7 @@ class Moves:
     ) -> None:
         """Computes the next values and slots of all variables of a call."""
         step = TreeStep(_marked(call))
-        rules = [(each.variable, each.rule) for each in step.components]
+        rules = [(component.variable, component.rule) for component in step.components]
         values = [current(variable) for variable, _ in rules]
         slots = [self._slots_of(variable, rule) for variable, rule in rules]
         moved, kept = step(values, slots, _marked(call))
@@ -331,8 +331,8 @@ class Moves:
 def _marked(call: GradientCall) -> GradientCall:
     """Marks indices of rows, which must fit 32 bits."""
     arrays: list[Any] = []
-    for _, _, sparse, mine in call.leaves():
-        arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
+    for _, _, sparse, own in call.leaves():
+        arrays += [marked(reaching(own[0])), own[1]] if sparse else own
     return call.with_arrays([*arrays, *call.further])
 
 
@@ -349,9 +349,9 @@ def rows_here(
     rows = None
     for number, component in enumerate(table.components):
         here = rows_of_component(table, number, flat)
-        found = read(component).at[here].get(mode="fill")
-        mine = (here < component.shape[0]).reshape(-1, *[1] * (found.ndim - 1))
-        rows = found if rows is None else jnp.where(mine, found, rows)
+        own = read(component).at[here].get(mode="fill")
+        is_own = (here < component.shape[0]).reshape(-1, *[1] * (own.ndim - 1))
+        rows = own if rows is None else jnp.where(is_own, own, rows)
     assert rows is not None
     absent_mask = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(absent_mask, jnp.zeros_like(rows), rows)
@@ -377,5 +377,5 @@ def _plain(
         operands = rows_of_component(update.table, number, operands[0]), operands[1]
     if value.ndim == len(variable.shape):
         return moved(update.op, operands, value)
-    each: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)
-    return each
+    copies: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)
+    return copies

@@ -95,8 +95,8 @@ def hide_frames(error: Exception) -> None:
     """
     if environment().get("ZSTRAT_TRACEBACK") == "full":
         return
-    for each in _chain(error):
-        each.__traceback__ = _trimmed(each.__traceback__)
+    for cause in _chain(error):
+        cause.__traceback__ = _trimmed(cause.__traceback__)
     notes = getattr(error, "__notes__", [])  # users may set them to anything
     if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
         error.add_note(_NOTE)
@@ -108,8 +108,8 @@ def trim(error: BaseException) -> BaseException:
     An error without a line of the user keeps all frames, because it is about zstrat.
     """
     if environment().get("ZSTRAT_TRACEBACK") != "full":
-        for each in _chain(error):
-            each.__traceback__ = _trimmed(each.__traceback__) or each.__traceback__
+        for cause in _chain(error):
+            cause.__traceback__ = _trimmed(cause.__traceback__) or cause.__traceback__
     return error
 
 

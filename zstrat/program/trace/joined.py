@@ -38,8 +38,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     asked.is_joined = True
     try:
         # At each call of a step, hence without the wrapper of `jax.tree`.
-        found: tuple[list[Any], TreeDef] = _flatten(tree)
-        return found
+        flat: tuple[list[Any], TreeDef] = _flatten(tree)
+        return flat
     finally:
         asked.is_joined = before
 
@@ -50,9 +50,9 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
     before = asked.is_joined
     asked.is_joined = True
     try:
-        found: tuple[list[tuple[Any, Any]], TreeDef]
-        found = jax.tree_util.tree_flatten_with_path(tree)
-        return found
+        flat: tuple[list[tuple[Any, Any]], TreeDef]
+        flat = jax.tree_util.tree_flatten_with_path(tree)
+        return flat
     finally:
         asked.is_joined = before
 
@@ -64,5 +64,5 @@ def leaves(tree: Any) -> list[Any]:
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Maps one tree as `jax.tree.map`, with one leaf for a value per replica."""
-    found, treedef = flatten(tree)
-    return treedef.unflatten([fn(leaf) for leaf in found])
+    flat, treedef = flatten(tree)
+    return treedef.unflatten([fn(leaf) for leaf in flat])

@@ -42,17 +42,17 @@ class AskedServers:
             ServerLine(link, f"/job:ps/task:{ps}", request_timeout)
             for ps, link in enumerate(links)
         )
-        """To be told how the links stand, by whoever owns them, if what is asked is to
+        """The owner of the links reports their state to these, if requests are to
         outlive a connection."""
 
     @property
     def repeats(self) -> int:
-        """How often a request was sent again."""
+        """Number of requests that were sent again."""
         return sum([line.repeats for line in self.lines])
 
     @property
     def count(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self.lines)
 
     async def each(
@@ -153,7 +153,7 @@ class ServerCall(Generic[T]):
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
-            gave_up = self.outcome.done()  # nobody waits: it is not sent again
+            gave_up = self.outcome.done()  # no caller waits: it is not sent again
             later = None if gave_up else line.resubmit(part.message, deadline, reply)
             if later is None:
                 self.fail(error)
@@ -186,7 +186,7 @@ class CallPart(Generic[M]):
         Raises:
             PSUnavailableError: The server is gone.
             ProtocolError: It answered another question.
-            BaseException: As the server says; CancelledError if nobody will answer.
+            BaseException: As the server says; CancelledError if no answer will come.
         """
         try:
             answer = reply.result()
@@ -219,4 +219,4 @@ def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
 
 
 def nothing(answer: object = None) -> None:
-    """What a call returns whose answers say no more than that it is done."""
+    """Returns None, for calls whose answers only say that they are done."""

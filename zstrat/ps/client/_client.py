@@ -117,7 +117,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         deadline: float | None = None,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
-        """Applies updates: on each server all of its own, or none.
+        """Applies updates: on each server all of its updates, or none.
 
         Args:
             step: The closure whose effect this is, -1 for none. A server applies
@@ -188,7 +188,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         return self._ask(parts, pushing.result)
 
     async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
-        """What runs of the step before this one have pushed: names by part. They have
+        """Returns what earlier runs of the step have pushed: names by part. They have
         no effect any more.
 
         Raises:
@@ -203,7 +203,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
             asked = open_.pop(ps)
-            # Else a server that repeats itself would be asked for ever.
+            # Else a server that repeats itself would be asked without end.
             if answer.more and answer.more <= asked:
                 raise ValueError(f"parts from {asked} on, and more from {answer.more}")
             if answer.more:
@@ -245,9 +245,11 @@ class PsClient(VariableCalls, SnapshotCalls):
             What `push` and what `pull` would have returned.
         """
         self._forget_restarted()
-        theirs, mine = clocks or (None, None)
-        pushing = Pushing(self.session, step, part, low_water, updates, clocks=theirs)
-        reading = Reading(refs, rows, self._known, mine)
+        push_clocks, pull_clocks = clocks or (None, None)
+        pushing = Pushing(
+            self.session, step, part, low_water, updates, clocks=push_clocks
+        )
+        reading = Reading(refs, rows, self._known, pull_clocks)
         return exchange(self.lines, self.session, pushing, reading, deadline)
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
@@ -262,7 +264,7 @@ class PsClient(VariableCalls, SnapshotCalls):
             self._known.drop(ref)
 
     def _forget_restarted(self) -> None:
-        """Versions begin anew in a new process."""
+        """Versions are counted from the start in a new process."""
         for ps, line in enumerate(self.lines):
             peer = line.peer
             if peer is not None and peer.incarnation != self._incarnations[ps]:

@@ -1,13 +1,13 @@
 """The way to one parameter server, over connections that break and come back.
 
-When a connection breaks, nobody knows which of the requests under way were carried out.
-The server may be back a moment later with all that it held. Whoever asked hands those
+When a connection breaks, it is unknown which requests under way were carried out.
+The server may be back a moment later with all that it held. Their senders pass those
 requests to this line (`resubmit`), which keeps them and sends them again then, in the
 order of the calls. A request is sent again only if the server recognizes it by its
 step, or if carrying it out twice has the effect of once (`_repeated`). Any other
 request ends with its connection.
 
-The owner of the connection tells this line how the connection stands (`hold`, `resume`,
+The owner of the connection reports its state to this line (`hold`, `resume`,
 `lose`), because only the owner knows whether the server that came back still has the
 state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
 straight to the link and end with its connection.
@@ -358,7 +358,7 @@ def _copy(error: PSUnavailableError) -> PSUnavailableError:
 
 
 def _repeated(message: Message) -> Message | None:
-    """The message to send when nobody knows whether ``message`` was carried out.
+    """Returns the message to send when ``message`` may have been carried out.
 
     None: no message would have the same effect.
     """

@@ -1,8 +1,8 @@
-"""One push: the message for each parameter server, and what came of it.
+"""One push: a message for each parameter server, and the result.
 
 All updates of one server are in one message, as it applies all or none. A push and the
-pull behind it are one message to each server that has both parts (`exchange`). What
-comes of the two is independent, as it is of two messages: a server that refuses one
+pull after it are one message to each server that has both parts (`exchange`). Their
+results are independent, as it is of two messages: a server that refuses one
 part answers the other, and a part that cannot be sent does not keep the other back.
 """
 
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from ._reading import Clocks, Reading, ServerPull
 
 MAX_EXCHANGED_VARIABLES: Final = 2048
-"""Variables of one exchange: what it says of them fits a header by far. Beyond, the two
-parts travel each by itself, and the one message that is saved is nothing beside them.
-"""
+"""Variables of one exchange, whose entries easily fit a header. Above that, the two
+parts are two messages; one more costs nothing beside so many."""
 
 
 class PsUpdate(NamedTuple):
@@ -46,8 +45,8 @@ class PsUpdate(NamedTuple):
 
 @final
 class Pushing:
-    """``messages`` by server; `take` is given the answers, and `result` says what the
-    caller wants to know when all are here."""
+    """A push to several servers: ``messages`` by server, `take` for each answer, and
+    `result` when all have answered."""
 
     __slots__ = ("_applied", "_clocks", "messages")
 
@@ -62,18 +61,18 @@ class Pushing:
         *,
         clocks: Clocks | None = None,
     ) -> None:
-        mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
+        by_ps: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
         for ps, key, op, optimizer, operands in updates:
-            if ps not in mine:
-                mine[ps] = ([], [])
-            entries, arrays = mine[ps]
+            if ps not in by_ps:
+                by_ps[ps] = ([], [])
+            entries, arrays = by_ps[ps]
             entries.append(Update(key, int(op), optimizer, len(operands)))
             arrays.extend(operands)
         self.messages = {
             ps: Push(session, step, part, low_water, entries, tuple(arrays), writer)
-            for ps, (entries, arrays) in mine.items()
+            for ps, (entries, arrays) in by_ps.items()
         }
-        self._applied = not mine
+        self._applied = not by_ps
         self._clocks = clocks
 
     def take(self, ps: int, answer: Pushed | Exchanged) -> None:
@@ -88,7 +87,7 @@ class Pushing:
 
 @final
 class OwnUpdates:
-    """Numbers for the updates that a process makes by itself, outside of closures.
+    """Numbers the updates that a process makes outside of closures.
 
     ``writer`` is its incarnation; 0: its updates have no names.
     """
@@ -109,8 +108,8 @@ class OwnUpdates:
         return number, next(iter(self._open))
 
     def end(self, number: int) -> None:
-        """Notes that an update is over, however it ended. Once the servers hear that,
-        by the mark of a later update, copies of it that arrive late have no effect."""
+        """Notes that an update is over, however it ended. Once the servers know that,
+        from the mark of a later update, late copies of it have no effect."""
         self._open.pop(number, None)
 
 
@@ -131,7 +130,7 @@ def exchange(
         ServerCall(len(asked), reading.result),
         deadline,
     )
-    # Nothing is read of these: their push goes by itself.
+    # Nothing is read from these: they get the push alone.
     for ps in left.keys() - {each.ps for each in asked}:
         both.send_push(lines[ps], ps, left.pop(ps))
     for each in asked:

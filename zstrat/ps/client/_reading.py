@@ -134,16 +134,16 @@ class Reading:
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
     def messages(self) -> Iterator[ServerPull]:
-        """What to ask: one message per server, more of thousands of variables."""
+        """Yields the requests: one per server, more for thousands of variables."""
         refs, rows = self._refs, self._rows
-        mine: dict[int, tuple[list[int], list[int]]] = {}
+        by_ps: dict[int, tuple[list[int], list[int]]] = {}
         for place, ref in enumerate(refs):
-            if ref[0] not in mine:
-                mine[ref[0]] = ([], [])
-            mine[ref[0]][0].append(place)
+            if ref[0] not in by_ps:
+                by_ps[ref[0]] = ([], [])
+            by_ps[ref[0]][0].append(place)
         for place, some in enumerate(rows):
-            mine.setdefault(some[0], ([], []))[1].append(place)
-        for ps, (whole, parts) in mine.items():
+            by_ps.setdefault(some[0], ([], []))[1].append(place)
+        for ps, (whole, parts) in by_ps.items():
             count = max(-(-len(whole) // READS), -(-len(parts) // ROWS))
             for at in range(count):
                 yield self._asked(

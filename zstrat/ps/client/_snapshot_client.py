@@ -1,7 +1,7 @@
 """What a coordinator asks of parameter servers to save and to restore.
 
 Snapshots are named by a number that the caller draws. A server forgets those of a
-coordinator whose connection is lost: a `NotFoundError` in the middle means "pin anew".
+coordinator whose connection is lost: a `NotFoundError` in the middle means "pin again".
 Writing, loading and finding files take as long as the disk does: nothing but the loss
 of the server, or the deadline given, ends the wait for them.
 """
@@ -78,14 +78,14 @@ class SnapshotCalls(AskedServers):
 
         Cancellation: it may have been pinned: `release` it.
         """
-        mine, wanted = by_server(refs), list(optimizers)
+        keys_of, wanted = by_server(refs), list(optimizers)
         messages = [
             (ps, PinSnapshot(self.session, snapshot, keys, wanted))
-            for ps, keys in mine.items()
+            for ps, keys in keys_of.items()
         ]
         answers = await self.each(messages, SnapshotPinned)
         found = []
-        for ps, answer in zip(mine, answers, strict=True):
+        for ps, answer in zip(keys_of, answers, strict=True):
             entries = await self._rest(ps, snapshot, answer)
             found += [PinnedTensor(ps, at, each) for at, each in enumerate(entries)]
         return found
@@ -99,7 +99,7 @@ class SnapshotCalls(AskedServers):
         names: Sequence[str],
     ) -> SnapshotWritten:
         """Has a server write tensors to the new file ``path`` of its machine, and sync
-        it. They are not kept any more then, whether this succeeds or not.
+        it. They are dropped then, whether this succeeds or not.
 
         Args:
             path: Absolute.
@@ -107,14 +107,14 @@ class SnapshotCalls(AskedServers):
 
         Raises:
             AlreadyExistsError: There is such a file; it is left alone.
-            NotFoundError: There is no such folder, or no such snapshot any more.
+            NotFoundError: The folder, or the snapshot, does not exist.
             ResourceExhaustedError: The disk is full, or memory for what changed
                 meanwhile.
             PermissionDeniedError, UnavailableError: As the system says. After all of
                 these but the first no file is left.
             ValueError: So many names that they do not fit a message (some thousands).
 
-        Cancellation: the server goes on, until `release`.
+        Cancellation: the server continues, until `release`.
         """
         message = WriteSnapshot(self.session, snapshot, path, list(places), list(names))
         (written,) = await self.each(
@@ -128,7 +128,7 @@ class SnapshotCalls(AskedServers):
         """Bytes ``[offset, offset + size)`` of a tensor: uint8 [size], read-only.
 
         Raises:
-            NotFoundError: There is no such snapshot any more, or it was written.
+            NotFoundError: The snapshot does not exist, or was written.
             InvalidArgumentError: The tensor does not have these bytes, or they are more
                 than 64 MiB.
 
@@ -173,7 +173,7 @@ class SnapshotCalls(AskedServers):
             DataLossError: A file was cut short.
             PermissionDeniedError, UnavailableError: As the system says.
 
-        Cancellation: the server goes on.
+        Cancellation: the server continues.
         """
         for at in range(0, len(entries), ENTRIES):
             message = LoadTensors(self.session, list(entries[at : at + ENTRIES]))

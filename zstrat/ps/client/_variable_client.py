@@ -44,7 +44,7 @@ class VariableCalls(AskedServers, abc.ABC):
 
     @abc.abstractmethod
     def _forget(self, refs: Iterable[Ref]) -> None:
-        """Values of these variables are not remembered any more."""
+        """Forgets the remembered values of these variables."""
 
     async def create(
         self, variables: Sequence[tuple[int, VariableEntry, np.ndarray]]
@@ -117,11 +117,11 @@ class VariableCalls(AskedServers, abc.ABC):
         Cancellation: it may have been dropped.
         """
         self._forget(refs)
-        numbers, mine = list(optimizers), by_server(refs)
+        numbers, keys_of = list(optimizers), by_server(refs)
         # A variable is on one server, an optimizer on all.
-        asked = range(self.count) if numbers else mine
+        asked = range(self.count) if numbers else keys_of
         messages = [
-            (ps, Withdraw(self.session, mine.get(ps, []), numbers)) for ps in asked
+            (ps, Withdraw(self.session, keys_of.get(ps, []), numbers)) for ps in asked
         ]
         await self.each(messages, object)
 
@@ -154,7 +154,7 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each([(ps, message) for ps in range(self.count)], object)
 
     async def statistics(self) -> list[dict[str, PlainTree]]:
-        """What each parameter server says of itself, in task order.
+        """Returns the statistics of each parameter server, in task order.
 
         Cancellation: nothing is lost.
         """

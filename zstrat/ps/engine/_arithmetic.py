@@ -283,7 +283,7 @@ def _scatter(
         table[indices] = as_rows(np.ascontiguousarray(rows))
         return
     if op is UpdateOp.SCATTER_DIV and is_integer(out.dtype):
-        # In memory of its own: a division that fails must not leave a part of it.
+        # In its own memory: a division that fails must not leave a part of it.
         found = runs(indices)
         quotients = divided(gather(out, found.unique), found, rows)
         table[found.unique] = as_rows(quotients)
@@ -306,7 +306,7 @@ def _is_defined(op: UpdateOp, dtype: np.dtype) -> bool:
     if ufunc is None:
         return True
     if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and dtype.kind == "c":
-        return False  # numpy orders complex numbers by their parts; nobody else does
+        return False  # only numpy orders complex numbers, by their parts
     if ufunc is np.true_divide and is_integer(dtype):
         return True
     try:

@@ -1,7 +1,7 @@
 """Which variables an optimizer moves here, and how: what its trees say of each leaf.
 
-A transformation is shipped by a coordinator; the tree that it moves is told as data by
-whoever applies gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
+A transformation is shipped by a coordinator; the tree that it moves is sent as data by
+the sender of gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
 that are moved alike, as tables of different heights are, get one *representative*, so
 that they share slots' layouts, programs and calls.
 
@@ -46,8 +46,8 @@ class TracedLeaf:
 
     def is_moved_as(self, other: TracedLeaf) -> bool:
         """Whether it makes no difference which of the two a variable is."""
-        mine = (self.digest, self.rule.uses, self.operands)
-        return mine == (other.digest, other.rule.uses, other.operands)
+        own = (self.digest, self.rule.uses, self.operands)
+        return own == (other.digest, other.rule.uses, other.operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class Tree:
 
 
 class Bindings:
-    """The trees that were told of one optimizer, and which variables they bind."""
+    """The trees of one optimizer, and the variables that they bind."""
 
     def __init__(self, name: str, transformation: Any) -> None:
         self._name, self._transformation = name, transformation
@@ -82,12 +82,12 @@ class Bindings:
         self._alike: dict[bytes, LeafRule] = {}
 
     def get(self, key: int) -> Bound | None:
-        """What moves the variable with this key."""
+        """Returns what moves the variable with this key."""
         return self._bound.get(key)
 
     @property
-    def told(self) -> list[tuple[bytes, list[int]]]:
-        """The bytes of each tree, in the order in which they were told, with the keys
+    def encoded(self) -> list[tuple[bytes, list[int]]]:
+        """The bytes of each tree, in the order in which they came, with the keys
         of the variables here that it binds."""
         keys: dict[bytes, list[int]] = {digest: [] for digest in self._trees}
         for key, digest in self._tree_of.items():
@@ -116,7 +116,7 @@ class Bindings:
         Cost: as tracing it three times, and more for each leaf.
 
         Raises:
-            InvalidArgumentError: It is no binding, does not fit the variables, or the
+            InvalidArgumentError: It is not a binding, does not fit here, or the
                 transformation cannot be cut into leaves here.
             AlreadyExistsError: A variable is moved differently already.
         """

@@ -1,10 +1,10 @@
 """Any optax transformation, applied where the variable lives.
 
 A transformation is registered once per session (shipped code, loaded by the caller's
-`load_code`). When its tree is told, it is cut into what moves each leaf (`_bindings`),
+`load_code`). When its tree comes, it is cut into what moves each leaf (`_bindings`),
 and that is compiled by XLA per shape and dtype. Value and slots are donated, so that an
 update writes where they are; a reader's lease turns that into an update beside it
-(`zstrat.ps.store._cell` has the proof). A variable has a program of its own, unless its
+(`zstrat.ps.store._cell` has the proof). A variable has its own program, unless its
 push is of a few variables of some size, which share one (`JointPrograms`): XLA runs the
 parts of a larger program on several threads, and waking those costs more than starting
 four small programs (110 us against 40 for four arrays of 512 floats).
@@ -87,7 +87,7 @@ class OptimizerEngine:
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled."""
+        """Number of programs that have been compiled."""
         return sum(each.programs.count for each in list(self._registered.values()))
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class OptimizerEngine:
         return known
 
     def register(self, new: Registered) -> None:
-        """Makes a loaded optimizer known under its id. The same again is no error.
+        """Makes a loaded optimizer known under its id. The same again is not an error.
 
         Raises:
             AlreadyExistsError: The id is taken by another one.
@@ -181,7 +181,7 @@ class OptimizerEngine:
             operands: Those that the push has brought for the optimizer.
 
         Raises:
-            NotFoundError: The optimizer does not exist, or nobody has told that the
+            NotFoundError: The optimizer does not exist, or no tree says that the
                 variable is in its tree.
             InvalidArgumentError: Gradient or operands do not fit, or the optimizer may
                 not be applied to parts of a variable and the variable is one.
@@ -197,7 +197,7 @@ class OptimizerEngine:
         if bound is None:
             raise NotFoundError(
                 f"{who}: the variable is in no tree that was bound to the optimizer "
-                "here; whoever applies gradients tells the tree first"
+                "here; the sender of gradients has to send the tree first"
             )
         rows = op is UpdateOp.OPTIMIZE_ROWS
         if len(arrays) != 1 + rows:
@@ -239,7 +239,7 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
     if got != want and (not is_wide(got) or _narrow(got) != want):
         raise InvalidArgumentError(
             f"{who}: expected a gradient of {want.name}, as the tree says that the "
-            f"optimizer was told, got {got.name}"
+            f"optimizer has in its tree, got {got.name}"
         )
 
 

@@ -1,7 +1,7 @@
 """What is compiled for gradients of rows: a kind for all tables whose rows look alike,
 and in it a program for each bucket of rows.
 
-`RowLayout` is what XLA is told of a kind: the shapes of what an update takes and gives.
+`RowLayout` describes a kind to XLA: the shapes of what an update takes and gives.
 A kind owns the memory that rows are gathered into, aligned so that XLA reads it without
 a copy. What a program leaves in one call is lent to it again as memory for the next
 (donated): fresh memory costs as much as all of the arithmetic.
@@ -130,7 +130,7 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """How many rows the program of each call has that so many rows need."""
+        """Returns the rows of the program of each call that so many rows need."""
         return sizes(rows, self.most)
 
 
@@ -146,7 +146,7 @@ class RowKinds:
 
     @property
     def count(self) -> int:
-        """How many programs have been compiled."""
+        """Number of programs that have been compiled."""
         return len(self._initials) + sum(
             len(kind.programs) for kind in list(self._alike.values())
         )
@@ -322,14 +322,14 @@ def _vector(rows: Shape) -> Shape:
 
 
 def _arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
-    """What `_update_of` takes, for ``size`` rows."""
+    """Returns what `_update_of` takes, for ``size`` rows."""
     value, *rows, gradient = (_rows_of(size, row) for row in layout.gathered)
     operands = list(operands_of(layout.rule))
     return value, rows, layout.shared, operands, gradient, [value, *rows]
 
 
 def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
-    """What rows look like of variables that have these slots and such gradients.
+    """Describes rows of variables that have these slots and such gradients.
 
     Raises:
         TypeError: Rows are not moved one by one.

@@ -2,7 +2,7 @@
 
 The rows that a gradient names, of the value and of those slots that have rows, are
 gathered into pooled, aligned buffers that XLA reads without a copy; a program computes
-the new ones; they are scattered into the cells, in place unless somebody looks. All
+the new ones; they are scattered into the cells, in place unless a reader has them. All
 other rows, and their slots, stay as they are ("lazy" updates): a momentum does not
 decay while its row has no gradient. Slots without rows (a count, a learning rate) are
 those of the variable, and every update advances them, be it of no rows.
@@ -69,12 +69,12 @@ class RowUpdates:
 
     @property
     def count(self) -> int:
-        """How many programs have been compiled."""
+        """Number of programs that have been compiled."""
         return self._kinds.count
 
     def ready(self, steps: Sequence[RowStep]) -> list[RowCalls] | None:
         """The calls that update these rows where they are, if that is all there is to
-        do: programs and slots are there, nobody looks at a value, nothing is late.
+        do: programs and slots are there, no reader has a value, nothing is late.
 
         Most updates are such, and one look at each table replaces the five of
         `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
@@ -100,7 +100,7 @@ class RowUpdates:
             InvalidArgumentError: The transformation cannot be applied to rows of this
                 shape.
             BusyError: Too many shapes have been compiled for.
-            ResourceExhaustedError: There is no memory for slots, or beside those that
+            ResourceExhaustedError: Memory lacks for slots, or beside those that
                 readers look at.
         """
         late: list[tuple[RowKind, RowStep]] = []
@@ -111,7 +111,7 @@ class RowUpdates:
                 self._prepare(step, ahead)
         known = self._calls([step for step in steps if not step.late])
         for kind, step in late:
-            # Whom it will share a call with is not known yet: nobody, or all.
+            # It is not known yet whether it will share a call: with none, or all.
             others = [each for other, each in late if other is kind]
             early = [
                 each for calls in known if calls.kind is kind for each in calls.steps
@@ -199,7 +199,7 @@ class RowUpdates:
             return [lasting(tuple(s.shape), np.dtype(s.dtype)) for s in leaves]
         except MemoryError:
             raise ResourceExhaustedError(
-                f"{cell.who}: there is no memory for what optimizer {layouts.name!r} "
+                f"{cell.who}: not enough memory for what optimizer {layouts.name!r} "
                 "keeps beside it"
             ) from None
 
@@ -271,7 +271,7 @@ class RowUpdates:
     ) -> list[RowCalls]:
         """Steps that go into the same calls: of one kind, with the same operands and
         equal slots without rows. Where such slots are computed from rows, each step has
-        calls of its own, as they would be computed from the rows of all."""
+        separate calls, as they would be computed from the rows of all."""
         found: dict[object, RowCalls] = {}
         for number, (step, kind) in enumerate(zip(steps, kinds, strict=True)):
             shared: object = number
@@ -339,7 +339,7 @@ def _converted(cell: Cell, dtype: np.dtype) -> Cell:
         new = lasting(cell.shape, dtype)
     except MemoryError:
         raise ResourceExhaustedError(
-            f"{cell.who}: there is no memory to make them {dtype.name}"
+            f"{cell.who}: not enough memory to convert them to {dtype.name}"
         ) from None
     np.copyto(new, cell.look(), casting="unsafe")
     converted = Cell.around(new)

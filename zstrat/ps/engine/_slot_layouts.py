@@ -132,6 +132,6 @@ def shape(dims: tuple[int, ...], dtype: Any) -> Shape:
 
 
 def operands_of(rule: LeafRule) -> tuple[Shape, ...]:
-    """What the operands that it takes look like."""
+    """Describes the operands that it takes."""
     kinds = rule.tree.cut().operand_kinds
     return tuple([spec(kinds[number]) for number in rule.uses])

@@ -1,7 +1,7 @@
 """A variable, what an optimizer keeps beside it, and what one step of that takes.
 
 A program may restore a checkpoint and then train: what the optimizer keeps beside a
-variable is known here when it was told which tree it moves (`_bindings`), and until
+variable is known here when its tree has come (`_bindings`), and until
 then slots are what was stored, by name. The first update takes them, if they are what
 it needs.
 """
@@ -177,8 +177,8 @@ class Unbound(Slots):
 
     @staticmethod
     def of(slots: Slots) -> Unbound:
-        """The leaves of slots, without their layout: another program goes on with them,
-        which tells anew what the optimizer keeps."""
+        """The leaves of slots, without their layout: another program takes them over,
+        which sends again what the optimizer keeps."""
         if isinstance(slots, Unbound):
             return slots
         filled = {
@@ -202,7 +202,7 @@ class Unbound(Slots):
                 cell = Cell.around(lasting(shape, dtype))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{who}: there is no memory for {leaf.name!r}"
+                    f"{who}: not enough memory for {leaf.name!r}"
                 ) from None
             cell.who = who
             kept.append((cell, leaf))

@@ -7,7 +7,7 @@ shape is refused before anything has changed. Gradients of some rows have progra
 their own (`_row_updates`), and the same slots.
 
 Where it is worth it, the variables of a push have one program together
-(`JointPrograms`). A program of each is started by itself and wakes threads of XLA's for
+(`JointPrograms`). A program of each is started alone and wakes threads of XLA's for
 itself; six of them, for the layers of a small network, cost a fifth more than one that
 updates all six. A large variable does not notice, and a program of very small ones is
 dearer than they are, because XLA runs its parts on several threads. So pushes of a few
@@ -84,7 +84,7 @@ class UpdatePrograms:
 
     @property
     def count(self) -> int:
-        """How many have been compiled."""
+        """Number of programs that have been compiled."""
         alone = len(self._programs) + len(self._initials)
         return alone + len(self._joint.programs) + self.rows.count
 
@@ -113,7 +113,7 @@ class UpdatePrograms:
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
-            ResourceExhaustedError: There is no memory for slots, or beside those that
+            ResourceExhaustedError: Memory lacks for slots, or beside those that
                 readers look at.
         """
         numbers = []
@@ -181,9 +181,9 @@ class UpdatePrograms:
         Raises:
             InvalidArgumentError: They are not what the rule keeps.
         """
-        mine = slots.get(self._optimizer)
-        if isinstance(mine, Unbound):
-            slots[self._optimizer] = self._layouts.adopted(mine, rule, cell)
+        unbound = slots.get(self._optimizer)
+        if isinstance(unbound, Unbound):
+            slots[self._optimizer] = self._layouts.adopted(unbound, rule, cell)
 
     def _prepare(self, step: SlotStep, ahead: Ahead) -> int:
         """Makes missing slots, unless it is too early to; returns the number of their
@@ -218,9 +218,11 @@ class UpdatePrograms:
             self._program(step, number)
 
     def _kinds(self, steps: Sequence[SlotStep]) -> Kinds:
-        """What programs of these updates are told apart by; their slots are made."""
-        mine = self._optimizer
-        return tuple([(step.slots[mine].layout, step.gradient.dtype) for step in steps])
+        """Returns what distinguishes programs of these updates; their slots exist."""
+        number = self._optimizer
+        return tuple(
+            [(step.slots[number].layout, step.gradient.dtype) for step in steps]
+        )
 
     def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
         """Whether one program makes all these updates. It does not where slots change
@@ -278,7 +280,7 @@ class UpdatePrograms:
         return call
 
     def _program(self, step: SlotStep, number: int) -> UpdateProgram:
-        """What updates a variable whose slots have this layout."""
+        """Returns the program for variables whose slots have this layout."""
         key = (number, step.gradient.dtype)
         program = self._programs.get(key)
         if program is None:
@@ -314,7 +316,7 @@ class UpdatePrograms:
 
 
 def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
-    """What a program of slots of this layout takes, by its looks."""
+    """Describes the arguments of a program for slots of this layout."""
     operands = operands_of(layout.rule)
     return layout.value, layout.leaves, spec(step.gradient), operands
 

@@ -1,4 +1,4 @@
-"""What a parameter server that stops leaves to the process that goes on for it."""
+"""The state that a parameter server leaves to its next process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Hands what a parameter server holds from a process that ends to the one after it.
 
-The process that is told to stop answers nothing any more when it has finished what it
-had accepted, and leaves what it holds in a state folder; who asks it meanwhile hears
-nothing, sees it leave, and asks again. The next process loads all of it and removes the
-state before it answers anybody. So a state is used once, and is the newest that its
-process had: who is killed later has none, and comes back empty.
+A process that has to stop finishes what it has accepted, falls silent, and writes what
+it holds to a state folder. Callers get no answer meanwhile, see the process leave, and
+ask again. The next process loads the state and removes it before it answers its first
+request. So a state is used once, and is the newest that its process had: a process that
+is killed later leaves none, and comes back empty.
 
 Peers know a parameter server by its incarnation, which stands for what it holds. It is
 handed over with the state, and so are those of the copies that it keeps for others, at
@@ -12,9 +12,8 @@ their addresses. Law of the file: **an incarnation answers for one state at a ti
 the old process is silent before the state is complete, and the new one answers when it
 is removed. All that a process had is handed over, or nothing.
 
-With second copies another process may have gone on meanwhile. So what comes back of
-such a store serves nobody until the coordinator says that it does, who knows the views:
-see `StoreRole`.
+With second copies another process may have served the store meanwhile. So such a store
+is not served until the coordinator, which knows the views, says so: see `StoreRole`.
 """
 
 from __future__ import annotations
@@ -68,14 +67,15 @@ class StoreRole(enum.Enum):
     """What a process was to a store."""
 
     ALONE = "alone"
-    """No other process had a copy of it with all that was acknowledged: who comes next
-    serves it."""
+    """No other process had a copy with all that was acknowledged: the next process
+    serves the store."""
     PRIMARY = "primary"
-    """Another one had, and may serve it: who comes next waits for `DetachBackup`."""
+    """Another process had one, and may serve the store: the next process waits for
+    `DetachBackup`."""
     BACKUP = "backup"
-    """It had a copy with all that was acknowledged: who comes next may be promoted."""
+    """It had a copy with all that was acknowledged: the next process may serve."""
     NOTHING = "nothing"
-    """There is nothing of it, or nothing that is whole."""
+    """Nothing of it is left, or nothing that is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class HandedOverStore:
 
     Args:
         number: Of the store.
-        view: The newest one of it that the process knew of.
-        store: What it holds; None: nothing.
+        view: The newest one of the store that the process knew of.
+        store: What the process holds of it, if anything.
         address, incarnation: Of a copy that it keeps for another process; its own store
             has those of the process.
     """
@@ -99,7 +99,7 @@ class HandedOverStore:
 
 
 class Inherited(NamedTuple):
-    """What the process before has left: its own store, and copies that it kept.
+    """The state of the process before: its own store, and the copies that it kept.
     ``owner`` has no connection yet."""
 
     incarnation: int
@@ -113,7 +113,7 @@ class Handover:
     """Hands over what one parameter server holds.
 
     Args:
-        folder: Its state folder, which others may not write to.
+        folder: Its state folder, which other users may not write to.
         task: Names it in errors.
         make_thread: Makes the thread that writes.
 
@@ -132,7 +132,7 @@ class Handover:
         self._make_thread = make_thread
 
     async def leave(self, left: Inherited, patience: float) -> bool:
-        """Leaves what is here for the next process.
+        """Writes the state for the next process.
 
         Returns:
             False if it could not be written within ``patience`` seconds; the log says
@@ -156,7 +156,7 @@ class Handover:
         return False
 
     async def write(self, left: Inherited) -> None:
-        """Writes what the stores hold, which change no more.
+        """Writes what the stores hold, which no longer change.
 
         Raises:
             ZstratError, OSError: It could not be written; there is no state.
@@ -168,8 +168,8 @@ class Handover:
         path, stores = self._files.new_path(), StoreWriting()
         facts = {
             "incarnation": left.incarnation,
-            "owner": _plain(left.owner),
-            "stores": [_told(each, stores) for each in (left.own, *left.copies)],
+            "owner": _plain_owner(left.owner),
+            "stores": [_plain_store(each, stores) for each in (left.own, *left.copies)],
         }
         names = [str(number) for number in range(len(stores.tensors))]
         snapshot = ServerSnapshot(stores.tensors)
@@ -186,11 +186,11 @@ class Handover:
     def take(
         self, load_code: Callable[[bytes], object], *, largest: int
     ) -> Inherited | None:
-        """Loads what the process before has left; None if there is nothing. A state
-        that cannot be used is removed, and the log says why. Any other stays until
-        `took`, for the next process, should this one die before.
+        """Loads the state of the process before; None if there is none. A state that
+        cannot be used is removed, and logged. Any other stays until `took`, for the
+        next process, in case this one dies before.
 
-        Blocks: to be called before anybody is served.
+        Blocks: call it before the first request.
 
         Raises:
             OSError: It cannot be removed.
@@ -199,9 +199,9 @@ class Handover:
             with self._files.open() as state:
                 if state is not None:
                     return self._inherited(state, load_code, largest)
-            self._files.remove()  # what somebody has left who was killed
+            self._files.remove()  # what a process has left that was killed
             return None
-        except Exception as error:  # goes to the log: nobody else can do anything
+        except Exception as error:  # to the log: no caller can do anything
             log.error(
                 "what the process before has left in %s is not used, and this one "
                 "begins empty: %s: %s",
@@ -213,10 +213,10 @@ class Handover:
         return None
 
     def took(self) -> None:
-        """Removes the state, as it is used now and nobody may use it again.
+        """Removes the state, which may be used only once.
 
         Raises:
-            OSError: It cannot be removed, so nothing may be answered.
+            OSError: It cannot be removed, so no request may be answered.
         """
         self._files.remove()
 
@@ -224,17 +224,17 @@ class Handover:
         self, state: StateReader, load_code: Callable[[bytes], object], largest: int
     ) -> Inherited:
         facts, stores = state.facts, []
-        for told in facts["stores"]:
-            store, task = None, f"/job:ps/task:{told['number']}"
-            if told["store"] is not None:
+        for plain in facts["stores"]:
+            store, task = None, f"/job:ps/task:{plain['number']}"
+            if plain["store"] is not None:
                 store = Store(OptimizerEngine(load_code), task=task, largest=largest)
-                restore(store, told["store"], state)
-            role = StoreRole(told["role"])
-            stores.append(HandedOverStore(**{**told, "role": role, "store": store}))
+                restore(store, plain["store"], state)
+            role = StoreRole(plain["role"])
+            stores.append(HandedOverStore(**{**plain, "role": role, "store": store}))
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
         left = Inherited(incarnation, owner, stores[0], stores[1:])
         log.info(
-            "goes on with what the process before has left: %s of session %#x of %s, "
+            "takes over what the process before has left: %s of session %#x of %s, "
             "incarnation %x",
             _words(left),
             owner.session,
@@ -244,7 +244,7 @@ class Handover:
         return left
 
 
-def _told(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
+def _plain_store(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
     return {
         "number": left.number,
         "role": left.role.value,
@@ -256,7 +256,7 @@ def _told(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
 
 
 def _words(left: Inherited) -> str:
-    """The stores by their roles, with how many variables they have, for the log."""
+    """Describes the stores for the log: roles, views, the number of variables."""
     own = left.own
     held = 0 if own.store is None else len(own.store)
     if own.role is StoreRole.ALONE:
@@ -269,11 +269,11 @@ def _words(left: Inherited) -> str:
 
 
 def _no_turn(names: object) -> contextlib.AbstractAsyncContextManager[None]:
-    """A turn that has not to be waited for: nobody else uses what is left."""
+    """Returns a turn at once: no request uses what is left."""
     return contextlib.nullcontext()
 
 
-def _plain(owner: Owner) -> dict[str, Any]:
+def _plain_owner(owner: Owner) -> dict[str, Any]:
     return {
         "session": owner.session,
         "hello": asdict(owner.hello),
@@ -291,21 +291,21 @@ def _owner(plain: dict[str, Any]) -> Owner:
 
 
 Facts = dict[str, Any]
-"""Of JSON's kinds."""
+"""Values that JSON can hold."""
 
 
 @final
 class StoreWriting:
-    """Stores on their way to a file, each told as it is told to a backup.
+    """Stores on their way to a file, each as the messages that a backup gets.
 
-    The messages that make it on an empty store (`StoreCopy`) are arrays of the file, a
-    header and its frames each; what is pinned follows in parts, as values of the file.
-    Belongs to the owner of the stores, while nothing is under way there.
+    The messages of a `StoreCopy` are arrays of the file, a header and its frames each;
+    what is pinned follows in parts, as values of the file. Used by the owner of the
+    stores, while no request is under way.
     """
 
     def __init__(self) -> None:
         self.tensors: list[SnapshotTensor] = []
-        """The arrays, in order. Released by whoever has them."""
+        """The arrays, in order. Their user releases them."""
 
     def add(self, store: Store) -> Facts:
         """Adds a store as it is now, without a copy; returns the facts by which
@@ -313,20 +313,19 @@ class StoreWriting:
         copy, at = StoreCopy(store), len(self.tensors)
         # Values first: they start where the disk takes them from memory as they are.
         self.tensors += copy.tensors
-        told = [_frames(message) for message in copy.messages]
-        self.tensors += [tensor for frames in told for tensor in frames]
+        messages = [_frames(message) for message in copy.messages]
+        self.tensors += [tensor for frames in messages for tensor in frames]
         return {
             "at": at,
             "values": [list(tensor.entry[:3]) for tensor in copy.tensors],
-            "messages": [len(frames) for frames in told],
+            "messages": [len(frames) for frames in messages],
             "counts": asdict(store.counts),
         }
 
 
 def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
-    """Fills an empty store, which nobody else has seen. It makes the messages as a
-    backup does (`replay`), so what the store answers next depends on nothing that is
-    not told there, but for what no backup needs: counts.
+    """Fills an empty store that serves no requests yet. Replays the messages as a
+    backup does, so later answers depend only on what a backup has, and on the counts.
 
     Raises:
         KeyError, TypeError, ValueError, ProtocolError: The arrays do not belong to the
@@ -359,6 +358,6 @@ def _frames(message: Message) -> list[SnapshotTensor]:
 
 
 def _bytes(data: np.ndarray) -> SnapshotTensor:
-    """Bytes that nobody writes to any more."""
+    """Returns a tensor of bytes that are no longer written to."""
     entry = TensorEntry(0, 0, "", data.dtype.name, list(data.shape), True)
     return SnapshotTensor(entry, Pin(data, frozen=True))

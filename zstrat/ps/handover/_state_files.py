@@ -5,7 +5,7 @@
 
 The small one gets its name last, by a rename, and is removed first. Law of the file:
 **a state is there while the small file is, and what was removed never comes back**, not
-by a power cut either. Files that it does not name are what somebody has left who was
+by a power cut either. Files that it does not name were left by a process that was
 killed while he wrote.
 
 What is there is code, too (of optimizers), so a folder that others may write to is
@@ -50,7 +50,7 @@ class StateReader:
         """The bytes of a whole array.
 
         Raises:
-            NotFoundError: There is none of the number.
+            NotFoundError: No array has the number.
             DataLossError: It is damaged.
         """
         return b"".join(map(bytes, self.parts(number)))
@@ -124,7 +124,7 @@ class StateFiles:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StateReader | None]:
-        """Opens the state for the body to read; None if there is none.
+        """Opens the state for the body to read, if there is one.
 
         Raises:
             DataLossError: It is damaged, or of another version.
@@ -142,7 +142,7 @@ class StateFiles:
             yield StateReader(said["facts"], reader, said["digests"])
 
     def remove(self) -> None:
-        """Removes the state. No error if there is none.
+        """Removes the state, if there is one.
 
         Raises:
             OSError: It cannot be removed.
@@ -173,7 +173,7 @@ class StateFiles:
             said: Mapping[str, Any] = json.loads(text)
             kind = said["format"], said["version"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataLossError(self.path, "", "it is no state") from None
+            raise DataLossError(self.path, "", "it is not a state") from None
         if kind != (FORMAT, VERSION):
             raise DataLossError(
                 self.path, "", f"it is {kind}, and this process reads {FORMAT, VERSION}"

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from ._log import WINDOW as WINDOW
-from ._log import ReplicationLog as ReplicationLog
+from ._log_link import WINDOW as WINDOW
+from ._log_link import ReplicationLog as ReplicationLog

@@ -58,7 +58,7 @@ class AttachedBackups:
         self._backup: LogShipping | None = None
         self._third: LogShipping | None = None
         self._third_may_count = False
-        """The third copy was asked to be the backup, and may have heard it."""
+        """The third copy was asked to be the backup, and may know it."""
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -79,8 +79,8 @@ class AttachedBackups:
         return backup.attached.incarnation if backup is not None and whole else 0
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Where the backup is, and how far it is behind; an empty address if there is
-        no backup."""
+        """Returns where the backup is, and how far behind; an empty address if there is
+        none."""
         values: dict[str, PlainTree] = {"backup": ""}
         if self._backup is not None:
             values.update(self._backup.statistics())
@@ -202,7 +202,7 @@ class AttachedBackups:
             if self._backup is backup:
                 raise  # this coroutine was
             raise self._unwanted from None
-        except BaseException:  # to the coordinator, who has to say what is next
+        except BaseException:  # to the coordinator, which has to decide
             if self._backup is backup and not backup.is_whole:
                 self.detach()
             raise

@@ -37,7 +37,7 @@ from zstrat.wire import (
     PromoteBackup,
 )
 
-from ._log import WINDOW, nbytes_of
+from ._log_link import WINDOW, nbytes_of
 from ._replay import CHANGES, replay
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Backup:
         return self._named if self._state is BackupState.WHOLE else 0
 
     def statistics(self) -> dict[str, str | int | bool]:
-        """How far the copy is: ``changes`` were received, ``behind`` of them wait."""
+        """Returns its progress: ``changes`` were received, ``behind`` of them wait."""
         return {
             "whole": self.is_whole,
             "primary": "" if self._primary is None else self._primary.name,
@@ -368,7 +368,7 @@ class Backup:
         return remote is self._primary
 
     def follow_new_owner(self, session: int) -> None:
-        """Notes that another program goes on, in this session. Its steps are counted
+        """Notes that another program takes over, in this session. Its steps are counted
         from the start when the primary says so (`ChangeProgram`), or at a promotion
         before that."""
         self._earlier.add(self.session)

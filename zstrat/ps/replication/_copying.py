@@ -1,9 +1,9 @@
-"""All that a store holds at one moment, as messages that make it on an empty one: for
-a backup, and for a file (`zstrat.ps.handover`).
+"""Copies a store as it is at one moment, as messages that fill an empty one: for a
+backup, and for a file (`zstrat.ps.handover`).
 
-What is small is told at once; values and slots are pinned, and follow in parts while
-updates go on. Slots come without a layout: the backup takes them as what was restored
-from a checkpoint, and its optimizers make them their own (`Unbound`).
+Small things are messages at once; values and slots are pinned, and follow in parts
+while updates go on. Slots come without a layout: the backup treats them as restored
+from a checkpoint, and its optimizers bind them (`Unbound`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ header."""
 
 @final
 class StoreCopy:
-    """A store as it is now. Whoever makes it has the turn of all its names; `release`
-    it.
+    """A store as it is now. Its maker has the turn of all names, and calls `release`
+    in the end.
 
     Raises:
         Exception: Whatever pinning raises; nothing stays pinned.
@@ -52,11 +52,11 @@ class StoreCopy:
 
     def __init__(self, store: Store) -> None:
         self.tensors: list[SnapshotTensor] = []
-        """What follows in parts."""
+        """Values and slots, which follow in parts."""
         try:
             for held in store.variables.values():
                 self.tensors += _pinned(held)
-        except BaseException:  # to whoever asked
+        except BaseException:  # to the caller
             self.release()
             raise
         self.messages: Sequence[Message] = [
@@ -67,7 +67,7 @@ class StoreCopy:
             *_slots(store),
             *_kept(store),
         ]
-        """What makes the rest, in order."""
+        """Messages that make the rest, in order."""
 
     def release(self) -> None:
         for tensor in self.tensors:
@@ -85,17 +85,17 @@ _CONTENT: Final = (
     "kept",
     "kept_optimizers",
 )
-"""What a `Store` has."""
+"""The attributes that are the content of a `Store`."""
 
 
 def hand_over(source: Store, target: Store) -> None:
-    """Gives all that a store has to another one, which is empty; then the first is. No
-    log may be told of either, and nothing be computed for them."""
+    """Moves the content of a store to an empty one. Neither may have a log, nor a
+    request that is computed."""
     for name in _CONTENT:
         content = getattr(source, name)
         setattr(source, name, getattr(target, name))
         setattr(target, name, content)
-    # What was planned for the one cannot be committed to the other.
+    # A plan that was made for the one cannot be committed to the other.
     source.variables.generation = target.variables.generation + 1
 
 
@@ -142,14 +142,14 @@ def _variables(store: Store) -> Iterator[Message]:
         )
         for held in variables.values()
     ]
-    # One at least: it tells the first version, too.
+    # One at least: it has the first version, too.
     for at in range(0, max(1, len(entries)), _ENTRIES):
         yield CopyVariables(variables.first_version, entries[at : at + _ENTRIES])
 
 
 def optimizer_code(store: Store) -> list[Message]:
-    """The messages that make the optimizers, bound to nothing. A store that has them
-    already may be told them again."""
+    """Returns the messages that make the optimizers, bound to nothing. A store that has
+    them already may get them again."""
     return [
         CreateOptimizer(0, known.optimizer, known.name, known.code)
         for known in store.engine
@@ -159,7 +159,7 @@ def optimizer_code(store: Store) -> list[Message]:
 def _optimizers(store: Store) -> Iterator[Message]:
     yield from optimizer_code(store)
     for known in store.engine:
-        for data, keys in known.bindings.told:
+        for data, keys in known.bindings.encoded:
             tree = np.frombuffer(data, np.uint8)
             yield CopyTree(known.optimizer, (tree, np.array(keys, np.int64)))
 

@@ -1,4 +1,4 @@
-"""The connection over which the log of a store reaches one backup.
+"""The log of the changes of a store, and the link over which it reaches one backup.
 
 The link may break and come back: the backup then says which changes it has, and the
 rest is sent again. A copy that differs from the store is of no use, however well its
@@ -10,9 +10,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from typing import TYPE_CHECKING, Final, final
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from zstrat.errors import ClosedError, PeerLostError, StaleSessionError, ZstratError
+from zstrat.errors import (
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    StaleSessionError,
+    ZstratError,
+)
 from zstrat.wire import (
     BackupLost,
     Hello,
@@ -23,10 +30,8 @@ from zstrat.wire import (
     PromoteBackup,
 )
 
-from ._log import ReplicationLog
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.transport import TaskLink
     from zstrat.wire import AttachBackup
@@ -35,7 +40,106 @@ if TYPE_CHECKING:
     """Makes a link to the backup at an address; takes ``on_notice``, ``on_open`` and
     ``on_lost``."""
 
+WINDOW: Final = 32 * 2**20
+"""Bytes that may be under way: several hundred usual pushes, more than 100 Gb/s
+carry in a millisecond, and next to nothing beside a store."""
+
+MAX_CHANGES_UNDER_WAY: Final = 8192
+"""Changes that may be under way: an eighth of the messages that a connection takes."""
+
 _LOG: Final = logging.getLogger("zstrat.ps")
+
+_OBJECT: Final = 512
+"""About the bytes that a change costs beside its arrays."""
+
+
+class _Change(NamedTuple):
+    message: Message
+    nbytes: int
+
+
+@final
+class ReplicationLog:
+    """The changes of a store that its backup does not have yet. Decides without I/O.
+
+    Changes are numbered from 1 on in the order in which they were made. They are sent
+    in that order, and kept until the backup has them. Bytes under way are bounded; what
+    waits besides is bounded by the requests that wait (`_log_shipping`).
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[_Change] = deque()
+        self.head = 0
+        """The number of the last change."""
+        self.taken = 0
+        """The number of the last change that the backup has."""
+        self._sent = 0
+        self.nbytes = 0
+        """Bytes of all changes that are kept."""
+        self._under_way = 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the backup has everything."""
+        return self.taken == self.head
+
+    def append(self, message: Message) -> int:
+        """Adds a change; returns its number."""
+        nbytes = nbytes_of(message)
+        self._kept.append(_Change(message, nbytes))
+        self.nbytes += nbytes
+        self.head += 1
+        return self.head
+
+    def take(self) -> Message | None:
+        """Returns the next change to send, unless too much is under way."""
+        place = self._sent - self.taken
+        if place == len(self._kept) or place >= MAX_CHANGES_UNDER_WAY:
+            return None
+        if self._under_way >= WINDOW:
+            return None
+        change = self._kept[place]
+        self._sent += 1
+        self._under_way += change.nbytes
+        return change.message
+
+    def acknowledge(self, number: int) -> None:
+        """Drops all changes up to this one, as the backup has them. Ignores late
+        numbers.
+
+        Raises:
+            ProtocolError: It was not sent.
+        """
+        if number > self._sent:
+            raise ProtocolError(
+                f"the backup has change {number} of {self._sent} that were sent"
+            )
+        while self.taken < number:
+            change = self._kept.popleft()
+            self.taken += 1
+            self.nbytes -= change.nbytes
+            self._under_way -= change.nbytes
+
+    def resume(self, number: int) -> None:
+        """Starts to send what comes after this change, which the backup has; again, if
+        it was sent already.
+
+        Raises:
+            ProtocolError: It was not sent, or is older than what was acknowledged.
+        """
+        if number < self.taken:
+            raise ProtocolError(
+                f"the backup has {number} changes, and said that it has {self.taken}"
+            )
+        self.acknowledge(number)
+        self._sent, self._under_way = self.taken, 0
+
+
+def nbytes_of(message: Message) -> int:
+    """Returns about the memory that a message takes."""
+    arrays: Sequence[object] = getattr(message, "arrays", ())
+    code: bytes = getattr(message, "code", b"")
+    return _OBJECT + len(code) + sum([array.nbytes for array in arrays])  # type: ignore[attr-defined]
 
 
 class LogLinkState(enum.Enum):
@@ -131,7 +235,7 @@ class LogLink:
         Raises:
             ZstratError: As of `Link.wait_open`.
 
-        Cancellation: the link goes on connecting.
+        Cancellation: the link still connects.
         """
         self._link.start()
         await self._link.wait_open(deadline)
@@ -160,7 +264,7 @@ class LogLink:
         """Closes the link; returns the task that does so, for the caller to keep."""
         self.state = LogLinkState.CLOSED
         return asyncio.get_running_loop().create_task(
-            self._link.close("it has no backup any more"), name="closing a backup"
+            self._link.close("the store has no backup"), name="closing a backup"
         )
 
     def _opened(self, hello: Hello) -> None:

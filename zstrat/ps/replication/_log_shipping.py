@@ -36,8 +36,7 @@ from zstrat.wire import (
 )
 
 from ._copying import StoreCopy, optimizer_code
-from ._log import WINDOW, nbytes_of
-from ._log_link import LogLink
+from ._log_link import WINDOW, LogLink, nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence

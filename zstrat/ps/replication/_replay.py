@@ -1,8 +1,8 @@
-"""What each change that a primary tells of does to the store of its backup.
+"""Replays the changes of a primary on the store of its backup.
 
-Nothing is decided here: the primary has decided, and this store has had all changes
-that came before. `CHANGES` has a row for each; what takes long is computed on another
-thread, and then committed by the same code that the primary has run.
+Nothing is decided here: the primary has decided, and this store has had all earlier
+changes. `CHANGES` has a row for each kind of change; long ones are computed on another
+thread, and then committed by the code that the primary has run, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def replay(store: Store, change: Message) -> Running[None]:
     """
     make = CHANGES.get(type(change))
     if make is None:
-        raise ProtocolError(f"{type(change).__name__} is no change of a store")
+        raise ProtocolError(f"{type(change).__name__} is not a change of a store")
     begun = make(store, change)
     if isinstance(begun, Loading):
         yield begun
@@ -77,7 +77,7 @@ def replay(store: Store, change: Message) -> Running[None]:
 
 
 def _note_part(store: Store, part: PushPart) -> None:
-    with suppress(ZstratError):  # it was refused there, too
+    with suppress(ZstratError):  # the primary refused it, too
         store.note_part(part)
 
 
@@ -89,12 +89,12 @@ def _claim(store: Store, asked: AskParts) -> None:
 def _loading(store: Store, forgotten: LoadTensors) -> Loading:
     """Forgets slots, as the primary has."""
     variables = store.variables
-    anew = [(variables[each.key], each.optimizer) for each in forgotten.entries]
-    return Loading((), anew)
+    slots = [(variables[entry.key], entry.optimizer) for entry in forgotten.entries]
+    return Loading((), slots)
 
 
 def _storing(store: Store, message: StoreTensors) -> Loading:
-    """Takes over values and slots that the primary has loaded."""
+    """Stores values and slots that the primary has loaded."""
     places = zip(message.entries, message.arrays, strict=True)
     return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
 
@@ -171,7 +171,7 @@ def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
 
 
 _as_requested: Final = partial(begin, fold=None)
-"""The primary has had the same request."""
+"""Replays a request that the primary has served."""
 
 CHANGES: Final[
     dict[type[Message], Callable[[Store, Any], Outcome | Plan | Loading | None]]
@@ -184,7 +184,7 @@ CHANGES: Final[
     Push: lambda store, push: store.plan_again(push),
     LoadTensors: _loading,
     StoreTensors: _storing,
-    # What was applied, and is over.
+    # Which pushes were applied, and which steps are over.
     PushPart: _note_part,
     AskParts: _claim,
     Fence: lambda store, fence: store.close_steps(fence.low_water, fence.over),
@@ -193,14 +193,14 @@ CHANGES: Final[
         mark.writer, mark.low_water
     ),
     ChangeProgram: lambda store, _: store.change_program(),
-    # What was there before the first change that is told.
+    # The content of the store before the first change.
     CopyLedger: _copy_ledger,
     CopyKept: _copy_kept,
     CopyVariables: _copy_variables,
     CopySlots: _copy_slots,
     CopyTree: _copy_tree,
     CopyParts: _copy_parts,
-    CopyWhole: lambda store, _: None,  # says something about the changes before it
+    CopyWhole: lambda store, _: None,  # it marks the changes before it as complete
 }
-"""What a log is made of, and what each change does: makes it at once, or returns what
-has to be computed for it."""
+"""By the kind of a change, a function that makes it at once, or returns what has to be
+computed for it."""

@@ -29,6 +29,8 @@ from zstrat.wire import (
 )
 
 from ._attached_backups import AttachedBackups
+from ._backup import Backup
+from ._completeness import Completeness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,10 +38,10 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.errors import ZstratError
     from zstrat.ps._roles import Caller
+    from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
     from zstrat.wire import Ownership, PlainTree
 
-    from ._backup import Backup
     from ._log_link import Connect
     from ._log_shipping import Turn
 
@@ -116,8 +118,8 @@ class ReplicaRole:
         connect: Connect | None,
         clock: Callable[[], float],
     ) -> None:
-        self._task, self._store, self._ownership = task, store, ownership
-        self._timeouts, self._incarnation = timeouts, incarnation
+        self.task, self._store, self._ownership = task, store, ownership
+        self.incarnation = incarnation
         self._notify, self._clock = notify, clock
         self._role, self._shutdown = Role.PRIMARY, Shutdown.RUNNING
         self._view = 0
@@ -139,15 +141,7 @@ class ReplicaRole:
         """The copies that it keeps up to date as a primary."""
         self.silence: asyncio.Future[Message] | None = None
         """What callers wait for in vain while it is SILENT."""
-        self.needs_backup = False
-        """The session was opened with second copies, or the one before it was."""
-        self._was_unreplicated = False
-        """The program before this one had no second copies."""
-        self._parted_at: float | None = None
-        """When it last lost the other one of two copies; seconds."""
-        self._sure_view: int | None = None
-        """The view for which it is known, from the time of another program, that
-        nothing acknowledged is missing here."""
+        self.completeness = Completeness(timeouts)
 
     @property
     def is_serving(self) -> bool:
@@ -166,7 +160,7 @@ class ReplicaRole:
     @property
     def is_replicated(self) -> bool:
         """Whether another process has a copy of the store, or is to have one."""
-        return self.needs_backup or not (
+        return self.completeness.needs_backup or not (
             self._role is Role.PRIMARY and self._shutdown is not Shutdown.GIVING_WAY
         )
 
@@ -179,7 +173,7 @@ class ReplicaRole:
     def refusal(self) -> NotPrimaryError:
         """The error for requests that another process serves by now."""
         return NotPrimaryError(
-            f"{self._task}: another process serves its variables, which has taken over "
+            f"{self.task}: another process serves its variables, which has taken over "
             "while this one could not be reached"
         )
 
@@ -192,7 +186,7 @@ class ReplicaRole:
     @property
     def shutdown_error(self) -> UnavailableError:
         """The error for requests to a process that shuts down."""
-        problem = f"{self._task} is shutting down"
+        problem = f"{self.task} is shutting down"
         if self.is_replaced or self.backups.has_backup:
             return NotPrimaryError(f"{problem}: its backup takes over")
         return UnavailableError(problem)
@@ -234,7 +228,7 @@ class ReplicaRole:
         """
         if view < self.view:
             raise StaleSessionError(
-                f"{self._task}: view {view} of its store is over, and the newest one "
+                f"{self.task}: view {view} of its store is over, and the newest one "
                 f"is {self.view}: another coordinator, or a later order of this one, "
                 "came first"
             )
@@ -250,7 +244,7 @@ class ReplicaRole:
         Cancellation: a copy goes on.
         """
         self.require(message.view)
-        self._sure_view = None
+        self.completeness.ordered()
         if isinstance(message, AttachBackup):
             if self.is_replaced:
                 raise self.refusal
@@ -265,9 +259,34 @@ class ReplicaRole:
             self.backups.detach()
         return Done()
 
-    def be_backup(self, host: Owner, backup: Backup) -> None:
-        """Makes this a copy that the process of ``host`` keeps for another one."""
-        self._role, self._host, self.backup = Role.BACKUP, host, backup
+    def be_backup(
+        self,
+        host: Owner,
+        view: int,
+        primary: int,
+        thread: JobThread,
+        on_made: Callable[[Message, float], None],
+    ) -> None:
+        """Makes this a copy that the process of ``host`` keeps for another one.
+
+        Args:
+            view: The view in the session of ``host``.
+            primary: The incarnation of the primary.
+            thread: Computes changes.
+            on_made: As of `Backup`.
+        """
+        self._role, self._host = Role.BACKUP, host
+        self.backup = Backup(
+            self.task,
+            self._store,
+            thread,
+            host.session,
+            view,
+            primary,
+            self.promoted,
+            self._clock,
+            on_made,
+        )
 
     def be_whole(self) -> None:
         """Counts the backup as whole: it was given everything that its primary has."""
@@ -359,20 +378,20 @@ class ReplicaRole:
         self.backups.refuse(self.refusal)
 
     def _backup_lost(self, session: int, why: str) -> None:
-        self._parted_at = self._clock()
+        self.completeness.parted_at = self._clock()
         self._notify(BackupLost(session, self.view, why))
 
     def primary_lost(self) -> None:
         """Notes that the connection to its primary was lost."""
-        self._parted_at = self._clock()
+        self.completeness.parted_at = self._clock()
 
     def end_session(self, error: ZstratError) -> None:
         """Ends what the session had here: answers that wait for a backup fail."""
         self.backups.refuse(error)
         if self.backup is None:
             self._role = Role.PRIMARY
-        self._view, self._sure_view = 0, None
-        self.needs_backup = self._was_unreplicated = False
+        self._view = 0
+        self.completeness.end_session()
         self._stop_giving_way()
 
     def give_way(self) -> None:
@@ -414,63 +433,28 @@ class ReplicaRole:
         await self.backups.wait_closed()
 
     def change_owner(self, lost_at: float | None) -> None:
-        """Notes that another program has the process. If it is lost before it gives an
-        order, it has changed nothing: it may have waited in vain for other processes.
+        """Notes that another program has the process.
 
         Args:
             lost_at: When the process had lost the program before.
         """
-        self._sure_view = self.view if self._is_sure(lost_at) else None
-        self._was_unreplicated |= not self.needs_backup
+        self.completeness.change_owner(self.view, is_sure=self._is_sure(lost_at))
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
-        """`change_owner`, of the process that keeps this copy."""
+        """Does what `change_owner` does, for the process that keeps this copy."""
         self.change_owner(lost_at)
         if self.backup is not None:
             self._host = owner
             self.backup.follow_new_owner(owner.session)
 
     def _is_sure(self, lost_at: float | None) -> bool:
-        """Whether no process can have acknowledged what is not here, although the other
-        one of two copies is gone.
-
-        Args:
-            lost_at: When the program was lost.
-        """
-        if self.is_replaced:
-            return False
-        if self._sure_view == self.view:
-            return True
-        if self.backup is None and not self.backups.has_backup:
-            return True
-        if lost_at is None or self._parted_at is None:
-            return False
-        # Within that time a program that is alive, and only not heard here, has one of
-        # the two go on alone, and the other one is notified by that one.
-        timeouts = self._timeouts
-        return self._parted_at - lost_at >= timeouts.liveness + timeouts.reconnect
-
-    @property
-    def _has_any(self) -> bool:
-        """Whether anything of the store may be here. A primary that is to have a backup
-        and never had one has acknowledged nothing."""
-        if self.backup is not None:
-            return True
-        waits_for_backup = self.needs_backup and not self._was_unreplicated
-        return self._role is not Role.DROPPED and bool(
-            self._view or not waits_for_backup
+        is_alone = self.backup is None and not self.backups.has_backup
+        return not self.is_replaced and self.completeness.is_sure(
+            self.view, is_alone=is_alone, lost_at=lost_at
         )
 
-    @property
-    def _partner(self) -> int:
-        """The incarnation of the other one of two copies, if both are known to go on
-        together; else 0."""
-        if self.backup is not None:
-            return self.backup.partner
-        return 0 if self.is_replaced else self.backups.partner
-
     def state_for_successor(self, number: int) -> HandedOverStore:
-        """What a silent process leaves of the store ``number``."""
+        """Returns what a silent process leaves of the store ``number``."""
         backup, role = self.backup, StoreRole.NOTHING
         if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP
@@ -483,25 +467,31 @@ class ReplicaRole:
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
     ) -> OrphanedCopy | None:
-        """What a lost program has left here of the store ``number``, if anything.
+        """Returns what a lost program has left of the store ``number``, if anything.
 
         Args:
             lost_at: When the process had lost that program.
         """
         backup = self.backup
         owner = self._ownership.owner if backup is None else self._host
-        if owner is None or not self._has_any:
+        if owner is None or self._role is Role.DROPPED:
+            return None
+        if backup is None and not self.completeness.may_hold(self._view):
             return None
         is_third = backup is not None and backup.is_beside
+        # The other one of two copies, if both are known to go on together.
+        partner = 0 if self.is_replaced else self.backups.partner
+        if backup is not None:
+            partner = backup.partner
         return OrphanedCopy(
             number,
             0 if is_third else self.view,
             "",
-            self._incarnation,
+            self.incarnation,
             owner.origin,
             is_primary=backup is None,
             is_whole=backup is None or (backup.is_whole and not is_third),
             is_sure=self._is_sure(lost_at),
             variables=len(self._store),
-            partner=self._partner,
+            partner=partner,
         )

@@ -48,7 +48,7 @@ class Source(NamedTuple):
 class Move(NamedTuple):
     """``source`` goes to rows from ``at`` on of the value, or of a leaf of the slots of
     an optimizer; whole to what does not have the variable's rows. ``rows``: whether it
-    has them, as whoever stored it says."""
+    has them, as the sender says."""
 
     held: HeldVariable
     optimizer: Registered | None
@@ -91,7 +91,7 @@ class _Target:
         try:
             for move in self.moves:
                 move.source.read_into(self.place(out, move))
-        except BaseException:  # to whoever asked for the load
+        except BaseException:  # to the caller
             if not beside:
                 cell.settle()  # some of it is new already
             raise
@@ -123,12 +123,12 @@ class Loading:
     """All moves of one request. ``prepare`` runs where optimizers do, ``compute`` on
     any thread, ``commit`` where the store lives, also after a failure.
 
-    ``anew``: variables and optimizers whose slots are forgotten, unless all of it is
+    ``forgotten``: variables and optimizers whose slots are dropped, unless all of it is
     refused; moves go to new ones.
     """
 
     moves: Sequence[Move]
-    anew: Sequence[tuple[HeldVariable, int]] = ()
+    forgotten: Sequence[tuple[HeldVariable, int]] = ()
     _targets: list[_Target] | None = None
 
     @property
@@ -150,7 +150,7 @@ class Loading:
         made: dict[tuple[int, int], Slots] = {}
         checked = [self._check(moves, made) for moves in groups.values()]
         self._targets = [self._target(moves, rows, made) for moves, rows in checked]
-        for held, optimizer in self.anew:
+        for held, optimizer in self.forgotten:
             held.slots.pop(optimizer, None)
         for move in self.moves:
             if move.optimizer is not None:
@@ -169,7 +169,7 @@ class Loading:
                 target.fill()
             except MemoryError:
                 raise UnavailableError(
-                    f"{target.moves[0].who}: there is no memory to load it"
+                    f"{target.moves[0].who}: not enough memory to load it"
                 ) from None
 
     def commit(self) -> None:
@@ -210,7 +210,7 @@ class Loading:
 
     def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
         """The slots that a move goes to: those of the variable, or new ones, which are
-        kept in ``made``. If nobody has told yet what the optimizer keeps, the new ones
+        kept in ``made``. If it is not known yet what the optimizer keeps, the new ones
         have the leaves that come."""
         assert move.optimizer is not None
         number, held = move.optimizer.optimizer, move.held
@@ -225,7 +225,7 @@ class Loading:
         return slots
 
     def _forgets(self, key: tuple[int, int]) -> bool:
-        return any((held.entry.key, number) == key for held, number in self.anew)
+        return any((held.entry.key, number) == key for held, number in self.forgotten)
 
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
@@ -255,12 +255,12 @@ def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move
 
 
 def _make_room(move: Move, slots: Unbound) -> None:
-    """Makes room for a leaf as it comes, as nobody has told how it has to look."""
+    """Makes room for a leaf as it comes, whose final layout is not known yet."""
     source, cell = move.source, move.held.cell
     rows, shape = move.rows and bool(cell.shape), source.shape
     for leaf, known in zip(slots.leaves, slots.cells, strict=True):
         if leaf.name == move.leaf and known.shape == shape:
-            rows = leaf.rows  # who writes one by hand does not say
+            rows = leaf.rows  # a slot written by hand does not say
     if rows:
         shape = (cell.shape[0], *shape[1:])
     slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, move.who)

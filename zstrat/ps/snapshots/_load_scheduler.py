@@ -59,7 +59,7 @@ class Loads:
 
         Cancellation: is raised when the disk is done with what it has begun.
         """
-        anew = [e for e in message.entries if e.optimizer and not e.path]
+        forgotten = [e for e in message.entries if e.optimizer and not e.path]
         files = [e for e in message.entries if not (e.optimizer and not e.path)]
         for entry in files:
             self._disk.require_absolute(entry.path)
@@ -67,7 +67,7 @@ class Loads:
         try:
             sources = await self._disk.run(partial(self._open, files, readers))
             wanted = [entry for entry in files if entry.name]
-            await self._bring(message.session, wanted, sources, anew)
+            await self._bring(message.session, wanted, sources, forgotten)
         finally:
             with contextlib.suppress(Exception):  # the thread was closed: at exit
                 self._disk.submit(partial(_close, readers))
@@ -91,16 +91,16 @@ class Loads:
         session: int,
         entries: Sequence[LoadEntry] | Sequence[StoreEntry],
         sources: Sequence[Source],
-        anew: Sequence[LoadEntry] = (),
+        forgotten: Sequence[LoadEntry] = (),
     ) -> None:
         """Moves rows from the sources to their places, with the turn of all variables
         and optimizers that they name.
 
         Args:
-            anew: Slots to forget, which the next gradient makes anew.
+            forgotten: Slots to forget; the next gradient initializes them.
         """
         places: list[LoadEntry | StoreEntry] = list(entries)
-        used = [*places, *anew]
+        used = [*places, *forgotten]
         names: set[Hashable] = {entry.key for entry in used}
         names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
         async with self._turn(list(names)):
@@ -108,7 +108,7 @@ class Loads:
             store = self._store
             loading = Loading(
                 [move_to(store, *each) for each in zip(places, sources, strict=True)],
-                [(store.variables[entry.key], entry.optimizer) for entry in anew],
+                [(store.variables[entry.key], entry.optimizer) for entry in forgotten],
             )
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))
@@ -119,11 +119,11 @@ class Loads:
                 await _shielded(self._disk.submit(loading.compute))
                 whole = True
             finally:
-                # Also after a failure: some values are new, and whoever knows the
-                # version of before must not take them for that.
+                # Also after a failure: some values are new, so the version must not
+                # stay the old one.
                 loading.commit()
                 if store.log is not None:
-                    _tell(store.log, loading, anew, whole=whole)
+                    _log_loading(store.log, loading, forgotten, whole=whole)
 
     def _open(
         self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
@@ -159,16 +159,16 @@ class Loads:
         return Source(what, info.numpy_dtype, shape, read_into)
 
 
-def _tell(
-    log: ChangeLog, loading: Loading, anew: Sequence[LoadEntry], *, whole: bool
+def _log_loading(
+    log: ChangeLog, loading: Loading, forgotten: Sequence[LoadEntry], *, whole: bool
 ) -> None:
     """Tells the second copy what was loaded, as values: files may be seen by this
     server alone."""
     if not whole:
         log.mark_diverged("a load failed half way")
         return
-    if anew:
-        log.append(LoadTensors(0, list(anew)))
+    if forgotten:
+        log.append(LoadTensors(0, list(forgotten)))
     for target in loading.loaded():
         entries = [
             StoreEntry(
@@ -189,7 +189,7 @@ def _close(readers: dict[str, TensorReader]) -> None:
 
 
 async def _shielded(done: asyncio.Future[None]) -> None:
-    """Waits for a job even if nobody wants its outcome any more: it works on variables
+    """Waits for a job even if its outcome is no longer wanted: it works on variables
     whose turn must not go to others meanwhile.
 
     Cancellation: is raised when the job is done.

@@ -54,7 +54,7 @@ class TensorPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ServerSnapshot:
-    """The tensors of one snapshot. ``is_released``: whoever reads it has to stop."""
+    """The tensors of one snapshot. ``is_released``: its readers have to stop."""
 
     tensors: Sequence[SnapshotTensor]
     is_released: bool = False
@@ -101,14 +101,14 @@ class Snapshots:
         if len(self._held) >= MAX_SNAPSHOTS:
             raise BusyError(
                 f"{self._task} holds {MAX_SNAPSHOTS} snapshots already: release those "
-                "that are not needed any more"
+                "that are no longer needed"
             )
         snapshot = ServerSnapshot([])
         try:
             snapshot.tensors = [
                 tensor for held in variables for tensor in _pinned(held, optimizers)
             ]
-        except BaseException:  # to whoever asked; nothing stays pinned
+        except BaseException:  # to the caller; nothing stays pinned
             snapshot.release()
             raise
         self._held[number] = snapshot
@@ -132,7 +132,7 @@ class Snapshots:
         """The tensor at this place of a snapshot.
 
         Raises:
-            NotFoundError: There is no such snapshot, or it has no such tensor.
+            NotFoundError: The snapshot or the tensor does not exist.
         """
         tensors = self.get(number).tensors
         if not 0 <= place < len(tensors):

@@ -60,7 +60,7 @@ class DiskThread:
 
     @contextlib.contextmanager
     def blamed(self, path: str, what: str) -> Iterator[None]:
-        """What goes wrong with a file, as errors that name the server and the file.
+        """Raises what fails in the body as an error that names server and file.
 
         Raises:
             AlreadyExistsError, NotFoundError, ResourceExhaustedError: With this server.
@@ -94,8 +94,8 @@ class DiskThread:
         """
         if not os.path.isabs(path) or "\0" in path:
             raise InvalidArgumentError(
-                f"{self._task}: {path!r} is no absolute path, and a relative one means "
-                "something else on each server"
+                f"{self._task}: {path!r} is not an absolute path, and a relative one "
+                "means something else on each server"
             )
 
 
@@ -141,7 +141,7 @@ class SnapshotWrite:
     The loop copies a piece whenever its variable is free, and a thread writes, hashes
     and syncs. Three buffers: one is filled while another is written and a third one
     waits, so that the disk never waits for the loop, and memory does not depend on the
-    tensors. What nobody can write any more is not copied at all.
+    tensors. What is no longer written is not copied at all.
 
     Args:
         turn: What holds off updates of variables.

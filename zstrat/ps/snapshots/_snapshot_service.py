@@ -132,7 +132,7 @@ class SnapshotService:
         return await self._thread.close(deadline) and finished
 
     def statistics(self) -> dict[str, int]:
-        """How many snapshots there are, and the memory that they keep, in bytes."""
+        """Returns the number of snapshots, and the bytes of memory that they keep."""
         return {
             "snapshots": len(self._snapshots),
             "undo_bytes": self._snapshots.log_bytes,

@@ -20,7 +20,7 @@ A lease of a host buffer is a view of a *window*, an array over a read-only memo
 of the buffer. numpy makes a view of a view point at the array that owns the memory,
 which would hide views from a weak reference; but it stops at an array whose own base is
 no ndarray (``PyArray_SetBaseObject``). So every view derived from a lease, by anybody,
-keeps the window alive, and one weak reference tells whether anyone looks.
+keeps the window alive, and one weak reference shows whether a reader has it.
 
 A host buffer that goes to XLA is read there, never donated: donation of memory that
 numpy owns is declined by XLA, and afterwards the cell is in the device state, where
@@ -200,7 +200,7 @@ class Cell:
 
     @property
     def host(self) -> np.ndarray | None:
-        """The buffer that is the value just now, for whoever compares or reads it and
+        """The buffer that is the value just now, for code that compares or reads it and
         makes sure afterwards that it still was; None on the device, or if it was lost.
         """
         return None if self._buffer is None else self._buffer.array
@@ -275,7 +275,7 @@ class Cell:
         if self._lost:
             raise UnavailableError(
                 f"{self.who}: the value was lost when an update of it failed "
-                f"({self._lost}): assign it anew"
+                f"({self._lost}): assign it again"
             )
 
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
@@ -378,7 +378,7 @@ class Cell:
             return Buffer(lasting(self.shape, self.dtype))
         except MemoryError:
             raise ResourceExhaustedError(
-                f"{self.who}: there is no memory for {self.nbytes} bytes beside what "
+                f"{self.who}: not enough memory for {self.nbytes} bytes beside what "
                 "readers look at"
             ) from None
 

@@ -1,8 +1,8 @@
-"""What is told of the changes of a store to whoever keeps a second copy of it.
+"""The log of the changes of a store, from which another process keeps a second copy.
 
-A change is told by the message that makes it, or by one that makes the same again on a
-store that had all changes before it, without being decided anew: what was refused, or
-was a duplicate, is not told. What nobody can make again is shipped as values.
+A change is logged as the message that made it, or as one that replays it on a store
+that had all changes before it. A replay decides nothing: what was refused, or was a
+duplicate, is not logged. Changes that cannot be replayed are logged as values.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ T = TypeVar("T", bound=Message)
 
 
 class ChangeLog(Protocol):
-    """Who is told of the changes of a store, to keep a second copy of it."""
+    """Receives the changes of a store, to keep a second copy of it."""
 
     def append(self, change: Message) -> None:
-        """Hears of a change when it has become true, by a message that makes it again
-        on a store that had all changes before it, without deciding anything anew. The
+        """Receives a change when it has been made, as a message that replays it. The
         session in such a message is 0."""
 
     def mark_diverged(self, why: str) -> None:
         """Notes that the store has changed in a way that no message describes."""
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        """Passes on the answer to a change: at once, or by a future that has it when
-        the second copy has the change, too."""
+        """Returns the answer to a change, or a future that gets it when the second copy
+        has the change."""
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
-        """`hold`, for an answer that is awaited already."""
+        """Does what `hold` does, for an answer that is awaited already."""
 
 
 @final
 class TwoLogs:
-    """Tells two logs of the changes of a store: an answer leaves when both let it."""
+    """Passes changes to two logs; an answer leaves when both let it."""
 
     def __init__(self, *logs: ChangeLog) -> None:
         self.logs = logs
@@ -67,7 +66,7 @@ class TwoLogs:
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
         held = [log.hold(message) for log in self.logs]
-        left = {each for each in held if isinstance(each, asyncio.Future)}
+        left = {answer for answer in held if isinstance(answer, asyncio.Future)}
         if not left:
             future.set_result(message)
 
@@ -81,36 +80,36 @@ class TwoLogs:
             elif not left:
                 future.set_result(message)
 
-        for each in list(left):
-            each.add_done_callback(passed_on)
+        for waiting in list(left):
+            waiting.add_done_callback(passed_on)
 
 
-def with_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog:
-    """A log that passes changes on to both."""
-    return log if told is None else TwoLogs(told, log)
+def with_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog:
+    """Returns a log that passes changes to both."""
+    return log if present is None else TwoLogs(present, log)
 
 
-def without_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
-    """What is left of ``told`` without ``log``, which need not be part of it."""
-    if told is log:
+def without_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
+    """Returns ``present`` without ``log``, which need not be part of it."""
+    if present is log:
         return None
-    if isinstance(told, TwoLogs) and log in told.logs:
-        (told,) = [each for each in told.logs if each is not log]
-    return told
+    if isinstance(present, TwoLogs) and log in present.logs:
+        (present,) = [other for other in present.logs if other is not log]
+    return present
 
 
 async def acknowledged(log: ChangeLog | None, answer: T) -> T:
-    """The answer, when it may leave. Cancellation: it is given up."""
+    """Returns the answer when it may leave. Cancellation: it is given up."""
     held = answer if log is None else log.hold(answer)
     if isinstance(held, asyncio.Future):
         await held
     return answer
 
 
-def tell(
+def log_plan(
     log: ChangeLog, plan: CreatePlan | InitializePlan | OptimizerPlan | BindPlan
 ) -> None:
-    """Tells the log of a plan that was committed."""
+    """Logs a plan that was committed."""
     match plan:
         case CreatePlan(entries=entries, arrays=arrays):
             if entries:
@@ -118,8 +117,8 @@ def tell(
         case InitializePlan(entries=initial, cells=cells):
             # One at a time, and as values: an initializer may draw them at random.
             for entry, cell in zip(initial, cells, strict=True):
-                made = VariableEntry(*entry[:4])
-                log.append(CreateVariables(0, [made], (cell.lease(),)))
+                created = VariableEntry(*entry[:4])
+                log.append(CreateVariables(0, [created], (cell.lease(),)))
         case OptimizerPlan(optimizer=optimizer, name=name, code=code):
             log.append(CreateOptimizer(0, optimizer, name, code))
         case BindPlan(optimizer=known, data=data):

@@ -43,7 +43,7 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
     """The value of a new variable: what the initializer returns for its part.
 
     Raises:
-        InvalidArgumentError: It is no callable, it raises, or it returns something of
+        InvalidArgumentError: It is not callable, it raises, or it returns something of
             another shape or dtype.
     """
     who = f"the initializer of variable {entry.name!r}"
@@ -104,14 +104,14 @@ class CreatePlan:
         """Copies the values into cells.
 
         Raises:
-            ResourceExhaustedError: There is no memory.
+            ResourceExhaustedError: Memory is exhausted.
         """
         for entry, array in zip(self.entries, self.arrays, strict=True):
             try:
                 self.cells.append(Cell(array))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{self.task}: variable {entry.name!r}: there is no memory for its "
+                    f"{self.task}: variable {entry.name!r}: not enough memory for its "
                     f"{array.nbytes} bytes"
                 ) from None
 
@@ -132,7 +132,7 @@ class InitializePlan:
 
         Raises:
             InvalidArgumentError: A value is not what was announced.
-            ResourceExhaustedError: There is no memory.
+            ResourceExhaustedError: Memory is exhausted.
         """
         initialize = self.load_code(self.code) if self.entries else None
         for entry in self.entries:
@@ -140,7 +140,7 @@ class InitializePlan:
                 self.cells.append(made(initialize, entry))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{self.task}: variable {entry.name!r}: there is no memory to make "
+                    f"{self.task}: variable {entry.name!r}: not enough memory to make "
                     f"{entry.dtype}{list(entry.shape)}"
                 ) from None
 
@@ -179,7 +179,7 @@ def initialize_plan(
     load_code: Callable[[bytes], object],
     variables: HeldVariables,
 ) -> InitializePlan:
-    """`create_plan` for values that shipped code will make.
+    """Plans variables whose values shipped code computes, as `create_plan`.
 
     Raises:
         AlreadyExistsError: A key is taken by another name, shape or dtype.
@@ -226,7 +226,7 @@ _FACTS: Final = Path("/proc/meminfo")
 
 
 def available_bytes() -> int | None:
-    """What may still be taken without swapping; None where nobody can tell."""
+    """Returns the bytes that are free without swapping; None if unknown."""
     try:
         for line in _FACTS.read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):

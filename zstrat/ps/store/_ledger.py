@@ -2,7 +2,7 @@
 
 A push of a closure is named by ``(step, part)``. The coordinator retries a closure when
 a worker is lost, and then cannot know whether its push had arrived; the ledger does.
-It forgets a step when the coordinator's low-water mark says that it is over for ever,
+It forgets a step when the coordinator's low-water mark says that it is over for good,
 and answers for all of them with that one number. Steps of a window above the mark can
 be remembered, so what is remembered is bounded, and the step at the mark, whose end
 alone raises it, can always be.
@@ -32,7 +32,7 @@ UNNAMED: Final = -1
 
 CAPACITY: Final = 2**20
 """Steps above the mark that can be remembered: twice as many as a coordinator lets be
-under way, which needs a moment to tell how far the mark has risen."""
+under way, which needs a moment to learn how far the mark has risen."""
 
 
 class Ledger:
@@ -121,7 +121,7 @@ class Ledger:
 
 WRITERS: Final = 4096
 """Processes whose own updates are remembered, the latest ones: a session has the
-program that holds it, or one per worker, and those that were started anew."""
+program that holds it, or one per worker, and those that were restarted."""
 
 
 @final
@@ -133,11 +133,11 @@ class Writers:
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many updates of all writers are remembered."""
+        """Number of updates of all writers that are remembered."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
-        """Where an own update is looked up, with the mark of its writer as it says.
+        """Returns the ledger of an own update, with the mark of its writer as it says.
 
         Raises:
             InvalidArgumentError: Its writer counts this very push among those that are
@@ -164,5 +164,5 @@ class Writers:
 
     @property
     def ledgers(self) -> Iterable[tuple[int, Ledger]]:
-        """Each writer with its ledger, the one that was used last at the end."""
+        """Yields each writer with its ledger, the one that was used last at the end."""
         return self._ledgers.items()

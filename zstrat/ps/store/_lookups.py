@@ -18,12 +18,16 @@ from zstrat.ps.engine._arithmetic import check_rows, gather
 from ._creating import available_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.wire import Exchange, PullRows
 
     from ._variables import HeldVariables
 
+_LARGE_REPLY: Final = 2**20
+"""Bytes of rows above which a caller learns the size of its answer before it: see
+`Caller.promise`."""
 ASKED_ABOVE: Final = 16 * 2**20
 """Bytes of rows for which it is asked whether the machine has them: asking takes as
 long as gathering a hundred KiB."""
@@ -48,7 +52,7 @@ class RowsPlan:
                 self.rows.append(gather(held.cell.look(), indices))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{held.cell.who}: there is no memory for {len(indices)} rows of it"
+                    f"{held.cell.who}: not enough memory for {len(indices)} rows of it"
                 ) from None
 
 
@@ -94,17 +98,25 @@ def rows_plan(
     return RowsPlan(variables.generation, wanted, work)
 
 
-def row_bytes(
-    variables: HeldVariables, rows: Sequence[int], indices: Sequence[np.ndarray]
-) -> int:
-    """Bytes of the answer to a lookup that was not validated yet, as far as its
-    variables exist."""
-    total = 0
-    for key, at in zip(rows, indices, strict=False):
+def promise_large_reply(
+    variables: HeldVariables,
+    message: PullRows | Exchange,
+    promise: Callable[[int], None],
+) -> None:
+    """Counts a large answer as waiting before it is computed: a short message may ask
+    for many bytes, and its sender must not ask for more before it has read them.
+
+    Args:
+        promise: `Caller.promise` of the sender.
+    """
+    nbytes, operands = 0, len(message.arrays) - len(message.rows)
+    # Not validated yet: as far as its variables exist.
+    for key, at in zip(message.rows, message.arrays[operands:], strict=False):
         held = variables.get(key)
         if held is not None and held.cell.shape:
-            total += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
-    return total
+            nbytes += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
+    if nbytes > _LARGE_REPLY:
+        promise(nbytes)
 
 
 def too_many(task: str, what: str, count: int, most: int) -> InvalidArgumentError:

@@ -3,11 +3,11 @@
 An eager step pushes as it goes, in *parts*. A part that was applied stays, whatever
 becomes of the worker; so the next run has to do the same in the same place, and is told
 if it does not. Each update of a part has a name that says where in the user's code it
-was made, for which time, and what it does; operands are no part of it, as another
+was made, for which time, and what it does; operands are not part of it, as another
 worker has other data.
 
 The law of this file: all parts of a step that were applied were named by runs that did
-the same as far as both got, and no run pushes any more when a later one has begun.
+the same as far as both got, and no run pushes when a later one has begun.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ steps that have any."""
 MAX_NAME_CHARACTERS: Final = 2048
 """Characters of the names of a part."""
 ANSWER: Final = 64 * 1024
-"""Bytes of parts that are told with one message."""
+"""Bytes of parts that one message describes."""
 _ENTRY: Final = 32  # of which the answer has 2,048 at the most
 _NAME: Final = 5
 NOTHING: Final = "nothing more"
@@ -62,11 +62,11 @@ class Parts:
         self._low_water = 0
 
     def __len__(self) -> int:
-        """How many parts are remembered."""
+        """Number of parts that are remembered."""
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
-        """Notes that a run begins: no run of the step before it has an effect any more.
+        """Notes that a run begins: earlier runs of the step have no effect from now on.
 
         Raises:
             StaleSessionError: A later run has begun.
@@ -82,7 +82,7 @@ class Parts:
             raise StaleSessionError(
                 f"{self._task}: step {step} runs elsewhere by now, for the "
                 f"{ordinal(runs.attempt)} time, and what its {ordinal(attempt)} run "
-                "does has no effect any more"
+                "does no longer has an effect"
             )
         runs.attempt = attempt
 
@@ -130,7 +130,7 @@ class Parts:
         return AppliedParts(entries, 0)
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
-        """What is remembered, as (step, attempt, part, names). Each step comes first
+        """Yields what is known: (step, attempt, part, names). Each step comes first
         with the part -1, which has no names, so that one without parts is told, too."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
@@ -186,7 +186,7 @@ def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
 
 
 def plain_push(part: PushPart) -> Push:
-    """What a part does to the variables."""
+    """Returns the push that a part is for the variables."""
     return Push(
         part.session, part.step, part.part, part.low_water, part.updates, part.arrays
     )

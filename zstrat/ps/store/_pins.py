@@ -10,10 +10,10 @@ the cell what is about to happen to that:
 
 Law: **memory of the pin, patched with its log, is the pinned value, at any time that
 the cell is not being written.** So a piece is copied between two updates of its cell
-(whoever owns the turns sees to it), or at any time once the pin is frozen.
+(the owner of the turns ensures that), or at any time once the pin is frozen.
 
-No threads and no I/O. `save` and `freeze` belong to whoever updates the cell, the rest
-to the owner of the snapshot.
+No threads and no I/O. The code that updates the cell calls `save` and `freeze`; the
+owner of the snapshot calls the rest.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class Pin:
         self._bytes: np.ndarray | None = _bytes(base)
         self._log: UndoLog | None = None
         self._first = 0
-        """Rows before this one are not wanted any more."""
+        """Drops rows before this one, which are no longer wanted."""
         self._gone: ZstratError = NotFoundError(
             "the snapshot of this value is gone: it was written or released already"
         )
         self.is_frozen = frozen
         self.is_over = False
-        """Nothing of it is wanted any more: the cell may forget it."""
+        """Drops the pin: the cell may forget it."""
 
     @property
     def logs_rows(self) -> bool:
@@ -155,7 +155,7 @@ class Pin:
                 log = self._log = UndoLog(table)
             log.add(table, rows)
         except MemoryError:
-            # The update is not to blame, and goes on.
+            # The update is not to blame, and continues.
             self._gone = ResourceExhaustedError(
                 "the snapshot of this value is gone: there was no memory for the rows "
                 "that changed since it was taken"
@@ -163,8 +163,8 @@ class Pin:
             self.release()
 
     def freeze(self, base: np.ndarray) -> None:
-        """Takes the memory over, as the value has moved elsewhere: nobody writes to
-        ``base`` any more."""
+        """Takes the memory over, as the value has moved: ``base`` is no longer
+        written."""
         if self._bytes is not None:
             self._bytes = _bytes(base)
         self.is_frozen = True
@@ -173,7 +173,7 @@ class Pin:
         """Fills ``out`` (uint8 [n]) with the bytes of the pinned value from ``start``.
 
         Raises:
-            NotFoundError: They are not kept any more (`forget`, `release`).
+            NotFoundError: They are no longer kept (`forget`, `release`).
             ResourceExhaustedError: There was no memory for them.
         """
         stop = start + len(out)
@@ -182,7 +182,7 @@ class Pin:
             self._patch(self._log, start, stop, out)
 
     def require(self) -> None:
-        """Raises what `copy` does, if any of the value is not kept any more."""
+        """Raises what `copy` does, if any of the value is no longer kept."""
         self._kept(0, 0)
 
     def view(self, start: int, stop: int) -> np.ndarray | None:

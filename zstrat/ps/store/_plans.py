@@ -60,13 +60,13 @@ class ServerUpdate:
             compute(self.op, source, self.operands, out)
         except MemoryError:
             raise ResourceExhaustedError(
-                f"{cell.who}: there is no memory for {self.op.name}"
+                f"{cell.who}: not enough memory for {self.op.name}"
             ) from None
         cell.settle()
 
     @property
     def write(self) -> Write:
-        """What it does to the value."""
+        """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS:
@@ -109,7 +109,7 @@ class UpdateRun:
         )
 
     def prepare(self, ahead: Ahead) -> None:
-        """What can fail: compiling, slots, memory."""
+        """Does what can fail: compiling, slots, memory."""
         if self.optimizer is not None:
             unready = self.rows if self.ready is None else []
             unready[:] = [step.distinct() for step in unready]
@@ -131,7 +131,7 @@ class UpdateRun:
                 raise
 
     def lose(self, error: BaseException) -> None:
-        """Nothing that it wrote is there any more."""
+        """Notes that all that it wrote is lost."""
         if self.optimizer is not None:
             lose(self.optimizer.optimizer, [*self.steps, *self.rows], error)
         for update in self.plain:
@@ -158,7 +158,7 @@ class PushPlan:
         try:
             self._reserve()
             self._apply()
-        except BaseException:  # to the caller; nobody may come for what is left over
+        except BaseException:  # to the caller; nothing may be left over
             for update in self.updates:
                 update.held.cell.unreserve()
             raise

@@ -45,7 +45,7 @@ from zstrat.wire import (
     Withdraw,
 )
 
-from ._changes import ChangeLog, tell
+from ._changes import ChangeLog, log_plan
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import Ledger, Writers
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counts:
-    """What the store did since it was opened."""
+    """Counts what the store did since it was opened."""
 
     pulls: int = 0
     reads: int = 0
@@ -87,15 +87,15 @@ class Store:
         self._task, self._largest = task, largest
         self.engine = engine
         self.variables = HeldVariables(task)
-        """Those that are there, for their owner of the moment."""
+        """The variables, for the session that is open."""
         self.ledger, self.writers = Ledger(), Writers(task)
         self.parts = Parts(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
         self.kept: set[int] = set()
         self.kept_optimizers: dict[int, str] = {}
-        """What was there when another program came to go on with it: variables, and
-        optimizers with their names."""
+        """What the program before has left: variables, and optimizers with their
+        names."""
 
     def __len__(self) -> int:
         return len(self.variables)
@@ -104,7 +104,7 @@ class Store:
         return key in self.variables
 
     def read(self, reads: Sequence[Read]) -> tuple[list[int], tuple[np.ndarray, ...]]:
-        """Versions of all, and values of those that the reader does not know yet.
+        """Returns the versions of all, and the values that the reader lacks.
 
         The arrays are read-only views of live memory whose content never changes.
 
@@ -129,46 +129,39 @@ class Store:
     def plan_rows(
         self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
     ) -> RowsPlan:
-        """`read`, and rows of variables besides: a plan, because many rows take long.
+        """Plans a `read`, and one of rows of variables: many rows take long.
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: Some indices are none of the variable's rows, they are
-                not one array per variable, or the answer would be too large.
-            ResourceExhaustedError: The machine has not four times the memory for it.
+            InvalidArgumentError: Indices are not rows of the variable, they are not
+                one array per variable, or the answer would be too large.
+            ResourceExhaustedError: The machine lacks four times the memory for it.
         """
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads)
         return plan
 
-    def create(
+    def plan_create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
-    ) -> None:
-        """Creates all or none; one of the same key, name, shape and dtype stays.
+    ) -> CreatePlan:
+        """Plans to create all variables or none; one of the same key, name, shape and
+        dtype stays.
 
         Raises:
             AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: The message is not one array per entry, keys repeat.
         """
-        plan = self.plan_create(entries, arrays)
-        plan.compute()
-        self.commit(plan)
-
-    def plan_create(
-        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
-    ) -> CreatePlan:
-        """`create` up to its validation, with the same errors."""
         return create_plan(entries, arrays, self.variables)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
     ) -> InitializePlan:
-        """Like `plan_create`; the values are made by shipped code.
+        """Plans as `plan_create`; shipped code computes the values.
 
         Raises:
             AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: Keys repeat.
-            ProtocolError: No such dtype travels.
+            ProtocolError: A dtype cannot be encoded.
         """
         return initialize_plan(entries, code, self.engine.load_code, self.variables)
 
@@ -185,8 +178,8 @@ class Store:
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
         """Drops what a creation that failed elsewhere has left here. What an earlier
         program had created under the same keys stays."""
-        mine = [key for key in keys if key in self.variables and key not in self.kept]
-        self._delete(mine)
+        ours = [key for key in keys if key in self.variables and key not in self.kept]
+        self._delete(ours)
         for number in optimizers:
             self.engine.forget(number)
             if number in self.kept_optimizers:
@@ -204,7 +197,7 @@ class Store:
     def clear(self) -> None:
         """Drops the session's variables, optimizers and memory of pushes.
 
-        A plan that is still computing cannot be committed any more.
+        A plan that is still being computed can no longer be committed.
         """
         self.variables.clear()
         self.engine.clear()
@@ -213,11 +206,12 @@ class Store:
         self.kept_optimizers.clear()
 
     def change_program(self) -> None:
-        """Prepares the store for another program that goes on with what is here, under
-        another session's number. Variables and slots stay. That program tells its
-        optimizers and trees again, and its steps are new ones."""
+        """Prepares the store for another program that takes over what is here, in a
+        session of another number. Variables and slots stay. That program sends its
+        optimizers and trees again, and its steps are counted from the start."""
         self.kept.update(self.variables)
-        self.kept_optimizers.update({each.optimizer: each.name for each in self.engine})
+        optimizers = {known.optimizer: known.name for known in self.engine}
+        self.kept_optimizers.update(optimizers)
         for held in self.variables.values():
             held.slots = {
                 number: Unbound.of(slots)
@@ -230,16 +224,6 @@ class Store:
     def _forget_pushes(self) -> None:
         self.ledger, self.writers = Ledger(), Writers(self._task)
         self.parts = Parts(self._task)
-
-    def push(self, push: Push) -> Pushed:
-        """Plan, compute and commit at once."""
-        plan = self.plan_push(push)
-        if isinstance(plan, Pushed):
-            return plan
-        plan.compute()
-        answer = self.commit(plan)
-        assert isinstance(answer, Pushed)
-        return answer
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
         """Validates a push; changes nothing but the mark of its writer.
@@ -257,13 +241,12 @@ class Store:
 
     def plan_again(self, push: Push) -> PushPlan:
         """Plans a push that the primary has applied, in a backup that has applied all
-        that came before. It is not asked whether it is a duplicate: the primary has
-        decided that."""
+        pushes before it. Does not ask whether it is a duplicate: the primary has."""
         return push_plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
-        """Notes that all closures below the mark are over. From now on a push of one of
-        them counts as a duplicate, and none of them has to be remembered."""
+        """Notes that all closures below the mark are over. From now on their pushes
+        count as duplicates, and no closure below it is remembered."""
         if self.log is not None:
             self.log.append(RaiseMark(0, low_water))
         self.ledger.raise_to(low_water)
@@ -273,13 +256,13 @@ class Store:
         self.writers.of(writer).raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
-        """Begins to apply a push whose body follows, if that can be done: `push_folded`
-        ends it. Changes nothing, and nobody has to wait for it."""
+        """Begins to apply a push whose body follows, if possible; `push_folded` ends
+        it. Changes nothing, and no request waits for it."""
         return fold_of(message, specs, self.variables.get)
 
     def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
-        """Applies a push whose arithmetic was done on the way, or says that it has to
-        come again because its variable has changed since.
+        """Applies a push that was added up while it arrived. Answers `Again` if its
+        variable has changed since.
 
         Raises:
             InvalidArgumentError: The mark of its writer is above the step.
@@ -290,9 +273,9 @@ class Store:
             return duplicate
         held = fold.held
         if self.variables.get(held.entry.key) is not held:
-            return Again()  # it was deleted; the answer to the next one says so
+            return Again()  # it was deleted, as the answer to the next push says
         if not fold.is_current or fold.sum is None or self.log is not None:
-            # With a log: the fold began before it, and has kept nothing to tell.
+            # With a log: the fold began before it, and has kept no operand for the log.
             held.no_fold_until = held.version + NOT_FOLDED_AFTER
             return Again()
         held.cell.replace(fold.sum)
@@ -301,7 +284,7 @@ class Store:
         return Pushed(True, self._versions(push), self.counts.pushes)
 
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
-        """`plan_push` of a part of an eager step.
+        """Plans a part of an eager step, as `plan_push`.
 
         Raises:
             RetryDiffersError: Another part was applied under its number.
@@ -311,15 +294,15 @@ class Store:
         return self.plan_push(plain_push(part))
 
     def note_part(self, part: PushPart) -> None:
-        """Remembers what a part does. Raises as `plan_part`."""
+        """Remembers the variables of a part. Raises as `plan_part`."""
         step, attempt, number, names = part.step, part.attempt, part.part, part.names
-        if self.log is not None:  # also what is refused may leave a trace
-            told = PushPart(0, step, number, part.low_water, attempt, names, [], ())
-            self.log.append(told)
+        if self.log is not None:  # a part that is refused may be remembered, too
+            noted = PushPart(0, step, number, part.low_water, attempt, names, [], ())
+            self.log.append(noted)
         self.parts.take(step, attempt, number, names, self.ledger)
 
     def claim(self, step: int, attempt: int) -> None:
-        """Runs of an eager step before this one have no effect from now on.
+        """Ends earlier runs of an eager step: they have no effect from now on.
 
         Raises:
             StaleSessionError: A later run has begun.
@@ -329,12 +312,12 @@ class Store:
         self.parts.claim(step, attempt, self.ledger)
 
     def applied_parts(self, step: int, first: int) -> AppliedParts:
-        """What the runs of an eager step have pushed, from a part on."""
+        """Returns what the runs of an eager step have pushed, from a part on."""
         return self.parts.applied(step, first, self.ledger)
 
     def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
-        """Ends all steps below the mark and those of ``over``: what they push from now
-        on has no effect. What they have applied stays known until `end_steps`."""
+        """Ends all steps below the mark and those of ``over``: their pushes have no
+        effect from now on. What they have applied is remembered until `end_steps`."""
         if self.log is not None:
             self.log.append(Fence(0, low_water, list(over), []))
         self.ledger.close([StepRun(0, low_water), *over])
@@ -353,7 +336,7 @@ class Store:
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
-        """Plans to load an optimizer. `Done` if it is there, from the same code under
+        """Plans to load an optimizer. `Done` if it was loaded from the same code under
         the same id.
 
         Raises:
@@ -395,7 +378,7 @@ class Store:
         return BindPlan(self.variables.generation, known, data, self.variables.get)
 
     def commit(self, plan: Plan) -> Done | Pushed | Pulled:
-        """Makes what a plan has computed true: versions, keys, the memory of steps.
+        """Applies what a plan has computed: versions, keys, the memory of steps.
 
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
@@ -426,11 +409,11 @@ class Store:
             case _:
                 assert_never(plan)
         if self.log is not None:
-            tell(self.log, plan)
+            log_plan(self.log, plan)
         return Done()
 
     def gave_up(self, plan: object) -> None:
-        """A plan has failed while it was computed; values may be lost."""
+        """Marks the log diverged if a plan that failed has lost values."""
         if self.log is None or not isinstance(plan, PushPlan):
             return
         if any(update.held.cell.lost for update in plan.updates):
@@ -461,9 +444,9 @@ class Store:
         return self.writers.ledger_of(push) if push.writer else self.ledger
 
     def _duplicate(self, push: Push) -> Pushed | None:
-        """The answer to a push that was applied before; admits any other."""
+        """Returns the answer to a push that was applied before; admits any other."""
         ledger = self._ledger_of(push)
-        if push.writer and self.log is not None:  # its mark rises, whatever follows
+        if push.writer and self.log is not None:  # its mark rises even if it is refused
             self.log.append(RaiseWriterMark(push.writer, push.low_water))
         if ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1
@@ -472,7 +455,7 @@ class Store:
         return None
 
     def statistics(self) -> dict[str, int]:
-        """Cheap: one pass over the variables, none over their values."""
+        """Returns counts and bytes; reads no values, so that it is cheap."""
         held, counts = self.variables.values(), self.counts
         return {
             "variables": len(held),

@@ -1,7 +1,7 @@
 """The variables that one server holds for one session, by key.
 
 Law of the file: a version never returns for a key within a session, not even when the
-variable is deleted and created anew. A reader may remember a value for long, and would
+variable is deleted and created again. A reader may remember a value for long, and would
 take the new variable for the old one.
 """
 

@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending, plain_place
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
-from zstrat.program.trace import words
+from zstrat.program.trace import downcast_message
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
@@ -301,7 +301,7 @@ def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
     for (path, leaf), other in zip(given, made, strict=True):
         was_cut = is_downcast(leaf) and leaf.dtype != _dtype_of(other)
         if was_cut and (lost := downcast_loss(leaf)) is not None:
-            said = words(f"element{keystr(path)} of {_NAME}", leaf, lost)
+            said = downcast_message(f"element{keystr(path)} of {_NAME}", leaf, lost)
             warnings.warn_explicit(said, DowncastWarning, *where)
 
 

@@ -109,12 +109,12 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 def reducible(op: ReduceOp, tree: Any) -> Any:
     """Replaces variables of a pytree by the values of the replicas, to be reduced. For
     a mean it takes one of several equal values."""
-    found = by_copies(tree)
+    result = by_copies(tree)
     if op is not ReduceOp.MEAN:
-        return found
+        return result
     return jax.tree.map(
         lambda leaf: leaf.values[0] if isinstance(leaf, Mirrored) else leaf,
-        found,
+        result,
         is_leaf=is_whole,
     )
 

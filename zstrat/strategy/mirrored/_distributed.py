@@ -153,10 +153,10 @@ def _broadcast_address(collective: Collective, host: str) -> str:
     received = np.asarray(collective.broadcast([_sent(text)], 0)[0])
     if refused is not None:
         raise refused
-    found = _received(received)
-    if found.startswith(_REFUSAL):
-        raise ValueError(f"rank 0 formed no job of XLA: {found[len(_REFUSAL) :]}")
-    return found
+    result = _received(received)
+    if result.startswith(_REFUSAL):
+        raise ValueError(f"rank 0 formed no job of XLA: {result[len(_REFUSAL) :]}")
+    return result
 
 
 def _address(host: str) -> str:

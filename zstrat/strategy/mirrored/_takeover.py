@@ -97,7 +97,7 @@ def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] 
 def _list(
     variables: Mapping[int, VariableHandle], optimizers: Sequence[OptimizerHandle]
 ) -> list[Any]:
-    found = []
+    result = []
     for number, variable in variables.items():
         storage = variable.storage
         if not isinstance(storage, DeviceStorage | LocalStorage) or _is_own(variable):
@@ -109,8 +109,8 @@ def _list(
             for n, rule in enumerate(optimizers)
             if rule.id in kept
         ]
-        found.append([number, spec.name, list(spec.shape), spec.dtype, rules])
-    return found
+        result.append([number, spec.name, list(spec.shape), spec.dtype, rules])
+    return result
 
 
 def _is_own(variable: VariableHandle) -> bool:
@@ -132,8 +132,8 @@ def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[An
     if collective.rank != root:
         text = np.zeros(length, np.uint8)
     received = np.asarray(collective.broadcast([text], root)[0])
-    found: list[Any] = json.loads(received.tobytes())
-    return found
+    result: list[Any] = json.loads(received.tobytes())
+    return result
 
 
 def _arrays(

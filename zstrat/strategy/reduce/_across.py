@@ -100,14 +100,14 @@ def _slices_across(
     local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
     fronts = [array for each in local for array in (each.values, each.indices)]
     joined = iter(_joined(channel, fronts))
-    found = []
+    result = []
     for parts, each in zip(columns, local, strict=True):
         values, indices = next(joined), next(joined)
         if op is ReduceOp.MEAN:
             # Every process runs the same program, with as many replicas.
             values = values / (len(parts) * channel.size)
-        found.append(IndexedSlices(values, indices, each.dense_shape))
-    return found
+        result.append(IndexedSlices(values, indices, each.dense_shape))
+    return result
 
 
 def gather_across(team: Team, value: Any, axis: Any) -> Any:

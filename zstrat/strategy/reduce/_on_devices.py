@@ -166,15 +166,15 @@ def all_reduced(
         if (apart := spread_out(value)) is not None:
             mesh, spread = apart
             groups.setdefault(mesh, {})[number] = spread
-    found: dict[int, Mirrored] = {}
+    result: dict[int, Mirrored] = {}
     for mesh, spreads in groups.items():
         stacked = tuple([x.stacked for x in spreads.values()])
         arrays = [x.array for x in spreads.values()]
         totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
         for number, total in zip(spreads, settled(totals, totals), strict=True):
             is_scalar = total.shape == (mesh.size,) and spreads[number].stacked
-            found[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
-    return found
+            result[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
+    return result
 
 
 def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:

@@ -128,13 +128,13 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
     Raises:
         ValueError: Anything else; lists the reductions.
     """
-    found = ReduceOp.of(op)
-    if found not in (ReduceOp.SUM, ReduceOp.MEAN):
+    result = ReduceOp.of(op)
+    if result not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; "
             "zs.collectives computes minima and maxima"
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,24 +149,24 @@ def _fingerprint_of_parts(
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
     """Returns the values that the function has captured, always in the same order."""
-    found = own_values(fn)
+    result = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
         value = known.get(name, NOT_BOUND)
         if value is not NOT_BOUND:
-            found.append(value)
-    return found
+            result.append(value)
+    return result
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
     """Returns the values that a function has captured but for globals: cells and
     defaults."""
-    found = [_contents(cell) for cell in fn.__closure__ or ()]
+    result = [_contents(cell) for cell in fn.__closure__ or ()]
     if fn.__defaults__:
-        found += fn.__defaults__
+        result += fn.__defaults__
     if fn.__kwdefaults__:
-        found += fn.__kwdefaults__.values()
-    return found
+        result += fn.__kwdefaults__.values()
+    return result
 
 
 def _contents(cell: types.CellType) -> Any:

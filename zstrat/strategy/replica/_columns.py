@@ -154,8 +154,8 @@ def strong(array: jax.Array) -> jax.Array:
     a Python number, and must not be cut to the width of what it is combined with."""
     if not is_weak(array):
         return array
-    found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
-    return found
+    result: jax.Array = jax.lax.convert_element_type(array, array.dtype)
+    return result
 
 
 def as_of_several(leaf: Any) -> jax.Array:

@@ -177,7 +177,7 @@ class ReplicaFiber:
         came = self._greenlet.switch(given)
         self.barrier = came if isinstance(came, ReplicaBarrier) else None
 
-    def end(self) -> None:
+    def end_replica(self) -> None:
         """Ends a replica that waits, or has not started."""
         self._is_over = True
         self.barrier = None
@@ -243,7 +243,7 @@ def _end_all(
     for each in fibers:
         try:
             with during(each.number):
-                each.end()
+                each.end_replica()
         except Exception as other:  # goes into the note
             error.add_note(
                 f"replica {each.number}, which was ended because of this, raised "

@@ -125,14 +125,14 @@ class StepPlace:
     words: Words = field(default_factory=dict)
     """The captured values of the last function."""
 
-    def find(self, fingerprint: Hashable) -> CachedStep | None:
+    def find_step(self, fingerprint: Hashable) -> CachedStep | None:
         """Returns the step of a function with these marks."""
         for step in self.steps:
             if step.is_of(fingerprint):
                 return step
         return None
 
-    def add(self, made: CachedStep) -> bool:
+    def add_step(self, made: CachedStep) -> bool:
         """Adds a step; returns whether it was compiled in place of another one. That is
         not so beside steps of other functions that live, nor for functions that run
         sequentially."""
@@ -160,7 +160,7 @@ class FunctionCache:
         self._places: OrderedDict[int, StepPlace] = OrderedDict()
         self._lock = threading.RLock()  # freed objects may run code
 
-    def of(self, fn: Callable[..., Any]) -> CachedStep:
+    def step_of(self, fn: Callable[..., Any]) -> CachedStep:
         """Returns the step of a function; makes it if it is not known.
 
         Warns:
@@ -174,9 +174,9 @@ class FunctionCache:
         # Without the lock: this is every call of `run`. Lists of steps are replaced,
         # never changed.
         if place is not None:
-            found = place.find(fingerprint)
-            if found is not None:
-                return found
+            result = place.find_step(fingerprint)
+            if result is not None:
+                return result
         functions = dependencies(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
@@ -196,10 +196,10 @@ class FunctionCache:
     def _add(self, name: int, made: CachedStep, words: Words) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
-            found = place.find(made.fingerprint)
-            if found is not None:
-                return found  # another thread made it meanwhile
-            is_instead = place.add(made)
+            result = place.find_step(made.fingerprint)
+            if result is not None:
+                return result  # another thread made it meanwhile
+            is_instead = place.add_step(made)
             before, place.words = place.words, words
             self._places.move_to_end(name)
             self._forget()

@@ -131,7 +131,7 @@ class LocalMesh:
         self.team = Team(len(grid))
         self._strategy = strategy
         self._is_compiled = is_compiled
-        self._kept = FunctionCache(self._as_step)
+        self._cache = FunctionCache(self._as_step)
         is_usual = self.devices[0] == jax.local_devices()[0]
         self._is_elsewhere = grid.size == 1 and not is_usual
 
@@ -158,7 +158,7 @@ class LocalMesh:
             return self._run_sequentially(self._call(fn, args, kwargs))
         if current is not None or is_staging():
             return self._staged(self._call(fn, args, kwargs))
-        kept = self._kept.of(fn)
+        kept = self._cache.step_of(fn)
         if kept.why_not is None:
             try:
                 values, named = self._given((tuple(args), dict(kwargs)))

@@ -50,8 +50,8 @@ def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
     Args:
         memory: In which kind of memory (``"pinned_host"``, say); left out: the usual.
     """
-    found: Sharding = _sharding(mesh, _spec(AXIS), memory_kind=memory)
-    return found
+    result: Sharding = _sharding(mesh, _spec(AXIS), memory_kind=memory)
+    return result
 
 
 def one_array(parts: Sequence[jax.Array], rows: Sharding) -> jax.Array:

@@ -82,11 +82,11 @@ class DistributedValues:
         device has."""
         if self._values is not None:
             return self._values
-        found = _views(self._whole, self._count, self._stacked)
-        if not any(isinstance(value, jax.core.Tracer) for value in found):
+        result = _views(self._whole, self._count, self._stacked)
+        if not any(isinstance(value, jax.core.Tracer) for value in result):
             # Traced views belong to the trace that reads them.
-            self._values = found
-        return found
+            self._values = result
+        return result
 
     @property
     def whole(self) -> Any:
@@ -239,8 +239,8 @@ def loose(
     """
     (device,) = shard.devices()
     wanted = is_weak(shard) if weak is None else weak
-    (found,) = _loose({device: shard}, stacked, wanted)
-    return found
+    (result,) = _loose({device: shard}, stacked, wanted)
+    return result
 
 
 def _loose(
@@ -277,11 +277,11 @@ def _parts(shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool) -> li
     programs = _part_programs(tuple(shards), first.shape, taken, stacked, weak)
     if taken == first.dtype:
         pairs = zip(programs, shards.values(), strict=True)
-        found = [program(shard) for program, shard in pairs]
+        result = [program(shard) for program, shard in pairs]
         # They are compiled for what is bound to no device, and so is what they make. A
         # jax that went by what they are given gets it from the host.
-        if not found[0].committed:
-            return found
+        if not result[0].committed:
+            return result
     with jax.transfer_guard_host_to_device("allow"):
         pairs = zip(programs, shards.values(), strict=True)
         return [program(np.asarray(shard)) for program, shard in pairs]
@@ -422,9 +422,9 @@ def _is_node(value: Any) -> bool:
 
 def _flat(node: Any) -> tuple[list[Any], Any]:
     """Returns the members of a container that jax knows, and its structure."""
-    found: tuple[list[Any], Any]
-    found = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-    return found
+    result: tuple[list[Any], Any]
+    result = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    return result
 
 
 def _described(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""What lives in this process and can say how it is: tasks, sessions, programs.
+"""Register of the tasks, sessions and programs of this process that report statistics.
 
-Each lives on the loop of its own thread; who asks sits on another one, which turns
-although that one is frozen, and can say so. A loop is asked by a call that it has to
-come round to: at most one for each question is on its way to it, however many ask. What
-takes long is put together where it was asked for, if its owner says that it may be.
+Each owner runs on the loop of its own thread. The HTTP server asks from another thread,
+which works even if that loop is frozen, and so can report it. A loop is asked by a
+callback; at most one per question is scheduled at a time, however many ask. Slow
+statistics are computed on the asking thread if their owner allows that.
 
-Whom a task serves hears of it without asking (`TelemetryNotices`).
+`TelemetryNotices` sends a task's statistics to its coordinator without being asked.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 class Reporting(Protocol):
-    """Something of this process that can say how it is. It is asked on its own loop,
-    unless it was registered as one that may be asked from ``anywhere``."""
+    """An owner of statistics. Called on its own loop, unless it was registered with
+    ``anywhere``."""
 
     def readiness(self) -> str:
-        """Why it could not be used now; "" if it can be."""
+        """Returns why it is not ready; "" if it is ready."""
         ...
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What `zstrat status --json` shows of it."""
+        """Returns what `zstrat status --json` shows of it."""
         ...
 
 
 class SharedAnswer(Generic[T]):
-    """The answer of one loop to one question, shared by all who ask meanwhile."""
+    """The answer of one loop to one question, shared by concurrent callers."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, answer: Callable[[], T]
@@ -56,14 +56,13 @@ class SharedAnswer(Generic[T]):
         self._coming: Future[T] | None = None
 
     async def ask(self, timeout: float) -> T:
-        """The answer, from a call that the loop comes round to within ``timeout``
-        seconds. Whoever asks meanwhile shares that call.
+        """Returns the answer, from a callback on the loop. Concurrent callers share it.
 
         Raises:
-            TimeoutError: The loop has not come round to it in so many seconds.
+            TimeoutError: The loop did not run the callback within ``timeout`` seconds.
             RuntimeError: The loop is closed.
 
-        Cancellation: the others who ask get their answer all the same.
+        Cancellation: other callers still get their answer.
         """
         if self._coming is None or self._coming.done():
             coming: Future[T] = Future()
@@ -71,19 +70,18 @@ class SharedAnswer(Generic[T]):
             self._coming = coming
         wait = asyncio.wrap_future(self._coming)
         async with asyncio.timeout(timeout):
-            # Shielded: the others who ask wait for the same future.
+            # Shielded: other callers wait for the same future.
             return await asyncio.shield(wait)
 
     def _fill(self, coming: Future[T]) -> None:
         try:
             coming.set_result(self._answer())
-        except Exception as error:  # raised again where it was asked for
+        except Exception as error:  # to the callers of `ask`
             coming.set_exception(error)
 
 
 class RegisterEntry:
-    """Something that can say how it is, with the way to ask it. Does not keep it
-    alive."""
+    """A registered owner, and how to ask it. Does not keep the owner alive."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class RegisterEntry:
         return self._owner() is owner
 
     async def statistics(self, timeout: float) -> dict[str, PlainTree]:
-        """What it tells of itself, if its loop turns.
+        """Returns the statistics of the owner, if its loop runs.
 
         Raises:
             TimeoutError, RuntimeError: As `SharedAnswer.ask`.
@@ -126,15 +124,15 @@ class RegisterEntry:
 
 
 class Register:
-    """All that is registered in this process. From any thread."""
+    """All registered owners of this process. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: list[RegisterEntry] = []
 
     def add(self, entry: RegisterEntry) -> None:
-        # Those that are over go here, too, each with its loop: in most processes nobody
-        # ever asks, and a program may make a session in each cell of a notebook.
+        # Ended owners are removed here, too, as each keeps its loop: in most processes
+        # nobody ever asks, and each cell of a notebook may create a session.
         with self._lock:
             self._all = [each for each in self._all if not each.is_over]
             self._all.append(entry)
@@ -144,13 +142,13 @@ class Register:
             self._all = [each for each in self._all if not each.is_of(owner)]
 
     def present(self) -> list[RegisterEntry]:
-        """The entries whose loop is not closed and whose owner still lives."""
+        """Returns the entries whose loop is open and whose owner still exists."""
         with self._lock:
             self._all = [each for each in self._all if not each.is_over]
             return list(self._all)
 
     def forget(self) -> None:
-        """After a fork: the loops are those of the parent."""
+        """Forgets all owners after a fork: their loops run in the parent."""
         self._lock, self._all = threading.Lock(), []
 
 
@@ -165,19 +163,18 @@ def register(
     *,
     anywhere: bool = False,
 ) -> None:
-    """From now on ``owner``, which lives on ``loop``, is asked how it is, if somebody
-    asks this process; under ``name``, as in "ps:0".
+    """Registers ``owner``, which runs on ``loop``, under ``name``, such as "ps:0".
 
     Args:
-        anywhere: Its ``statistics`` are called on the thread that asks, when its loop
-            has come round: for what is told from any thread, and takes long.
+        anywhere: Call its ``statistics`` on the asking thread, after a callback on its
+            loop has run: for slow statistics that any thread may compute.
     """
     REGISTER.add(RegisterEntry(owner, name, loop, anywhere))
 
 
 def unregister(owner: Reporting) -> None:
-    """Forgets an owner that has ended. Owners that are collected, or whose loop is
-    closed, are forgotten by themselves."""
+    """Removes an ended owner. Owners that are garbage-collected, or whose loop is
+    closed, are removed automatically."""
     REGISTER.remove(owner)
 
 
@@ -186,16 +183,15 @@ EVERY: Final = 1.0
 
 @final
 class TelemetryNotices:
-    """Tells one peer how a task is, about once a second, for as long as that changes.
-    Of one session, on the loop.
+    """Sends telemetry of a task to one peer, about once a second while it changes.
+    Belongs to one session, on the loop.
 
-    It rests when nothing has happened for as long as a window is, and rates are zero,
-    and no step is under way: by then everybody knows. A peer that does not read misses
-    what it would have been told.
+    Pauses when nothing has happened for a window, all rates are zero, and no step is
+    under way. A peer that does not read misses notices.
 
     Args:
-        values: What is told.
-        notify: Sends it, or raises as `Link.notify`.
+        values: Returns the telemetry.
+        notify: Sends a notice, or raises as `Link.notify`.
     """
 
     def __init__(
@@ -207,34 +203,34 @@ class TelemetryNotices:
         self._loop: Final = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._left = 0
-        """How often it is told before this rests, if nothing happens."""
+        """Notices to send before the pause, if nothing happens."""
         self._is_closed = False
 
     def touch(self) -> None:
-        """Something has happened."""
+        """Notes that something has happened."""
         self._left = RECENT + 1
         if self._timer is None and not self._is_closed:
-            self._timer = self._loop.call_later(EVERY, self._tell)
+            self._timer = self._loop.call_later(EVERY, self._send)
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Stops sending telemetry."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         self._timer = None
         values = dict(self._values())
-        with suppress(BusyError, PeerLostError):  # nobody waits for it
+        with suppress(BusyError, PeerLostError):  # the next notice replaces it
             self._notify(Telemetry(values))
         self._left = max(0, self._left - 1)
         if (self._left or _goes_on(values)) and not self._is_closed:
-            self._timer = self._loop.call_later(EVERY, self._tell)
+            self._timer = self._loop.call_later(EVERY, self._send)
 
 
 def _goes_on(values: Mapping[str, PlainTree]) -> bool:
-    """Bytes do not count: this sends some itself."""
+    """Whether steps run. Bytes do not count, as notices send some themselves."""
     rates = values.get("rates")
     counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
     goes_on = isinstance(rates, dict) and any(map(rates.get, counted))
@@ -242,7 +238,7 @@ def _goes_on(values: Mapping[str, PlainTree]) -> bool:
 
 
 def process_report() -> dict[str, PlainTree]:
-    """What a task reports of its process: ``process``, ``transports`` and ``log``."""
+    """Returns the report on this process: ``process``, ``transports`` and ``log``."""
     memory, seconds = resident_bytes(), time.process_time()
     return {
         "process": {"memory": memory, "cpu_seconds": seconds},
@@ -254,7 +250,7 @@ def process_report() -> dict[str, PlainTree]:
 
 
 def process_totals() -> dict[str, float]:
-    """The totals of this process whose rates a task reports."""
+    """Returns totals of this process whose rates a task reports."""
     got, sent = moved_bytes()
     cores = time.process_time()
     return {"bytes_in_per_s": got, "bytes_out_per_s": sent, "cores": cores}

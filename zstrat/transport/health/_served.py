@@ -1,9 +1,9 @@
-"""The HTTP port of this process: one, for all that lives in it.
+"""The HTTP server of this process: one for all tasks in it.
 
-``/healthz``: whether the loops turn. ``/readyz``: whether what is here could be used.
-``/metrics``: counts, for Prometheus. ``/``: the page, for people, with ``/events``. It
-is served on a thread of its own: one that answers although a loop hangs, says which
-one, and costs training nothing.
+``/healthz``: whether the event loops run. ``/readyz``: whether the tasks are ready.
+``/metrics``: counts, for Prometheus. ``/``: the web page, with ``/events``. The server
+has its own thread, so it answers even if an event loop hangs, and does not slow down
+training.
 """
 
 from __future__ import annotations
@@ -33,43 +33,42 @@ if TYPE_CHECKING:
     from ._register import RegisterEntry
 
 _BINDING: Final = 10.0
-"""Seconds for the kernel, or a name server, to say where to bind."""
+"""Seconds to bind, including the lookup of a name."""
 
 _NO_TOKEN: Final = (
-    "the page is shown to other machines with a token alone: set ZSTRAT_HTTP_TOKEN, or "
-    "use zs.dashboard, or bind it to loopback and come by ssh -L; here are /healthz, "
-    "/readyz and /metrics"
+    "other machines need a token for this page: set ZSTRAT_HTTP_TOKEN, use "
+    "zs.dashboard, or bind it to loopback and connect by ssh -L; /healthz, /readyz and "
+    "/metrics need none"
 )
 _WRONG: Final = (
-    "this page has a token: open the address that ends with ?token=..., as the program "
-    "has it in zs.dashboard(...).url, or send it as Authorization: Bearer ..."
+    "this page needs a token: open the address with ?token=... from "
+    "zs.dashboard(...).url of the program, or send it as Authorization: Bearer ..."
 )
 
 log = logging.getLogger("zstrat.transport.health")
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:9100``, ``[::1]:9100`` or ``9100``, which is on
-    loopback.
+    """Parses ``127.0.0.1:9100``, ``[::1]:9100`` or ``9100`` (on loopback).
 
     Raises:
-        ValueError: It is written otherwise, or is no text.
+        ValueError: The text is not such an address.
     """
     pattern = r"(?:\[([0-9A-Fa-f:.]+)\]:|([^\s:/\[\]]+):)?(\d{1,5})"
     found = re.fullmatch(pattern, text) if isinstance(text, str) else None
     if found is None or int(found[3]) > 65535:
         raise ValueError(
             f"HTTP at {text!r:.80}: expected HOST:PORT, as in 127.0.0.1:9100, or "
-            "*:9100 to be asked by other machines"
+            "*:9100 for all interfaces"
         )
     return found[1] or found[2] or "127.0.0.1", int(found[3])
 
 
 @final
 class HealthServer:
-    """The HTTP port of this process, until `close` or the end of the program.
+    """The HTTP server of this process, until `close` or the end of the program.
 
-    A context manager. Made by `serve_http` and `dashboard`, which ``has_page``.
+    A context manager. Created by `serve_http`, and with ``has_page`` by `dashboard`.
     """
 
     def __init__(
@@ -92,12 +91,12 @@ class HealthServer:
             )
             self.port = bound
             self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-            """HOST:PORT; the port that was taken if 0 was asked for."""
+            """HOST:PORT, with the actual port if 0 was asked for."""
             if has_page:
                 self.open_page(None)
             log.info("http://%s has /healthz, /readyz and /metrics", self.address)
             _PRESENT.server = self
-        except BaseException as error:  # raised again, in our words; of Ctrl-C, too
+        except BaseException as error:  # to the caller; Ctrl-C, too
             self._portal.close()
             if isinstance(error, OSError):
                 raise _worded(error, text) from error
@@ -105,8 +104,7 @@ class HealthServer:
 
     @property
     def url(self) -> str:
-        """Where the page is, with its token if it has one: for a browser of whoever may
-        see it."""
+        """URL of the page, with its token if it has one."""
         host, _, port = self.address.rpartition(":")
         if host in ("*", "0.0.0.0", "[::]"):
             host = socket.gethostname()
@@ -114,18 +112,18 @@ class HealthServer:
         return f"http://{host}:{port}/{query}"
 
     def open_page(self, secret: str | None) -> None:
-        """Looks at the run from now on, and lets in who has the token ``secret``; None:
-        the one that the port has, or a new one if other machines can reach it.
+        """Starts the page, with the token ``secret``. None: the present token, or a new
+        one if other machines can reach the page.
 
         Raises:
-            ValueError: The token is none, or the port has another one.
+            ValueError: The token is invalid, or the page has another one.
         """
         if self._token is None and (secret is not None or not self._http.is_local):
             self._token = PageToken(secret)
         elif self._token and secret is not None and not self._token.is_same(secret):
             raise ValueError(
-                f"the page at {self.address} has a token already, and this is another; "
-                "leave it out, or close the port first"
+                f"the page at {self.address} already has another token: leave the "
+                "token out, or close the server first"
             )
         self._portal.call_soon(self._watch.begin)
 
@@ -134,11 +132,11 @@ class HealthServer:
         return not self._portal.is_closed
 
     def close(self) -> None:
-        """Stops to answer. Idempotent."""
+        """Stops the server. Idempotent."""
         self._portal.close()
 
     def forget(self) -> None:
-        """In a forked process: lets go of the port."""
+        """Releases the port in a forked process."""
         self._http.forget()
 
     def __enter__(self) -> HealthServer:
@@ -167,12 +165,12 @@ class HealthServer:
         if path == "/":
             return document()
         if self._watch.is_full:
-            words = f"{VIEWERS} pages are open already, which is the most; close one"
+            words = f"at most {VIEWERS} pages may be open: close one first"
             return HttpAnswer(503, words)
         return HttpStream(self._watch.events(), "text/event-stream")
 
     def _refused(self, asked: HttpRequest) -> HttpAnswer | None:
-        """Why somebody may not see the page; None if they may."""
+        """Returns the refusal of a request for the page; None if it is allowed."""
         if self._token is None:
             return None if self._http.is_local else HttpAnswer(403, _NO_TOKEN)
         if self._token.is_shown(asked, self.port):
@@ -181,7 +179,7 @@ class HealthServer:
             cookie = ("Set-Cookie", self._token.cookie(self.port))
             no_referrer = ("Referrer-Policy", "no-referrer")
             to = ("Location", "./")
-            return HttpAnswer(303, "come in", headers=(to, cookie, no_referrer))
+            return HttpAnswer(303, "see ./", headers=(to, cookie, no_referrer))
         return HttpAnswer(401, _WRONG, headers=(("WWW-Authenticate", "Bearer"),))
 
     async def _probed(self, *, ready: bool) -> HttpAnswer:
@@ -191,15 +189,15 @@ class HealthServer:
         for each, (turns, reason) in zip(registered, found, strict=True):
             wrong = not turns or (ready and bool(reason))
             fails = fails or wrong
-            # Other machines hear what is so, and not why: words have addresses.
+            # Other machines get no reasons, which contain addresses.
             words = reason if self._http.is_local or not turns else "not ready"
             lines.append(f"{each.name}: {words if wrong else 'ok'}")
         if not registered:
-            lines.append("nothing is served here yet" if ready else "ok")
+            lines.append("no task runs in this process yet" if ready else "ok")
         return HttpAnswer(503 if fails else 200, "\n".join(lines))
 
     async def _state(self, registered: RegisterEntry) -> tuple[bool, str]:
-        """Whether its loop turns, and why it is not ready."""
+        """Returns whether its loop runs, and why it is not ready."""
         try:
             return True, await registered.readiness.ask(self._timeout)
         except TimeoutError:
@@ -209,14 +207,14 @@ class HealthServer:
             return True, "it has ended"
 
     async def _statistics(self, registered: RegisterEntry) -> TaskStatistics | None:
-        """What hangs, or has ended, tells nothing, and /healthz says so."""
+        """Returns name and statistics; None if it hangs or has ended (see /healthz)."""
         try:
             return registered.name, await registered.statistics(self._timeout)
         except (TimeoutError, RuntimeError):
             return None
 
     async def _metrics(self, accept: str) -> HttpAnswer:
-        # Together: a scraper waits no longer for several that hang than for one.
+        # Concurrently: several hanging loops delay the answer no longer than one.
         found = await asyncio.gather(*map(self._statistics, REGISTER.present()))
         tasks = [each for each in found if each is not None]
         try:
@@ -228,33 +226,34 @@ class HealthServer:
 
 
 def _worded(error: OSError, text: str) -> OSError:
-    """In our words. A name that nobody knows (yet) is an address that is not there."""
+    """Converts an error of binding to one with a remedy. A name that cannot be resolved
+    counts as EADDRNOTAVAIL."""
     number = error.errno or errno.EADDRNOTAVAIL
     if isinstance(error, socket.gaierror):
         number, words = (
             errno.EADDRNOTAVAIL,
-            f"nobody knows that name ({error.strerror})",
+            f"that name cannot be resolved ({error.strerror})",
         )
     elif number == errno.EADDRINUSE:
-        words = "another process has that port; give another one, or 0 for any"
+        words = "another process has that port; choose another one, or 0 for any"
     elif number == errno.EADDRNOTAVAIL:
         words = "this machine does not have that address"
     elif isinstance(error, PermissionError):
-        words = "this user may not bind it; take a port from 1024 on"
+        words = "this user may not bind it; choose a port from 1024 on"
     else:
         words = error.strerror or str(error)
     return OSError(number, f"HTTP at {text}: {words}")
 
 
 class _Present:
-    """The port that this process has, if it has one."""
+    """The HTTP server of this process, if there is one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.server: HealthServer | None = None
 
     def forget(self) -> None:
-        """After a fork: the thread that answers is the parent's."""
+        """Forgets the server after a fork: its thread runs in the parent."""
         if self.server is not None:
             self.server.forget()
         self.lock, self.server = threading.Lock(), None
@@ -270,25 +269,27 @@ def serve_http(
     liveness_timeout: float | None = None,
     token: str | None = None,
 ) -> HealthServer:
-    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and at ``/``
-    the page that `dashboard` is.
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and the page
+    of `dashboard` at ``/``.
 
-    On loopback everything is told; at another address health and counts alone, and to
-    whoever asks, but the page to who has the ``token``. A process has one such port.
+    On loopback it shows everything. At another address it shows health and counts to
+    everybody, and the page to those who have the ``token``. A process has one such
+    port.
 
     Args:
         address: ``HOST:PORT``, or a port of loopback, as text or a number; 0 is any
-            free one.
-        liveness_timeout: Seconds after which an event loop that does not turn hangs.
-            None: that after which peers take a task for lost by default.
-        token: What the page is shown for, 16 characters or more; None: on loopback it
-            needs none, and elsewhere it is not shown.
+            free port.
+        liveness_timeout: Seconds after which an event loop that does not run is
+            reported as hanging. None: the default of ``Timeouts.liveness``.
+        token: Needed to see the page, 16 characters or more. None: not needed on
+            loopback; elsewhere the page is not shown.
 
     Raises:
-        ValueError: The address or the token is none, or this process has another one.
-        OSError: It cannot be bound; says why.
+        ValueError: The address or the token is invalid, or this process serves HTTP at
+            another address.
+        OSError: The address cannot be bound; says why.
 
-    Cancellation: Ctrl-C leaves no port, or the one that the next call returns.
+    Cancellation: Ctrl-C leaves no port, or the port that the next call returns.
     """
     return _serve(
         address, liveness_timeout or Timeouts().liveness, token, has_page=False
@@ -310,8 +311,8 @@ def _serve(
             return HealthServer(text, liveness_timeout, known, has_page)
         if server.asked_for != text:
             raise ValueError(
-                f"HTTP at {text}: this process serves it at {server.address} "
-                "already; close that one first"
+                f"HTTP at {text}: this process already serves it at {server.address}: "
+                "close that server first"
             )
         if has_page or token is not None:
             server.open_page(token)
@@ -321,24 +322,24 @@ def _serve(
 def dashboard(
     address: str | int | None = None, *, token: str | None = None
 ) -> HealthServer:
-    """Serves a page that shows the run of this program while it goes on: ``url`` of
-    what this returns, for a browser.
+    """Serves a web page that shows the run of this program. Open ``url`` of the
+    returned server in a browser.
 
-    It shows steps per second, what `log_scalar` was given, where the time of each
-    worker goes, staleness, bytes, memory, the tasks with their states and last errors,
-    and what they log. It looks from now on, once a second, on a thread of its own. It
-    needs no network but the way to this process. A page that is open when the program
-    ends says so, and keeps the last picture.
+    The page shows steps per second, values of `log_scalar`, how each worker spends its
+    time, staleness, bytes, memory, the tasks with their states and last errors, and
+    their logs. It is updated once a second, on a separate thread, and needs no network
+    except to this process. A page that is open when the program ends says so, and keeps
+    the last values.
 
-    On loopback whoever is on this machine can see it, and from elsewhere it is reached
-    by ``ssh -L 9100:127.0.0.1:9100``. At another address it needs a token, which is
-    made if none is given, and is in ``url``. The connection is not encrypted.
+    On loopback every user of this machine can see it; from another machine use
+    ``ssh -L 9100:127.0.0.1:9100``. At another address it needs a token, which is
+    created if none is given, and is part of ``url``. The connection is not encrypted.
 
     Args:
-        address: As of `serve_http`. None: the port that this process has, or else any
-            free one of loopback.
-        token: Needed to see the page, 16 characters or more. None: what
-            ``ZSTRAT_HTTP_TOKEN`` has, if it is set.
+        address: See `serve_http`. None: the port of this process, or any free port of
+            loopback.
+        token: Needed to see the page, 16 characters or more. None:
+            ``ZSTRAT_HTTP_TOKEN``, if set.
 
     Raises:
         ValueError, OSError: As `serve_http`.
@@ -356,7 +357,7 @@ def dashboard(
 
 
 def serve_from_settings(settings: Settings) -> None:
-    """Serves it where ``settings.http`` says, unless this process does already.
+    """Serves HTTP at ``settings.http``, unless this process already serves HTTP.
 
     Raises:
         ValueError, OSError: As `serve_http`.

@@ -228,15 +228,17 @@ class GradientCall:
         """Replaces the arrays, in the order of `arrays`; the number of examples may
         differ."""
         left = iter(arrays)
-        operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
-        made = replace(self, operands=operands, further=tuple(left))
-        return made._counted() if any(self.examples) else made
+        operands = tuple(
+            [tuple([next(left) for _ in group]) for group in self.operands]
+        )
+        call = replace(self, operands=operands, further=tuple(left))
+        return call._counted() if any(self.examples) else call
 
     def _counted(self) -> GradientCall:
         counts = list(self.examples)
-        for leaf, _, _, mine in self.leaves():
-            if counts[leaf] and mine[0] is not None:
-                counts[leaf] = mine[0].shape[0]
+        for leaf, _, _, arrays in self.leaves():
+            if counts[leaf] and arrays[0] is not None:
+                counts[leaf] = arrays[0].shape[0]
         return replace(self, examples=tuple(counts))
 
     def has_examples(self, leaf: int) -> bool:
@@ -246,10 +248,10 @@ class GradientCall:
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
         """Iterates over the gradients: number of the leaf, variable, whether it is of
         rows, arrays."""
-        for leaf, sparse, mine in zip(
+        for leaf, sparse, arrays in zip(
             self.given, self.sparse, self.operands, strict=True
         ):
-            yield leaf, self.targets[leaf], sparse, mine
+            yield leaf, self.targets[leaf], sparse, arrays
 
     def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
         """Returns the transformation on this tree.
@@ -302,21 +304,21 @@ def encoded(call: GradientCall) -> bytes:
         ValueError: It cannot be encoded; says why.
     """
     binding = call.binding()
-    made = call.optimizer.made.setdefault("encoded", {})
+    cache = call.optimizer.made.setdefault("encoded", {})
     # By identity: rules are kept by their optimizer, which keeps this, too.
     key = id(binding.rule), binding.keys
-    if key not in made:
-        made[key] = binding.encoded()
-    found: bytes = made[key]
-    return found
+    if key not in cache:
+        cache[key] = binding.encoded()
+    data: bytes = cache[key]
+    return data
 
 
 def seen(dtype: Any, *, is_here: bool) -> np.dtype:
     """Returns the dtype of a leaf as the optimizer sees it."""
-    found: np.dtype = np.dtype(dtype)
+    kept: np.dtype = np.dtype(dtype)
     if is_here:
-        found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    return found
+        kept = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    return kept
 
 
 def require_whole(call: GradientCall, cut: TreeCut) -> None:

@@ -66,8 +66,8 @@ class GivenGradients:
             for is_stacked, pair in zip(stacked, pairs, strict=True)
         ]
         counts = [0] * len(self.targets)
-        for leaf, is_stacked, mine in zip(leaves, stacked, arrays, strict=True):
-            counts[leaf] = mine[0].shape[0] if is_stacked else 0
+        for leaf, is_stacked, own in zip(leaves, stacked, arrays, strict=True):
+            counts[leaf] = own[0].shape[0] if is_stacked else 0
         return GradientCall(
             optimizer,
             self.structure,
@@ -89,14 +89,14 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
         ValueError: It is not such an iterable, has no gradient, or a variable occurs
             twice or is not in the tree.
     """
-    found = _present(_listed(pairs))
+    present = _present(_listed(pairs))
     if tree is not None:
-        return _in_tree(found, tree)
+        return _in_tree(present, tree)
     from zstrat.optimizers import TreeStructure
 
-    variables = tuple([variable for _, variable in found])
+    variables = tuple([variable for _, variable in present])
     structure = TreeStructure.of_pairs([variable.name for variable in variables])
-    gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
+    gradients = {n: gradient for n, (gradient, _) in enumerate(present)}
     return GivenGradients(structure, variables, gradients)
 
 
@@ -108,24 +108,24 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
             twice or is not in the tree.
     """
     listed, treedef = _matched(grads, variables)
-    found = _present(listed)
+    present = _present(listed)
     if tree is not None:
-        return _in_tree(found, tree)
+        return _in_tree(present, tree)
     from zstrat.optimizers import TreeStructure
 
     # None is not a leaf: variables without a gradient are not in the tree.
     left = treedef.unflatten([v if g is not None else None for g, v in listed])
     targets, rest = jax.tree.flatten(left)
-    gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
+    gradients = {n: gradient for n, (gradient, _) in enumerate(present)}
     return GivenGradients(TreeStructure(rest), tuple(targets), gradients)
 
 
-def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> GivenGradients:
+def _in_tree(pairs: list[tuple[Any, AbstractVariable]], tree: Tree) -> GivenGradients:
     structure, targets = tree
     # By key: there may be several handles of one variable.
     places = {_key(variable): n for n, variable in enumerate(targets)}
     gradients: dict[int, Any] = {}
-    for gradient, variable in found:
+    for gradient, variable in pairs:
         leaf = places.get(_key(variable))
         if leaf is None:
             raise ValueError(
@@ -153,12 +153,12 @@ def _present(
                 f"{type(variable).__name__}{_order([g for g, _ in pairs])}"
             )
         variable.require_optimizable()
-    found = [(g, v) for g, v in pairs if g is not None]
-    if not found:
+    present = [(g, v) for g, v in pairs if g is not None]
+    if not present:
         names = [v.name for _, v in pairs]
         raise ValueError(f"No gradients provided for any variable: {names}")
-    _require_distinct([v for _, v in found])
-    return found
+    _require_distinct([v for _, v in present])
+    return present
 
 
 def _order(gradients: Any) -> str:
@@ -205,7 +205,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
     leaves: list[Any]
     wanted: Any  # a PyTreeDef; its stubs lack comparison
     leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
-    found, given = jax.tree.flatten(
+    gradients, given = jax.tree.flatten(
         grads, is_leaf=lambda node: node is None or isinstance(node, IndexedSlices)
     )
     if given != wanted:
@@ -220,7 +220,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
             f"gradients and variables must have the same structure: gradients are "
             f"{given}, variables are {wanted}{hint}"
         )
-    return list(zip(found, leaves, strict=True)), wanted
+    return list(zip(gradients, leaves, strict=True)), wanted
 
 
 def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:

@@ -27,8 +27,6 @@ from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zstrat.optimizers import LeafRule, RandomNumbers, TreeRule, TreeStructure
     from zstrat.variables._abstract import AbstractVariable
     from zstrat.variables._storage import VariableHandle
@@ -96,7 +94,7 @@ class Optimizer:
                 self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
-        except BaseException:  # to the caller, who has no optimizer
+        except BaseException:  # to the caller
             if current is not None:
                 current.forget_optimizer(self.id)
             raise
@@ -232,7 +230,9 @@ class Optimizer:
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
-        is_wide = not is_here and any(map(_is_wide, dtypes))
+        is_wide = not is_here and any(
+            x.itemsize > (8 if x.kind == "c" else 4) for x in dtypes
+        )
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
         # In this process the thread's settings count at each update.
         random = RandomNumbers() if is_here else self._random
@@ -243,7 +243,8 @@ class Optimizer:
                     made = traced(call, made, is_traced=True)
                     self._rules[number] = key, made
                 return made
-        kinds = tuple(map(_kind, shapes, dtypes))
+        kind: Any = jax.ShapeDtypeStruct  # untyped
+        kinds = tuple(map(kind, shapes, dtypes))
         new = TreeRule(
             self.name,
             self._transformation,
@@ -457,13 +458,13 @@ def _handle(
     random: RandomNumbers,
     params: Any,
 ) -> Optimizer:
-    made = object.__new__(Optimizer)
-    made.id, made.name, made.is_local = optimizer, name, is_local
-    made.iterations, made._transformation = iterations, transformation
-    made._random = random
-    made._params = params
-    made._forget_traces()
-    return made
+    handle = object.__new__(Optimizer)
+    handle.id, handle.name, handle.is_local = optimizer, name, is_local
+    handle.iterations, handle._transformation = iterations, transformation
+    handle._random = random
+    handle._params = params
+    handle._forget_traces()
+    return handle
 
 
 def _keys_of(targets: tuple[GradientTarget, ...]) -> tuple[int, ...]:
@@ -483,12 +484,3 @@ def _tree_of(params: Any) -> tuple[TreeStructure, tuple[AbstractVariable, ...]]:
             )
         leaf.require_optimizable()
     return TreeStructure(treedef), tuple(leaves)
-
-
-def _is_wide(dtype: Any) -> bool:
-    return bool(dtype.itemsize > (8 if dtype.kind == "c" else 4))
-
-
-def _kind(shape: tuple[int, ...], dtype: Any) -> Any:
-    made: Callable[..., Any] = jax.ShapeDtypeStruct
-    return made(shape, dtype)

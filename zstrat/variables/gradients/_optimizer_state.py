@@ -34,8 +34,8 @@ def state_of(optimizer: CalledOptimizer) -> Any:
     """Reads the state; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
-    found = _slots_of(call)
-    leaves = [_leaf_of(call, tree, found, n) for n in range(len(tree.state()))]
+    slots = _slots_of(call)
+    leaves = [_leaf_of(call, tree, slots, n) for n in range(len(tree.state()))]
     if any(leaf is None for leaf in leaves):
         pairs = zip(leaves, _initial(call), strict=True)
         leaves = [first if leaf is None else leaf for leaf, first in pairs]
@@ -68,17 +68,19 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
 def _leaf_of(
     call: GradientCall,
     tree: TreeRule,
-    found: Mapping[int, Mapping[str, np.ndarray]],
+    slots: Mapping[int, Mapping[str, np.ndarray]],
     state: int,
 ) -> np.ndarray | None:
     """Joins a leaf of the state from the slots of the variables; None if they have no
     slots yet."""
     leaf, name = tree.place(state)
-    mine = call.targets if leaf is None else [call.targets[leaf]]
-    # What several leaves are moved with is beside the first, under its whole path.
+    targets = call.targets if leaf is None else [call.targets[leaf]]
+    # State of several leaves is a slot of the first variable, under its whole path.
     whole = keystr(tree.state()[state].path)
-    for target, slot in [(x, name) for x in mine] + [(x, whole) for x in call.targets]:
-        parts = [found[component.spec.key] for component in target.components]
+    for target, slot in [(x, name) for x in targets] + [
+        (x, whole) for x in call.targets
+    ]:
+        parts = [slots[component.spec.key] for component in target.components]
         arrays = [part[slot] for part in parts if slot in part]
         if len(arrays) == len(parts) and arrays:
             is_whole = arrays[0].shape == tree.state()[state].kind.shape
@@ -100,8 +102,8 @@ class Hyperparameters:
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call), is_traced=False)
-        found = _leaf_of(call, tree, _slots_of(call), states[0])
-        return np.asarray(_initial(call)[states[0]] if found is None else found)
+        value = _leaf_of(call, tree, _slots_of(call), states[0])
+        return np.asarray(_initial(call)[states[0]] if value is None else value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Assigns a value. Steps that are running may not see it.
@@ -194,12 +196,12 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     storages: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
         storages.setdefault(id(variable.storage), []).append(variable)
-    found: dict[int, Mapping[str, np.ndarray]] = {}
+    by_key: dict[int, Mapping[str, np.ndarray]] = {}
     for variables in storages.values():
         slots = _storage(variables[0]).read_slots(call.optimizer, variables)
         keys = [variable.spec.key for variable in variables]
-        found.update(zip(keys, slots, strict=True))
-    return found
+        by_key.update(zip(keys, slots, strict=True))
+    return by_key
 
 
 def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
@@ -225,5 +227,5 @@ def _initial(call: GradientCall) -> Sequence[Any]:
     values = [read_all(target.components) for target in call.targets]
     whole = [np.concatenate(v) if len(v) > 1 else v[0] for v in values]
     with tree.precision():
-        made: Sequence[Any] = jax.jit(jaxpr_as_fun(tree.init().closed))(*whole)
-    return made
+        state: Sequence[Any] = jax.jit(jaxpr_as_fun(tree.init().closed))(*whole)
+    return state

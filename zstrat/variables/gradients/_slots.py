@@ -85,10 +85,10 @@ class SlotRule:
         """Computes the slots before the first gradient."""
         with self.leaf.tree.precision():
             if self.leaf.begins_together:
-                made = self._together()
+                slots = self._together()
             else:
-                made = list(jax.jit(self.leaf.init)(value))
-            pairs = zip(made, self.kinds, strict=True)
+                slots = list(jax.jit(self.leaf.init)(value))
+            pairs = zip(slots, self.kinds, strict=True)
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
     def beside(self, leaves: list[Any]) -> SlotValues:
@@ -101,18 +101,18 @@ class SlotRule:
         Raises:
             ValueError: They are not the slots of this optimizer.
         """
-        found = dict(zip(beside.names, beside.leaves, strict=True))
-        if beside.names == self.names or set(found) == set(self.names):
+        stored = dict(zip(beside.names, beside.leaves, strict=True))
+        if beside.names == self.names or set(stored) == set(self.names):
             wanted = {n: k.shape for n, k in zip(self.names, self.kinds, strict=True)}
-            if all(found[name].shape == shape for name, shape in wanted.items()):
-                return self.beside([found[name] for name in self.names])
-        there = {name: tuple(leaf.shape) for name, leaf in found.items()}
+            if all(stored[name].shape == shape for name, shape in wanted.items()):
+                return self.beside([stored[name] for name in self.names])
+        there = {name: tuple(leaf.shape) for name, leaf in stored.items()}
         expected = {n: k.shape for n, k in zip(self.names, self.kinds, strict=True)}
         raise ValueError(
-            f"optimizer {self.optimizer.name!r} keeps {expected} beside variable "
-            f"{variable!r}, and there is {there}: it was restored, or has moved the "
-            "variable as part of another tree. Use one optimizer for one tree, and "
-            "name it: zs.Optimizer(transformation, params=params)"
+            f"optimizer {self.optimizer.name!r} keeps slots {expected} for variable "
+            f"{variable!r}, got {there}: they were restored, or the optimizer has "
+            "updated the variable as part of another tree. Use one optimizer for one "
+            "tree, and name it: zs.Optimizer(transformation, params=params)"
         )
 
     def _together(self) -> list[Any]:

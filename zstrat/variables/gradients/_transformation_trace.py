@@ -55,7 +55,7 @@ def _tracing(call: GradientCall) -> Iterator[None]:
             f"{HYPERPARAMETERS}. Pass anything else that changes between updates to "
             "apply_gradients, as a further argument of the transformation's update"
         ) from error
-    except Exception as error:  # of the transformation, to who applies gradients
+    except Exception as error:  # of the transformation; to the caller
         # An error of ours (`TreeStructure`), which says what to do.
         if isinstance(error, ValueError) and "asks for the path" in str(error):
             raise

@@ -61,9 +61,9 @@ def apply_now(
         update_all(counted)
         return
     updates = server_updates(call)
-    for each in _storages(call, storage):
-        assert isinstance(each, Binds), each
-        each.bind(call)
+    for owner in _storages(call, storage):
+        assert isinstance(owner, Binds), owner
+        owner.bind(call)
     if storage is None:
         update_all([*updates, *counted])
     else:
@@ -119,12 +119,12 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
     optimizer = call.optimizer
     updates: list[StorageUpdate] = []
     for _, target, sparse, arrays in call.leaves():
-        mine = tuple([np.asarray(x) for x in arrays])
+        own = tuple([np.asarray(x) for x in arrays])
         if sparse:
             op = UpdateOp.OPTIMIZE_ROWS
-            updates += target._row_updates(op, (mine[0], mine[1]), optimizer)
+            updates += target._row_updates(op, (own[0], own[1]), optimizer)
         else:
-            updates += target._updates(UpdateOp.OPTIMIZE, mine[0], optimizer)
+            updates += target._updates(UpdateOp.OPTIMIZE, own[0], optimizer)
     if not rule.cut().operands:
         return updates
     shared = tuple([np.asarray(x) for x in _operands(call, rule)])
@@ -138,46 +138,52 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
 
 def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
     """Computes what the optimizer needs of several gradients, by a compiled program."""
-    made = call.optimizer.made.setdefault("operands", {})
+    cache = call.optimizer.made.setdefault("operands", {})
     key = (id(rule), call.given, call.sparse)
-    if key not in made:
+    if key not in cache:
         empty = call.with_arrays([None] * len(call.arrays))
-        made[key] = jax.jit(lambda *x: operands_of(empty.with_arrays(x), rule))
+        cache[key] = jax.jit(lambda *x: operands_of(empty.with_arrays(x), rule))
     with rule.precision():
-        found: list[Any] = made[key](*_padded(call))
-    return found
+        operands: list[Any] = cache[key](*_padded(call))
+    return operands
 
 
 def _move_here(call: GradientCall) -> None:
     step, run = _step_of(call)
-    storages = [each.variable.storage for each in step.components]
-    mine: list[Any] = [
+    storages = [component.variable.storage for component in step.components]
+    own: list[Any] = [
         storage for storage in storages if isinstance(storage, StorageWithSlots)
     ]
-    turns = {id(storage.turn): storage.turn for storage in mine}
+    turns = {id(storage.turn): storage.turn for storage in own}
     with ExitStack() as stack:
         # Always in one order, so that two threads that update the same variables cannot
         # deadlock.
         for _, turn in sorted(turns.items()):
             stack.enter_context(turn)
-        pairs = list(zip(mine, step.components, strict=True))
-        values = [storage.value_before(each.variable.name) for storage, each in pairs]
+        pairs = list(zip(own, step.components, strict=True))
+        values = [
+            storage.value_before(component.variable.name)
+            for storage, component in pairs
+        ]
         slots = [
-            [np.asarray(x) for x in storage.slots_before(each.rule, each.variable.name)]
-            for storage, each in pairs
+            [
+                np.asarray(x)
+                for x in storage.slots_before(component.rule, component.variable.name)
+            ]
+            for storage, component in pairs
         ]
         moved, kept = run(values, slots, _padded(call))
-        for (storage, each), value, leaves in zip(pairs, moved, kept, strict=True):
-            storage.put_moved(each.variable, value, each.rule, leaves)
+        for (storage, component), value, leaves in zip(pairs, moved, kept, strict=True):
+            storage.put_moved(component.variable, value, component.rule, leaves)
 
 
 def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
     """Returns the step and its compiled program; makes them once."""
     optimizer, tree = call.optimizer, call.rule(is_here=True)
     keys = tuple([c.spec.key for v in call.targets for c in v.components])
-    made = optimizer.made.setdefault("steps", {})
+    cache = optimizer.made.setdefault("steps", {})
     key = (id(tree), keys, call.given, call.sparse)
-    if key not in made:
+    if key not in cache:
         empty = call.with_arrays(_padded(call))
         step = TreeStep(empty)
         empty = empty.with_arrays([None] * len(call.arrays))
@@ -185,35 +191,35 @@ def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
         def run(values: Any, slots: Any, arrays: Sequence[Any]) -> Any:
             return step(values, slots, empty.with_arrays(arrays))
 
-        made[key] = step, jax.jit(run)
-    found: tuple[TreeStep, Any] = made[key]
-    return found
+        cache[key] = step, jax.jit(run)
+    step_and_program: tuple[TreeStep, Any] = cache[key]
+    return step_and_program
 
 
 def _padded(call: GradientCall) -> list[Any]:
     """Returns the arrays of a call, with rows padded to powers of two, so that few
     programs are compiled. The index of padding is -1."""
-    found: list[Any] = []
+    padded: list[Any] = []
     for sparse, arrays in zip(call.sparse, call.operands, strict=True):
         if not sparse:
-            found += arrays
+            padded += arrays
             continue
         indices, rows = arrays
         count = len(indices)
         more = (1 << max(0, count - 1).bit_length()) - count
         if indices.dtype.kind == "u":
             indices = indices.astype(np.int64)  # which has -1
-        found.append(np.concatenate([indices, np.full(more, -1, indices.dtype)]))
+        padded.append(np.concatenate([indices, np.full(more, -1, indices.dtype)]))
         nothing = np.zeros((more, *rows.shape[1:]), rows.dtype)
-        found.append(np.concatenate([rows, nothing]))
-    return [*found, *call.further]
+        padded.append(np.concatenate([rows, nothing]))
+    return [*padded, *call.further]
 
 
 def _storages(call: GradientCall, storage: Storage | None) -> list[Storage]:
     if storage is not None:
         return [storage]
-    found = {id(variable.storage): variable.storage for variable in call.variables}
-    return list(found.values())
+    storages = {id(variable.storage): variable.storage for variable in call.variables}
+    return list(storages.values())
 
 
 def _counted(call: GradientCall) -> list[StorageUpdate]:
@@ -266,10 +272,12 @@ class TreeStep:
             return self._moved_whole(values, slots, call)
         operands = operands_of(call, self._tree)
         moved, kept = [], []
-        for each, value, mine in zip(self.components, values, slots, strict=True):
-            wanted = [operands[n] for n in each.rule.leaf.uses]
-            one = partial(_moved, each, call=call, operands=wanted)
-            new, after = _of_copies(one, each.variable, value, mine)
+        for component, value, own_slots in zip(
+            self.components, values, slots, strict=True
+        ):
+            wanted = [operands[n] for n in component.rule.leaf.uses]
+            one = partial(_moved, component, call=call, operands=wanted)
+            new, after = _of_copies(one, component.variable, value, own_slots)
             moved.append(new)
             kept.append(after)
         return moved, kept
@@ -278,8 +286,8 @@ class TreeStep:
         self, values: Sequence[Any], slots: Sequence[list[Any]], call: GradientCall
     ) -> tuple[list[Any], list[list[Any]]]:
         apart = [
-            value.ndim > len(each.variable.shape)
-            for each, value in zip(self.components, values, strict=True)
+            value.ndim > len(component.variable.shape)
+            for component, value in zip(self.components, values, strict=True)
         ]
 
         def one(values: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
@@ -300,27 +308,30 @@ class TreeStep:
     ) -> tuple[list[Any], list[list[Any]]]:
         leaves = self._joined(values)
         state: list[Any] = [None] * len(self._tree.state())
-        for each, mine in zip(self.components, slots, strict=True):
-            for slot, array in zip(each.rule.leaf.slots, mine, strict=True):
+        for component, own_slots in zip(self.components, slots, strict=True):
+            for slot, array in zip(component.rule.leaf.slots, own_slots, strict=True):
                 state[slot.state] = array
         gradients = [arrays[0] for arrays in call.operands]
         with self._tree.precision():
             moved, after = self._tree.whole(gradients, leaves, state, call.further)
         kept = [
-            [after[slot.state] for slot in each.rule.leaf.slots]
-            for each in self.components
+            [after[slot.state] for slot in component.rule.leaf.slots]
+            for component in self.components
         ]
-        parts = [_part_of(moved[each.place], each, call) for each in self.components]
+        parts = [
+            _part_of(moved[component.place], component, call)
+            for component in self.components
+        ]
         return parts, kept
 
     def _joined(self, values: Sequence[Any]) -> list[Any]:
         """Joins the values of components to values of leaves."""
-        found: dict[int, list[Any]] = {}
-        for each, value in zip(self.components, values, strict=True):
-            found.setdefault(each.place, []).append(value)
+        parts_by_place: dict[int, list[Any]] = {}
+        for component, value in zip(self.components, values, strict=True):
+            parts_by_place.setdefault(component.place, []).append(value)
         return [
             parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-            for _, parts in sorted(found.items())
+            for _, parts in sorted(parts_by_place.items())
         ]
 
 
@@ -347,13 +358,13 @@ def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:
     target = call.targets[leaf]
     parts = target.components
     size = parts[number].shape[0] if len(parts) > 1 else None
-    found: LeafRule = call.optimizer.leaf_rule(call.rule(is_here=True), leaf)
+    leaf_rule: LeafRule = call.optimizer.leaf_rule(call.rule(is_here=True), leaf)
 
     def values() -> list[Any]:
         read = [read_all(target.components) for target in call.targets]
         return [v[0] if len(v) == 1 else jnp.concatenate(v) for v in read]
 
-    return SlotRule(call.optimizer, found, size, values)
+    return SlotRule(call.optimizer, leaf_rule, size, values)
 
 
 def _of_copies(
@@ -368,21 +379,21 @@ def _of_copies(
 
 
 def _moved(
-    each: Component,
+    component: Component,
     value: Any,
     slots: list[Any],
     *,
     call: GradientCall,
     operands: Sequence[Any],
 ) -> tuple[Any, list[Any]]:
-    rule, arrays = each.rule.leaf, call.operands[each.place]
-    if not call.sparse[each.place]:
-        gradient = _part_of(arrays[0], each, call)
+    rule, arrays = component.rule.leaf, call.operands[component.place]
+    if not call.sparse[component.place]:
+        gradient = _part_of(arrays[0], component, call)
         new, after = rule.step(value, slots, gradient, operands)
         return new, list(after)
-    table = call.targets[call.given[each.place]].table
-    mine = rows_of_component(table, each.number, arrays[0])
-    at, gradient = summed(mine, arrays[1], value.shape[0])
+    table = call.targets[call.given[component.place]].table
+    own_rows = rows_of_component(table, component.number, arrays[0])
+    at, gradient = summed(own_rows, arrays[1], value.shape[0])
     if not value.shape[0]:  # gathering from no rows fails
         at, gradient = at[:0], gradient[:0]
     rows = [slot.rows for slot in rule.slots]
@@ -396,13 +407,13 @@ def _moved(
     return value.at[at].set(new, mode="drop"), after
 
 
-def _part_of(array: Any, each: Component, call: GradientCall) -> Any:
+def _part_of(array: Any, component: Component, call: GradientCall) -> Any:
     """Cuts the rows of one component out of the array of a whole variable."""
-    table_of = call.targets[call.given[each.place]]
+    table_of = call.targets[call.given[component.place]]
     if len(table_of.components) == 1:
         return array
     offsets = table_of.table.offsets.tolist()
-    return array[offsets[each.number] : offsets[each.number + 1]]
+    return array[offsets[component.number] : offsets[component.number + 1]]
 
 
 def _at(indices: Any, array: Any) -> Any:

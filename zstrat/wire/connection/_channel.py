@@ -1,6 +1,6 @@
-"""What a connection asks of memory that two processes of one host share.
+"""The interface of a connection to memory that two processes of one host share.
 
-`zstrat.transport` has the memory; a connection without any sends bodies in chunks.
+`zstrat.transport` implements it. A connection without a channel sends bodies in chunks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PLACE: Final = 64
 that is stored."""
 
 MAX_CHANNEL_BYTES: Final = 64 * 2**20
-"""A larger body is copied bit by bit: in one go that would hold up the loop."""
+"""A larger body is copied in steps: a single copy would block the loop too long."""
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
-    """Whether the body of these arrays may be in shared memory."""
+    """Returns whether the body of these arrays may be sent through shared memory."""
     return sum([spec.nbytes for spec in specs]) > MIN_CHANNEL_BYTES
 
 
@@ -36,39 +36,39 @@ class SharedMemoryChannel(Protocol):
 
     @property
     def unread(self) -> Sized:
-        """Bodies of the peer that nothing reads any more, and it was not told so."""
+        """Bodies of the peer that are no longer read, not yet reported to it."""
 
     @property
     def most_unread(self) -> int:
-        """How many of them make a message worth while."""
+        """Number of `unread` bodies after which a `Released` message pays."""
 
     def offer(self, to: Hello) -> Offer | None:
-        """Our memory, for the first body that is worth it; None if there is none."""
+        """Creates our memory, for the first large body; None: not possible."""
 
     def agreed(self, proof: bytes) -> bool:
-        """The peer has mapped our memory, or cannot if the proof is empty. False if it
-        claims what is not so."""
+        """Notes that the peer has mapped our memory, or cannot if the proof is empty.
+        Returns False if the proof is wrong."""
 
     def accept(self, offer: Offer, of: Hello) -> bytes:
-        """Maps the memory of the peer: the proof of that; empty if it cannot be."""
+        """Maps the memory of the peer. Returns the proof; empty: not possible."""
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body into our memory: its offset, or None if it does not fit now."""
+        """Copies a body into our memory. Returns its offset; None: no room now."""
 
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """The same, but the body is there when the iterator ends: each step copies
-        some."""
+        """Starts to copy a body into our memory. Returns its offset, and an iterator
+        whose steps copy the parts; None: no room now."""
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
-        """The body in the peer's memory, read-only; None if it cannot be there."""
+        """Returns a read-only view of a body in the peer's memory; None: invalid."""
 
     def released(self, offsets: Sequence[int]) -> None:
-        """The peer does not read these bodies of ours any more."""
+        """Frees bodies of ours that the peer no longer reads."""
 
     def take_unread(self) -> list[int]:
-        """What is `unread`, to tell the peer."""
+        """Returns and clears `unread`, to report it to the peer."""
 
     def close(self) -> None:
-        """Lets go of the memory; arrays in the peer's stay readable."""
+        """Releases the memory; arrays in the peer's memory stay readable."""

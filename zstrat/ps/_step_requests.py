@@ -1,0 +1,70 @@
+"""Requests about steps as a whole: which of them have ended, and what they applied.
+
+Law of the file: what such a request forbids holds from the moment at which it arrives;
+its answer waits for the pushes that are under way at that moment. In between another
+process may have taken over, which is why the place is checked again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from zstrat.wire import AppliedParts, AskParts, Done, Fence, Fenced, Message, RaiseMark
+
+from .store._changes import acknowledged
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ._serving import Serving
+    from .store._store import Store
+
+StepRequest = AskParts | Fence | RaiseMark
+
+
+@final
+class StepRequests:
+    """Answers requests about steps. Lives on the loop.
+
+    Args:
+        require_place: Raises if the session is over, or another process serves the
+            store.
+    """
+
+    def __init__(
+        self, store: Store, serving: Serving, require_place: Callable[[int], None]
+    ) -> None:
+        self._store, self._serving = store, serving
+        self._require_place = require_place
+
+    def handle(self, message: StepRequest) -> Message | Awaitable[Message]:
+        """Answers a request of the open session.
+
+        Raises:
+            StaleSessionError: A later run of the step has begun.
+        """
+        match message:
+            case AskParts():
+                # Before what waits: earlier runs of the step push in vain from here on.
+                self._store.claim(message.step, message.attempt)
+                return self._applied_parts(message)
+            case Fence():
+                # Nothing of these steps begins from here on. They are forgotten when
+                # what is under way has ended.
+                self._store.close_steps(message.low_water, message.over)
+                return self._fenced(message)
+            case RaiseMark():
+                self._store.raise_mark(message.low_water)
+                return Done()
+
+    async def _applied_parts(self, asked: AskParts) -> AppliedParts:
+        await self._serving.settled()  # an earlier run may have a part under way
+        self._require_place(asked.session)
+        applied = self._store.applied_parts(asked.step, asked.first)
+        return await acknowledged(self._store.log, applied)
+
+    async def _fenced(self, fence: Fence) -> Fenced:
+        await self._serving.settled()
+        self._require_place(fence.session)
+        fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
+        return await acknowledged(self._store.log, fenced)
