@@ -11,14 +11,13 @@ from zstrat import config
 from ._google import ask_metadata, build_service, metadata_host
 from ._resolver import SourceResolver
 from ._spec import ClusterSpec
-from ._tpu_place import (
+from ._tpu_hosts import (
     LOCAL_NAME,
-    Local,
+    LocalTpu,
     TpuHosts,
     TpuNode,
-    Unsaid,
     devices_per_host,
-    find_place,
+    find_tpu,
     hosts_of_machine,
     hosts_of_node,
 )
@@ -92,13 +91,11 @@ class TPUClusterResolver(SourceResolver):
                 f"{coordinator_address!r}: expected both or none of them"
             )
         env = config.environment()
-        place = find_place(tpu, zone, project, env)
-        self._place: Local | TpuNode | TpuHosts = (
-            _this_machine(env) if isinstance(place, Unsaid) else place
-        )
+        source = find_tpu(tpu, zone, project, env)
+        self._source = _this_machine(env) if source is None else source
         # For a local TPU, and for a named one before the query: task 0, and the default
         # scheme of TensorFlow.
-        known = self._place if isinstance(self._place, TpuHosts) else TpuHosts(())
+        known = self._source if isinstance(self._source, TpuHosts) else TpuHosts(())
         super().__init__(job_name, known.own, known.scheme)
         self._job = job_name
         self._coordinator = {}
@@ -215,15 +212,15 @@ class TPUClusterResolver(SourceResolver):
 
     def _hosts(self) -> TpuHosts | None:
         """Returns the current hosts, None for a local TPU."""
-        match self._place:
-            case Local():
+        match self._source:
+            case LocalTpu():
                 return None
             case TpuHosts():
-                return self._place
+                return self._source
             case TpuNode():
-                return hosts_of_node(self._place.name, self._ask(self._place))
+                return hosts_of_node(self._source.name, self._ask(self._source))
             case _:
-                assert_never(self._place)
+                assert_never(self._source)
 
     def _ask(self, node: TpuNode) -> Mapping[str, Any]:
         if self._service is None:
@@ -234,11 +231,11 @@ class TPUClusterResolver(SourceResolver):
             host = metadata_host(config.environment())
             project = node.project or ask_metadata(host, "project/project-id")
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
-            place = f"projects/{project}/locations/{zone.split('/')[-1]}"
+            parent = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
-            asked = nodes.get(name=f"{place}/nodes/{node.name}")
-            found: Mapping[str, Any] = asked.execute()  # untyped
-            return found
+            query = nodes.get(name=f"{parent}/nodes/{node.name}")
+            answer: Mapping[str, Any] = query.execute()  # untyped
+            return answer
         except Exception as error:  # becomes the cause of TensorFlow's error
             raise ValueError(
                 f"Could not lookup TPU metadata from name {node.name!r}. Please "

@@ -32,7 +32,7 @@ LOCAL_NAME: Final = "local"
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTpu:
     """The TPU in this machine, used by this process alone."""
 
 
@@ -56,21 +56,18 @@ class TpuHosts:
     accelerator: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaid:
-    """No TPU is specified; this machine may be a host of one."""
+TpuSource = LocalTpu | TpuNode | TpuHosts
+"""The specification of a TPU."""
 
 
-Place = Local | TpuNode | TpuHosts | Unsaid
-
-
-def find_place(
+def find_tpu(
     tpu: str | list[str] | None,
     zone: str | None,
     project: str | None,
     env: Mapping[str, str],
-) -> Place:
-    """Determines the TPU from the argument or else from the environment.
+) -> TpuSource | None:
+    """Determines the TPU from the argument or else from the environment; None if they
+    specify none. (This machine may still be a host of one.)
 
     Raises:
         ValueError: The list is empty, or a variable is invalid.
@@ -93,7 +90,7 @@ def find_place(
         name, source = said.get("tpu_node_name"), _CONFIG
         project, zone = project or said.get("project"), zone or said.get("zone")
     if name == LOCAL_NAME:
-        return Local()
+        return LocalTpu()
     if name:
         named = TpuNode(name, project, zone)
         return hosts_at(name, source) if "://" in name else named
@@ -101,7 +98,7 @@ def find_place(
         return hosts_of_machine(
             env[_WORKERS], env.get(_WORKER), env.get(_KIND), (_WORKERS, _WORKER)
         )
-    return Unsaid()
+    return None
 
 
 def hosts_at(endpoints: str, source: str) -> TpuHosts:
