@@ -226,24 +226,24 @@ COLUMNS: Final = {
     "cached_programs": "",
     "retries": "",
 }
-"""The numbers that `ClusterCoordinator.metrics` has of a task, by name, with the
-heading of their column on the page, if there is one."""
+"""The metrics of a task in `ClusterCoordinator.metrics` -> the heading of their column
+on the page; "" without a column."""
 
 
 @cache
 def metrics_of(job: str) -> tuple[Metric, ...]:
-    """What a process of this job reports."""
+    """Returns the metrics that a process of this job reports."""
     return tuple(metric for metric in METRICS if job in metric.of)
 
 
 @cache
 def task_metrics(job: str) -> tuple[Metric, ...]:
-    """Those of `COLUMNS` that a task of this job reports, in their order."""
+    """Returns the metrics of `COLUMNS` that a task of this job reports, in order."""
     known = {metric.name: metric for metric in metrics_of(job)}
     return tuple(known[name] for name in COLUMNS if name in known)
 
 
 def task_numbers(job: str, values: Mapping[str, Plain]) -> dict[str, float]:
-    """The numbers that `ClusterCoordinator.metrics` has of one task, by name: 0 for
-    one that the task has not reported."""
-    return {each.name: each.find(values) or 0 for each in task_metrics(job)}
+    """Returns the numbers of one task for `ClusterCoordinator.metrics` by name; 0 for
+    missing ones."""
+    return {metric.name: metric.find(values) or 0 for metric in task_metrics(job)}

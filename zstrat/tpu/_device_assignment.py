@@ -122,7 +122,7 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> Topology:
-        """The mesh that the cores of the replicas are in."""
+        """The topology of the cores."""
         return self._topology
 
     @property
@@ -132,16 +132,16 @@ class DeviceAssignment:
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the computation run."""
+        """The number of copies of the computation."""
         return int(self._cores.shape[0])
 
     @property
     def num_cores_per_replica(self) -> int:
-        """How many logical devices each replica has, a core each."""
+        """The number of logical devices, or cores, of each replica."""
         return int(self._cores.shape[1])
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Where a logical core is: x, y, z, core."""
+        """Returns the coordinates of a logical core: x, y, z, core."""
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
@@ -254,7 +254,7 @@ Chip = tuple[int, int, int]
 
 
 def ring(extents: Sequence[int]) -> list[Chip]:
-    """All chips of a block of these three extents, beginning at (0, 0, 0).
+    """Orders all chips of a block of these three extents, beginning at (0, 0, 0).
 
     One extent greater than 1: a line. Two: a ring of one plane. Three: rings of the
     planes, opened at their corners and strung along z. All extents greater than 1 must
@@ -331,7 +331,7 @@ class Packing:
 
     @property
     def counts(self) -> Cores:
-        """How many replicas there is room for, in each dimension."""
+        """The number of replicas that fit in each dimension."""
         blocks = [m // f for m, f in zip(self.mesh, self.footprint, strict=True)]
         return _each(b * s for b, s in zip(blocks, self.stride, strict=True))
 
@@ -372,7 +372,7 @@ class Packing:
         return _each(p // s * f + p % s for p, f, s in spans)
 
     def grid(self) -> Cores:
-        """How many replicas are side by side in each dimension: near a cube.
+        """Returns the number of adjacent replicas in each dimension, near a cube.
 
         The dimension with the least room is filled first, so that no choice leaves too
         little for the others; of equal ones the cores of a chip, then x, y, z.

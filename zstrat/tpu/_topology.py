@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """How many coordinates a core has: 4."""
+        """The number of coordinates of a core, 4."""
         return RANK
 
     @property
@@ -78,12 +78,12 @@ class Topology:
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks (hosts) have devices in the mesh."""
+        """The number of tasks (hosts) with devices in the mesh."""
         return int(self._coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
-        """How many cores each task has; all have as many."""
+        """The number of cores of each task, equal for all."""
         return int(self._coordinates.shape[1])
 
     @property

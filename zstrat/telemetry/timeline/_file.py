@@ -149,7 +149,7 @@ def _meta(pid: int, tid: int, name: str, args: dict[str, Any]) -> Event:
 
 
 def _tips_of_arrows(timeline: Timeline) -> dict[int, list[Event]]:
-    """What follows each span, by its identity."""
+    """Returns the arrow events that follow each span, by the identity of the span."""
     tips: dict[int, list[Event]] = {}
 
     def add(span: TimelineSpan, event: Event) -> None:
