@@ -121,7 +121,7 @@ def test_lists() -> None:
     "address", ["grpc://a:1,,grpc://b:1", "grpc://", "grpc://a:84x0", "grpc://a:"]
 )
 def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    words = "expected addresses of TPU hosts, as grpc://"
+    words = "expected addresses of TPU hosts, such as grpc://"
     with pytest.raises(ValueError, match=f"^tpu: {words}"):
         TPUClusterResolver(address)
     for name in ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):

@@ -65,7 +65,7 @@ def test_merging_is_adding_all_to_one(seconds):
     one.merge(two)
     assert one.counts.tolist() == both.counts.tolist()
     assert one.summary() == pytest.approx(both.summary())
-    with pytest.raises(ValueError, match="of seconds and one of bytes"):
+    with pytest.raises(ValueError, match="of seconds into one of bytes"):
         Histogram(Unit.BYTES).merge(one)
 
 

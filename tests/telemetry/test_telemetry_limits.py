@@ -251,5 +251,5 @@ def test_several_looks_at_a_task_are_one_of_all_that_time():
 def test_a_task_that_was_never_reached_is_as_it_was_last_seen():
     gone = TaskReport("lost", "a:1", "no answer")
     assert over([gone, gone]) == gone
-    with pytest.raises(ValueError, match="no look"):
+    with pytest.raises(ValueError, match="samples="):
         over([])

@@ -99,7 +99,7 @@ async def test_a_task_that_is_not_there_yet():
     link = linked(statistics, hello=None, address="ps0:1")
     with pytest.raises(DeadlineExceededError, match=r"task:0.*\b1\b"):
         await link.wait_open(now())
-    with pytest.raises(ValueError, match="was never there"):
+    with pytest.raises(ValueError, match="was never connected"):
         link.connect()
     waiting = asyncio.ensure_future(link.wait_open(now() + 30))
     asyncio.get_running_loop().call_soon(link.connect, PS)

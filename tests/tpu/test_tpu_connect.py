@@ -35,5 +35,7 @@ def test_all_hosts_of_a_tpu_are(monkeypatch):
 
 def test_every_task_of_a_spec_is():
     spec = tpu("grpc://10.0.0.1:8470").cluster_spec()
-    with pytest.raises(RuntimeError, match="the cluster has 2 tasks, and 1 process"):
+    with pytest.raises(
+        RuntimeError, match="the cluster has 2 tasks, but this jax job has 1 process"
+    ):
         zs.experimental_connect_to_cluster(spec)

@@ -156,10 +156,10 @@ def test_numbers_that_are_not_packed_and_fields_that_are_not_known():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x08", "TopologyProto"),
-        (b"\x0a\x7f", "TopologyProto"),
-        (b"\xff" * 12, "TopologyProto"),
-        (b"\x0b", "TopologyProto"),
+        (b"\x08", "malformed at byte"),
+        (b"\x0a\x7f", "malformed at byte"),
+        (b"\xff" * 12, "malformed at byte"),
+        (b"\x0b", "malformed at byte"),
         (b"\x00\x01", "malformed at byte|mesh_shape"),
         (BYTES[6:], "`mesh_shape`"),
         (BYTES[:6] + b"\x10\x03" + BYTES[8:], r"num_tasks.*\(3\).*\b32\b"),
