@@ -1,20 +1,20 @@
-"""Sockets that a thread drives itself, while it waits for what comes: no loop between.
+"""Sockets that a blocking thread drives itself, without the loop.
 
-A message from one thread to the loop and back costs two wake-ups more than the message
-itself. Whoever blocks until its bytes are there can as well look for them. Each member
+Passing a message from a thread to the loop and back costs two wake-ups more than the
+message itself, so a thread that blocks for its bytes reads them itself. Each member
 binds a ROUTER and has a DEALER to each of the others; a message is a header and raw
-bytes. There is no greeting, no credit and no beat here: members know each other from
-links (`_link`), which stand beside these connections and tell who is lost.
+bytes. There is no greeting, no credit and no beat: the members also have links
+(`_link`), which identify them and report losses.
 
-The law of this file: one thread at a time, who holds `DataConnections.held` meanwhile,
-but for `wake`. No connection is made anew: what was on it is lost.
+The law of this file: one thread at a time, which holds `DataConnections.held`; only
+`wake` is for any thread. A broken connection is never reopened: its messages are lost.
 
-*Threats.* Nobody is heard whom the members have not told each other of, by links. Each
-draws a credential for this one purpose: where the cluster has keys, the public half of
-a CURVE pair, which proves who talks and encrypts; else a password of 32 random bytes.
-libzmq asks the authenticator before it takes a message. When all are connected, the
-port is shut: libzmq cannot unbind without ending the connections, so the kernel drops
-whatever else knocks (`refuse_newcomers`).
+*Threats.* Only members can connect. Each draws a credential for this purpose, and sends
+it to the others over links: with keys in the cluster, the public half of a new CURVE
+pair, which authenticates and encrypts; else a password of 32 random bytes. libzmq asks
+the authenticator before it accepts a message. When all are connected, the port is shut:
+libzmq cannot unbind without ending the connections, so the kernel drops packets of all
+others (`refuse_newcomers`).
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ class DataMessage(NamedTuple):
 
 
 class DataConnections:
-    """Those of one member, bound at any free port of ``where``. Made, connected and
-    shut on a loop, which answers meanwhile who may connect.
+    """The data connections of one member, bound at any free port of ``where``. Created,
+    connected and shut on a loop, which runs the authenticator meanwhile.
 
     Args:
-        member: This one.
-        encrypted: Whether CURVE is used.
+        member: Index of this member.
+        encrypted: Whether to use CURVE.
 
     Raises:
-        OSError: Nothing can be bound there.
+        OSError: No port of ``where`` can be bound.
     """
 
     MOST: ClassVar = 64
@@ -164,7 +164,7 @@ class DataConnections:
 
     @property
     def port(self) -> int:
-        """Where the others reach this member."""
+        """The bound port."""
         return parse(bound_to(self._router)).port
 
     def admit(self, member: int, credential: bytes) -> None:
@@ -175,7 +175,7 @@ class DataConnections:
         """Connects to another member, which admits this one already.
 
         Raises:
-            OSError: Nobody knows the name in ``address``.
+            OSError: The name in ``address`` cannot be resolved.
 
         Cancellation: it is not connected.
         """
@@ -194,10 +194,10 @@ class DataConnections:
         self._outward[member] = line
 
     def shut(self) -> None:
-        """Lets nobody connect any more.
+        """Refuses further connections.
 
         Raises:
-            OSError: The system cannot do that.
+            OSError: The system does not support that.
         """
         self._authenticator.close()
         refuse_newcomers(self._listener)
@@ -218,7 +218,7 @@ class DataConnections:
         return True
 
     def receive(self) -> DataMessage | None:
-        """What has come, None if nothing has. What is no such message is dropped."""
+        """Returns a received message, or None. Drops malformed messages."""
         receive = self._receive
         while True:
             try:
@@ -250,7 +250,7 @@ class DataConnections:
         return bool(ready)
 
     def ended(self, members: Iterable[int]) -> list[int]:
-        """Those of ``members`` by whose connection nothing can come any more. What came
+        """Returns those of ``members`` whose connection has ended. Messages that came
         before can still be received."""
         known = [each for each in members if each in self._accepted]
         return [
@@ -308,14 +308,14 @@ class DataConnections:
         else:
             router.plain_server = True
         router.zap_domain, router.zap_enforce_domain = DOMAIN.encode(), True
-        told = router.get_monitor_socket(int(EventKind.LISTENING.value))
+        monitor = router.get_monitor_socket(int(EventKind.LISTENING.value))
         try:
             router.bind(where.endpoint)
             bound_to(router)
-            return event_of(told.recv_multipart()).value
+            return event_of(monitor.recv_multipart()).value
         finally:
             router.disable_monitor()
-            told.close(linger=0)
+            monitor.close(linger=0)
 
     def _socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
         socket = new_socket(self._context, kind, where, self._settings)

@@ -1,12 +1,12 @@
-"""What other tasks print, shown by this program.
+"""Shows the output of other tasks in this program.
 
-Law of the file: the loop puts text in and never waits for a stream, which may be a pipe
-that nobody reads. Text is written by a thread that lives while there is some, or by a
-thread of the user that has waited for what the text belongs to: so it is there when
-that wait ends, and lands where the user's own would.
+Law of the file: the loop queues text and never waits for a stream, which may be a pipe
+that nobody reads. Text is written by a thread that exists while there is some, or by a
+user's thread that has waited for the step that printed it: so the text is there when
+the wait ends, among the output of that thread.
 
-The thread is no daemon: one that holds the lock of ``sys.stdout`` when the interpreter
-ends would abort it. It ends by itself, at the latest when the main thread does.
+The thread is not a daemon: a daemon that holds the lock of ``sys.stdout`` at the end of
+the interpreter would abort it. It ends by itself, at the latest with the main thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import contextvars
 
 MAX_PENDING_CHARACTERS: Final = 2**20
-"""Characters that wait for a stream; what comes then is dropped, and counted."""
+"""Most characters that wait for a stream; further text is dropped and counted."""
 LINGER: Final = 0.2
-"""Seconds that the thread waits for more: starting one takes the loop 50 µs."""
+"""Seconds that the thread waits for more text: starting one takes the loop 50 µs."""
 OUT: Final = 1
 
 _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
@@ -35,32 +35,31 @@ _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
 
 @final
 class Echo:
-    """Text on its way to ``sys.stdout`` and ``sys.stderr`` as they are when it gets
-    there."""
+    """Queues text for ``sys.stdout`` and ``sys.stderr``, as they are when it is
+    written."""
 
     def __init__(self) -> None:
         self.place: contextvars.Context | None = None
         """Of a caller that waits now: in a notebook it says which cell that is."""
         self.waiting: deque[tuple[int, str]] = deque()
         self.is_behind = False
-        """Something is not written yet, or is being written: it is to be waited for, by
-        `show`."""
+        """Some text is not written yet; `show` waits until it is."""
         self._size = 0
         self._dropped = 0
-        # Both re-entrant: a finalizer may close this, a stream may be an object that
-        # prints.
+        # Both re-entrant: a finalizer may call `close`, and a stream may be an object
+        # that prints.
         self._lock, self._writing = threading.RLock(), threading.RLock()
         self._bell: ThreadBell | None = None
-        """Of the thread that shows, while it waits for more."""
+        """Wakes the thread while it waits for more text."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, task: str, stream: int, text: str, dropped: int = 0) -> None:
-        """Has lines of a task shown. On the loop.
+        """Queues lines of a task. On the loop.
 
         Args:
-            text: Lines, each with its end.
-            dropped: Lines before them that are not there.
+            text: Lines, each with its newline.
+            dropped: Number of dropped lines before them.
         """
         lines = []
         with self._lock:
@@ -85,7 +84,7 @@ class Echo:
             self._wake()
 
     def show(self) -> None:
-        """Writes all that waits; blocks as ``print`` does."""
+        """Writes all queued text; blocks as ``print`` does."""
         with self._writing:
             while True:
                 with self._lock:
@@ -99,7 +98,8 @@ class Echo:
                     _write(stream, "".join([text for _, text in run]))
 
     def close(self) -> None:
-        """No more text comes; what waits is written. From any thread."""
+        """Accepts no more text, and lets the queued text be written. From any
+        thread."""
         with self._lock:
             self._closed = True
             self._wake()
@@ -144,16 +144,16 @@ def _write(stream: int, text: str) -> None:
     try:
         try:
             out.write(text)
-        except UnicodeEncodeError as error:  # it takes less than the worker's stream
+        except UnicodeEncodeError as error:  # its encoding lacks a character
             known = error.encoding
             out.write(text.encode(known, "backslashreplace").decode(known))
         out.flush()
-    except (OSError, ValueError):  # nobody reads it, or it is closed: as nobody would
+    except (OSError, ValueError):  # nobody reads it, or it is closed
         return
 
 
 def _quiet(line: str) -> str:
-    """The line without what moves the cursor of a terminal; colours stay."""
+    """Escapes characters that control a terminal, except colours."""
     if line.isprintable():
         return line
     pieces = _COLOURS.split(line)

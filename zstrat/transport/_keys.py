@@ -1,17 +1,17 @@
-"""A key folder: what is in it, how it is made, and how its keys are changed.
+"""Key folders: reading, creating and rotating keys.
 
-It holds one pair per role, ``<role>.secret`` and ``<role>.public``, made once by
-`generate_keys` and copied to the machines. Tasks of a role may have a pair each
+A folder has one pair per role, ``<role>.secret`` and ``<role>.public``, created once by
+`generate_keys` and copied to the machines. Tasks of a role may have their own pairs
 instead, ``<role>-<index>.secret`` and ``.public``.
 
-Keys are changed while all tasks go on, in three steps (`rotate_keys`), after each of
-which the folder is copied to all machines. The tasks notice and read it again.
+Keys are changed while all tasks run, in three steps (`rotate_keys`). After each step
+the folder is copied to all machines, where the tasks notice and read it again.
 
-1. ``next/`` gets new pairs. All admit their holders from now on, and trust servers that
-   have them, so that it does not matter who takes the second step first.
-2. The new pairs take the place of the old ones, whose public halves go to
-   ``previous/``. Servers bind anew with their new secret; their peers connect again.
-3. ``previous/`` is removed: nobody with an old secret gets in any more.
+1. ``next/`` gets new pairs. All tasks admit their owners from now on, and trust servers
+   that have them, so that the order of machines in the second step does not matter.
+2. The new pairs replace the old ones, whose public keys go to ``previous/``. Servers
+   bind again with their new secret, and their peers reconnect.
+3. ``previous/`` is removed: old secrets are no longer admitted.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Owner = tuple[Job, "int | None"]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What one task knows: its own pair, and the owners of all public keys, those that
-    are in use first. ``stamp``: of the files that this was read from."""
+    """The keys of one task: its own pair, and the owners of all public keys, those in
+    use first. ``stamp`` identifies the state of the files."""
 
     secret: str
     public: str
@@ -58,13 +58,13 @@ class Keys:
     stamp: object
 
     def of(self, job: Job, index: int | None) -> list[str]:
-        """The public keys that a task may have: its own, else those of its role."""
+        """Returns the public keys that a task may have: its own, else its role's."""
         own = [key for key, owner in self.owners.items() if owner == (job, index)]
         return own or [k for k, owner in self.owners.items() if owner == (job, None)]
 
 
 class KeyFolder:
-    """The folder in which a task finds its keys; arguments as of `Security.load`."""
+    """The key folder of a task; arguments as of `Security.load`."""
 
     def __init__(
         self, path: str | PathLike[str], job: Job, index: int | None, guarded: bool
@@ -73,7 +73,7 @@ class KeyFolder:
         self._index, self._guarded = index, guarded
 
     def stamp(self) -> object:
-        """A value that is another one whenever the files may have changed."""
+        """Returns a value that changes whenever the files may have changed."""
         return tuple(_states(self._folders()))
 
     def read(self) -> Keys:
@@ -82,7 +82,7 @@ class KeyFolder:
         Raises:
             ValueError, PermissionDeniedError: As `Security.load`.
         """
-        stamp = self.stamp()  # before: what changes meanwhile is read the next time
+        stamp = self.stamp()  # first: later changes are then read the next time
         publics = _publics(self.folder)
         if not publics:
             there = "holds no keys" if self.folder.is_dir() else "does not exist"
@@ -137,25 +137,26 @@ class KeyFolder:
 def generate_keys(
     path: str | PathLike[str], tasks: Mapping[Job, int] | None = None
 ) -> list[Path]:
-    """Makes a key folder (mode 0700) with a pair of keys for each role.
+    """Creates a key folder (mode 0700) with a pair of keys for each role.
 
     Args:
-        tasks: Roles of which each task, so many from 0 on, gets a pair of its own.
+        tasks: Number of tasks, by role, that get their own pairs, from index 0.
 
     Returns:
         The files written: secrets have mode 0600.
 
     Raises:
-        FileExistsError: There are keys already; nothing was written.
-        OSError: They cannot be written there; says why, and nothing is left. So it is
-            behind Ctrl-C.
+        FileExistsError: The folder has keys already; nothing was written.
+        OSError: The keys cannot be written; says why.
+
+    After an error or Ctrl-C no file is left.
     """
     folder, is_new = Path(path), not os.path.lexists(path)
     written: list[Path] = []
     try:
         _make_folder(folder)
         _write_pairs(folder, _names(tasks or {}), written)
-    except BaseException:  # to the caller: a part of the keys is of no use
+    except BaseException:  # to the caller: incomplete keys are useless
         for file in written:
             file.unlink(missing_ok=True)
         if is_new:
@@ -166,7 +167,7 @@ def generate_keys(
 
 
 def _make_folder(folder: Path) -> None:
-    """One that has no keys yet."""
+    """Creates the folder; fails if it has keys."""
     with explained("key folder", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -181,7 +182,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> None:
-    """``written`` gets each file before it is there."""
+    """Writes new pairs; adds each file to ``written`` before it exists."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in names:
         public, secret = zmq.curve_keypair()
@@ -190,22 +191,23 @@ def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> Non
             written.append(file)
             try:
                 file.touch(mode=mode, exist_ok=False)
-            except FileExistsError:  # another one's
+            except FileExistsError:  # written by another process
                 written.remove(file)
                 raise
             file.write_text(f"{key.decode()}\n", "ascii")
 
 
 def rotate_keys(path: str | PathLike[str]) -> str:
-    """Takes the next of the three steps by which the keys of a folder are changed; one
-    that was interrupted is taken to its end. Of pairs that were added after the first
-    step it is taken once more, so that the second one changes all.
+    """Takes the next of the three steps of a key rotation, or completes an interrupted
+    one. If pairs were added after the first step, repeats that for them, so that the
+    second one changes all.
 
     Returns:
-        What was done: `NEXT` was made, the keys in use became `PREVIOUS`, or "".
+        What was done: `NEXT` was created, the keys in use became `PREVIOUS`, or ""
+        after the last step.
 
     Raises:
-        FileNotFoundError: There are no keys.
+        FileNotFoundError: The folder has no keys.
     """
     folder = Path(path)
     following, previous = folder / NEXT, folder / PREVIOUS
@@ -221,8 +223,8 @@ def rotate_keys(path: str | PathLike[str]) -> str:
         if previous.exists() or not late:
             _switch(folder, following, previous)
             return PREVIOUS
-        # They were added since: the first step, for these. A pair counts from its
-        # public half on.
+        # Pairs added since: the first step, for these. The public file comes last, as
+        # it makes the pair valid.
         added: list[Path] = []
         _write_pairs(making, sorted(late), added)
         for file in reversed(added):
@@ -238,7 +240,7 @@ def rotate_keys(path: str | PathLike[str]) -> str:
 
 
 def _switch(folder: Path, following: Path, previous: Path) -> None:
-    """Each public half is in one of the folders at any moment."""
+    """Takes the second step. Each public key is in one of the folders at any time."""
     if not previous.exists():
         making = folder / f".{PREVIOUS}"
         shutil.rmtree(making, ignore_errors=True)
@@ -252,7 +254,7 @@ def _switch(folder: Path, following: Path, previous: Path) -> None:
 
 
 def key_names(folder: Path) -> list[str]:
-    """Whose public keys are in a folder: "chief", "ps", "worker-3"."""
+    """Returns the names of the public keys in a folder: "chief", "ps", "worker-3"."""
     names = [file.stem for file in folder.glob("*.public")]
     return sorted(name for name in names if _NAME.fullmatch(name))
 
@@ -307,14 +309,14 @@ def _read(file: Path) -> str:
 
 
 _OTHERS: Final = 0o077
-"""What anybody else than the owner may do."""
+"""Permissions of users other than the owner."""
 _READ_BY_GROUP: Final = 0o040
 
 
 @dataclass(frozen=True, slots=True)
 class Secrecy:
-    """What decides who can read a secret, or put keys beside it: modes of the file and
-    of its folder, whether nothing can be written there, and whether the file's group is
+    """Decides whether other users can read a secret, or add keys to its folder: by the
+    modes of both, whether the file system is read-only, and whether the file's group is
     this process's own.
 
     A folder that ``zstrat keygen`` made belongs to one user alone. Where an engine lays
@@ -334,7 +336,7 @@ class Secrecy:
 
     @property
     def file_is_private(self) -> bool:
-        """Whether nobody else reads or writes the secret."""
+        """Whether no other user can read or write the secret."""
         others = self.file & _OTHERS
         return not others or (
             others == _READ_BY_GROUP and self.is_read_only and self.is_own_group
@@ -342,15 +344,15 @@ class Secrecy:
 
     @property
     def folder_is_private(self) -> bool:
-        """Whether nobody else comes by the secret, or puts keys beside it."""
+        """Whether no other user can reach the secret, or add keys to the folder."""
         return not self.folder & _OTHERS or self.is_read_only
 
 
 def check_private(file: Path) -> None:
-    """Refuses a secret that others can read, and a folder that they can enter.
+    """Checks that other users cannot read the secret, nor enter its folder.
 
     Raises:
-        PermissionDeniedError: Names what is open, and what to do.
+        PermissionDeniedError: They can; names the path and the remedy.
     """
     seen = _look(file)
     for each, mode, fine in (
@@ -359,8 +361,8 @@ def check_private(file: Path) -> None:
     ):
         if not fine:
             raise PermissionDeniedError(
-                f"{each} has mode {mode:04o}: whoever reads the secret can act as this "
-                f"task; {_advice(each, seen)}"
+                f"{each} has mode {mode:04o}: every user who reads the secret can act "
+                f"as this task; {_advice(each, seen)}"
             )
 
 
@@ -369,10 +371,10 @@ def _advice(path: Path, seen: Secrecy) -> str:
         return f"run `chmod {'700' if path.is_dir() else '600'} {path}`"
     if seen.file & _OTHERS == _READ_BY_GROUP:
         return (
-            "its group is none of this process, or has other members: give the pod an "
-            "fsGroup that nobody else has"
+            "its group is not one of this process, or has other members: give the pod "
+            "an fsGroup that nothing else has"
         )
-    return "it is mounted, so say there who reads it: `defaultMode: 0400` of a Secret"
+    return "it is mounted: set `defaultMode: 0400` of the Secret"
 
 
 def _look(file: Path) -> Secrecy:
@@ -387,7 +389,7 @@ def _look(file: Path) -> Secrecy:
 
 
 def _is_own(group: int) -> bool:
-    """Whether this process is in the group, and nobody else is known to be."""
+    """Returns whether this process is in the group, and no other user is."""
     if group not in (os.getegid(), *os.getgroups()):
         return False
     mine = os.geteuid()

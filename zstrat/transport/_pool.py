@@ -1,9 +1,9 @@
-"""Memory for bodies that arrive, results of collectives and batches for devices, used
-again when the arrays in it are gone.
+"""A pool of memory for received bodies, results of collectives and batches for devices,
+which is reused once its arrays are garbage-collected.
 
-Touching fresh pages halves the speed of a copy, so what a pull of the last step left
-behind receives the next one. Nobody gives memory back by hand: the arrays of a body
-are views of one lease, and when the last of them dies, the lease does.
+Touching fresh pages halves the speed of a copy, so the memory of the last pull is used
+for the next one. Memory is never returned explicitly: the arrays of a body are views of
+one lease, which ends with the last of them.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KEPT: Final = 256 * 2**20
-"""Bytes that may be idle: two bodies of 64 MB in turn, with room for a second size."""
+"""Most idle bytes: two alternating bodies of 64 MB, with room for a second size."""
 
 SPARE: Final = 30.0
-"""Seconds: longer than a pause for a checkpoint or an evaluation."""
+"""Seconds without use until idle memory is freed: longer than a checkpoint takes."""
 
 STALE: Final = 1.0
-"""Seconds after which memory of a size makes room for that of another one. Touching
-fresh pages again costs a caller that comes so seldom next to nothing; among those that
-take turns faster, what is there stays, or each would lose its own to the next."""
+"""Seconds without use until memory of one size makes room for another size. Touching
+fresh pages costs little for callers that are that rare; for more frequent callers the
+idle memory stays, or alternating sizes would always replace each other."""
 
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
 
 _WORTH: Final = 64 * 1024
-"""Bytes; to lend less costs more than it saves."""
+"""Bytes below which lending costs more than it saves."""
 
 
 class _LeasedMemory(np.ndarray):
-    """What a lease is a view of."""
+    """The base of a lease; see `lend`."""
 
 
 class _Lease(np.ndarray):
-    """What the arrays of a body are views of; its death ends the loan."""
+    """The base of a body's arrays; its finalizer ends the loan."""
 
 
 def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memoryview:
-    """``memory`` (uint8 [n]), as long as any array or view made of it lives.
+    """Lends ``memory`` (uint8 [n]) until the last array or view made of it is
+    collected.
 
-    ``ended(what)`` is called, on any thread, when the last of them is gone.
+    Then ``ended(what)`` is called, on any thread.
     """
     # numpy makes the base of a view the base of its base, so long as that has the type
     # of the view: two types of our own keep an array from skipping its lease.
@@ -61,16 +62,16 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
 
 
 def trim() -> None:
-    """Gives what nobody uses back to the system: glibc keeps the top of its heap, and
-    holes in it for ever. Takes milliseconds, and what is used next is faulted in again.
+    """Returns unused memory to the system: glibc keeps the top of its heap, and never
+    returns holes in it. Takes milliseconds, and used pages are faulted in again.
     """
-    with suppress(AttributeError, OSError):  # of glibc alone
+    with suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(slots=True)
 class _IdleMemory:
-    """What is idle of one size, and when somebody asked for that size."""
+    """Idle memory of one size, and when that size was last used."""
 
     memories: list[np.ndarray] = field(default_factory=list)
     is_used: bool = True
@@ -88,21 +89,21 @@ class Pool:
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory of ``nbytes`` bytes at a multiple of 64.
+        """Returns writable memory of ``nbytes`` bytes, aligned to 64 bytes.
 
         Raises:
-            MemoryError: There is none.
+            MemoryError: There is not enough memory.
         """
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
         return lend(memory[:nbytes], self._give_back, memory)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array whose elements are undefined, as of `np.empty`. A small one does not
-        come from the pool.
+        """Returns an uninitialized array, as `np.empty`. A small one does not come from
+        the pool.
 
         Raises:
-            MemoryError: There is none.
+            MemoryError: There is not enough memory.
         """
         nbytes = math.prod((shape,) if isinstance(shape, int) else shape)
         nbytes *= dtype.itemsize
@@ -111,7 +112,7 @@ class Pool:
         return np.ndarray(shape, dtype, self.allocate(nbytes))
 
     def age(self, now: float) -> None:
-        """Lets idle memory go of sizes that nobody asked for in `SPARE` seconds."""
+        """Frees idle memory of sizes that were not used for `SPARE` seconds."""
         self._now = now
         if not self._idle:
             return
@@ -152,9 +153,9 @@ class Pool:
             self._idle_bytes += size
 
     def _make_room(self, size: int) -> bool:
-        """Drops sizes that are stale, the longest unused first."""
+        """Drops stale sizes, least recently used first, until ``size`` fits."""
         if self._full_at == self._now:
-            return False  # what was stale by then has gone
+            return False  # stale sizes were dropped at this time already
         stale = [
             (idle.used_at, other)
             for other, idle in self._idle.items()
@@ -172,5 +173,4 @@ class Pool:
 
 
 POOL: Final = Pool()
-"""The pool of the process. Links and endpoints share it, as what one has left idle
-serves the other as well."""
+"""The pool of the process, shared by links and endpoints."""

@@ -1,11 +1,14 @@
-"""What keeps a second copy of what a parameter server holds, and puts it in its place.
+"""Messages that keep a backup of a parameter server's store, and promote it.
 
-A *store* is what one logical parameter server holds: variables, slots, ledger and
-versions, under the number that handles have of it. One process serves it, the
-*primary*; with replicas another one has a copy in its memory, the *backup*, at an
-address of its own. Which is which is a *view* of the store: a number that only grows,
-made by the coordinator that holds the session, and told to whoever is concerned before
-it is used. Whatever names an older view than its receiver knows is refused as stale.
+A *store* is the state of one logical parameter server: variables, slots, ledger and
+versions, under the index that handles have. One process serves it, the *primary*; with
+replicas another process, the *backup*, has a copy in memory, at its own address. A
+*view* of the store, a growing number, says which is which. The coordinator of the
+session draws it, and sends it to all that need it before it is used. A message with an
+older view than its receiver knows is refused as stale.
+
+The second part are the messages by which a primary sends its store and its changes to
+the backup.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from ._schema import Arrays, message
 
 @message
 class HostStore:
-    """A coordinator has the process of a parameter server keep a backup of ``store``,
-    empty for now, at an address of its own. Answered by `StoreHosted`; asked again in
-    the same view it answers the same. ``primary`` is the incarnation of who serves it,
-    from whom alone the copy takes changes. ``serves``: it is no backup, but the primary
-    of a store that is new. ``beside``: it is a third copy, which counts for nothing
-    until its primary says so in a newer view (`OpenLog`). ``swaps``: the process serves
-    the store, and hands it to its backup ``primary``, which is to be promoted: it
-    serves nobody from now on, and what it has is the copy, which is whole."""
+    """Makes a parameter server's process host a backup of ``store``, empty at first, at
+    an own address; sent by a coordinator. Answered by `StoreHosted`, the same if asked
+    again in the same view. ``primary`` is the incarnation of the primary, the only
+    process from which the copy accepts changes. ``serves``: host the primary of a new
+    store instead. ``beside``: host a third copy, which is not a backup until its
+    primary says so in a newer view (`OpenLog`). ``swaps``: the process is the primary,
+    and becomes the complete backup of its backup ``primary``, which will be promoted;
+    it stops serving."""
 
     kind: ClassVar = 80
     session: int
@@ -38,7 +41,7 @@ class HostStore:
 
 @message
 class StoreHosted:
-    """``incarnation`` is that of the copy, which greets with it at ``address``."""
+    """A process hosts the copy, with this ``incarnation``, at ``address``."""
 
     kind: ClassVar = 81
     address: str
@@ -47,7 +50,7 @@ class StoreHosted:
 
 @message
 class DropStore:
-    """A coordinator does not need the copy of ``store`` that the process hosts."""
+    """Drops the copy of ``store`` that the process hosts; sent by a coordinator."""
 
     kind: ClassVar = 82
     session: int
@@ -57,28 +60,28 @@ class DropStore:
 
 @message
 class AskCopies:
-    """A coordinator that goes on with what another one has left asks the process of a
-    parameter server which copies of stores it has. Answered by `CopiesReport`."""
+    """Asks a parameter server's process for its copies of stores; sent by a coordinator
+    that continues the session of a lost one. Answered by `CopiesReport`."""
 
     kind: ClassVar = 98
     session: int
 
 
 class OrphanedCopy(NamedTuple):
-    """A copy of a store that a lost program has left.
+    """A copy of a store of a lost program.
 
     Args:
-        view: The newest one of the store that it knows of.
-        address, incarnation: Where it greets, and as whom; "": at that of its process.
-        origin: Of the session that it belongs to.
-        is_primary: It serves the store, if nobody has taken its place.
-        is_whole: It has all that was acknowledged, in this view.
-        is_sure: Nobody can have acknowledged what is not here, although another copy is
-            gone: this is a primary that went on alone, or it lost the other copy when
-            the program itself had been lost for so long that it could replace nobody.
-        variables: How many it holds.
-        partner: The incarnation of the other one of two copies, if this one follows it,
-            or is followed by it; else 0.
+        view: The newest view of the store that the copy knows.
+        address, incarnation: Its address and incarnation; "": those of its process.
+        origin: The origin of its session (`OpenSession`).
+        is_primary: It serves the store, unless it was replaced.
+        is_whole: It has everything that was acknowledged in this view.
+        is_sure: Nothing else can have been acknowledged, although the other copy is
+            lost: this is a primary that continued alone, or it lost the other copy when
+            the program had been lost for so long that it could not promote anything.
+        variables: Number of variables.
+        partner: The incarnation of the other copy, if one of the two is the backup of
+            the other; else 0.
     """
 
     store: int
@@ -95,7 +98,7 @@ class OrphanedCopy(NamedTuple):
 
 @message
 class CopiesReport:
-    """The copies that one process has, in answer to `AskCopies`."""
+    """Answers `AskCopies`: the copies that a process has."""
 
     kind: ClassVar = 99
     copies: list[OrphanedCopy]
@@ -103,10 +106,10 @@ class CopiesReport:
 
 @message
 class AttachBackup:
-    """A coordinator gives the primary a backup, which is empty. Answered by `Done` when
-    the backup has all: from then on nothing is acknowledged that it has not. Training
-    goes on meanwhile. ``beside``: the backup that the primary has stays, too. Without
-    that it ends when the other one, which has all, is named."""
+    """Gives the primary an empty backup; sent by a coordinator. Answered by `Done` once
+    the backup is complete: from then on only changes that it has are acknowledged.
+    Training continues meanwhile. ``beside``: the present backup of the primary stays.
+    Otherwise it is dropped once the new one is complete."""
 
     kind: ClassVar = 83
     session: int
@@ -118,9 +121,9 @@ class AttachBackup:
 
 @message
 class DetachBackup:
-    """The primary goes on alone; what waits for its backup is acknowledged. Answered by
-    `Done`, also if there is none. Only a coordinator may say so: a primary that
-    has lost its backup acknowledges nothing by itself."""
+    """Makes the primary continue without backup, and acknowledge what waits for it.
+    Answered by `Done`, even without a backup. Sent only by a coordinator: a primary
+    that has lost its backup acknowledges nothing by itself."""
 
     kind: ClassVar = 84
     session: int
@@ -129,8 +132,8 @@ class DetachBackup:
 
 @message
 class BackupLost:
-    """The primary cannot reach its backup, or the backup differs from it. A notice to
-    the coordinator."""
+    """Reports that the primary cannot reach its backup, or that the backup differs. A
+    notice to the coordinator."""
 
     kind: ClassVar = 85
     session: int
@@ -140,12 +143,11 @@ class BackupLost:
 
 @message
 class PromoteBackup:
-    """A coordinator makes the backup the primary of its store: it takes nothing from
-    the old one any more, and serves. Answered by `Done`. All versions jump
-    past whatever the old primary can have given out. Refused by a backup that
-    does not have all yet. ``incarnation`` is that of a copy at ``address`` that has the
-    same (`HostStore.swaps`): it is the new primary's backup from the beginning; 0: it
-    has none."""
+    """Promotes a backup to the primary of its store; sent by a coordinator. It accepts
+    no more changes from the old primary, and serves. Answered by `Done`. All versions
+    jump past those that the old primary can have sent. Refused by an incomplete backup.
+    ``incarnation`` is that of an equal copy at ``address`` (`HostStore.swaps`), which
+    becomes its backup at once; 0: none."""
 
     kind: ClassVar = 86
     session: int
@@ -156,9 +158,9 @@ class PromoteBackup:
 
 @message
 class MoveServer:
-    """A coordinator tells a worker that the parameter server of this index is at
-    another address. ``view`` is that of its store. Answered by `Done`, when what the
-    worker has for it is on its way there."""
+    """Sends a worker the new address of a store; sent by a coordinator. ``view`` is
+    that of the store. Answered by `Done` once the worker's open requests are on their
+    way there."""
 
     kind: ClassVar = 87
     session: int
@@ -183,8 +185,8 @@ ReplicationMessage = (
 
 @message
 class OpenLog:
-    """The primary of a store in ``view`` is about to send its changes. Answered by
-    `LogTaken`: what comes next is the change behind that one."""
+    """Announces the changes of a primary in ``view``. Answered by `LogTaken`; the
+    primary continues with the change after that."""
 
     kind: ClassVar = 88
     session: int
@@ -193,7 +195,8 @@ class OpenLog:
 
 @message
 class LogTaken:
-    """The backup has all changes up to this one in memory. Also a notice."""
+    """Acknowledges that the backup has all changes up to ``number`` in memory. Also
+    sent as a notice."""
 
     kind: ClassVar = 89
     number: int
@@ -201,15 +204,16 @@ class LogTaken:
 
 @message
 class LogMade:
-    """The backup has made all changes up to this one. A notice, while it is filled:
-    from then on its primary is only told what is taken."""
+    """Reports that the backup has applied all changes up to ``number``. A notice, sent
+    only while the backup is being filled; later only `LogTaken` is sent."""
 
     kind: ClassVar = 97
     number: int
 
 
 class CopiedVariable(NamedTuple):
-    """``lost``: why its value is gone, until somebody assigns it; "" if it is there."""
+    """A variable to create on the backup. ``lost``: why its value is lost, until it is
+    assigned; "": not lost."""
 
     key: int
     name: str
@@ -223,7 +227,7 @@ class CopiedVariable(NamedTuple):
 
 @message
 class CopyVariables:
-    """Room for variables. New ones begin with ``first_version``."""
+    """Creates variables without values. New ones begin with ``first_version``."""
 
     kind: ClassVar = 90
     first_version: int
@@ -231,8 +235,8 @@ class CopyVariables:
 
 
 class CopiedSlot(NamedTuple):
-    """A leaf of what an optimizer keeps beside a variable, as in `TensorEntry`.
-    ``filled``: starts and ends of its rows that have a value."""
+    """A leaf of an optimizer's state of a variable, as in `TensorEntry`. ``filled``:
+    starts and ends of its rows that have a value."""
 
     key: int
     optimizer: int
@@ -245,15 +249,15 @@ class CopiedSlot(NamedTuple):
 
 @message
 class CopySlots:
-    """Room for slots."""
+    """Creates slots without values."""
 
     kind: ClassVar = 91
     slots: list[CopiedSlot]
 
 
 class CopiedPart(NamedTuple):
-    """The array at its place goes to the bytes from ``start`` on of a value
-    (``optimizer`` 0, ``leaf`` "") or a slot."""
+    """The destination of one array: the bytes from ``start`` of a value (``optimizer``
+    0, ``leaf`` "") or a slot."""
 
     key: int
     optimizer: int
@@ -263,7 +267,7 @@ class CopiedPart(NamedTuple):
 
 @message
 class CopyParts:
-    """Bytes of values and slots."""
+    """Sends bytes of values and slots."""
 
     kind: ClassVar = 92
     parts: list[CopiedPart]
@@ -272,9 +276,9 @@ class CopyParts:
 
 @message
 class CopyLedger:
-    """Which pushes were applied: of the session (``writer`` 0), or own updates of a
-    process. Two arrays of int64: ``[n, 2]`` steps with their parts, and ``[m, 2]`` runs
-    of steps that are over."""
+    """Sends which pushes were applied: of the session (``writer`` 0), or own updates of
+    a process. Two arrays of int64: ``[n, 2]`` steps with their parts, and ``[m, 2]``
+    ranges of ended steps."""
 
     kind: ClassVar = 93
     writer: int
@@ -283,7 +287,7 @@ class CopyLedger:
 
 
 class KeptOptimizer(NamedTuple):
-    """An optimizer of an earlier program, of which there may be slots."""
+    """An optimizer of an earlier program, which may have slots."""
 
     optimizer: int
     name: str
@@ -291,8 +295,8 @@ class KeptOptimizer(NamedTuple):
 
 @message
 class CopyKept:
-    """What an earlier program has left, which no creation that fails takes back. One
-    array of int64: the keys of variables."""
+    """Sends the optimizers and variables of an earlier program, which a failed creation
+    must not remove. One array of int64: the keys of the variables."""
 
     kind: ClassVar = 79
     optimizers: list[KeptOptimizer]
@@ -301,8 +305,8 @@ class CopyKept:
 
 @message
 class CopyTree:
-    """A tree of an optimizer, in one array of uint8, and the keys of the variables that
-    it binds ([n] of int64): others, that are here under its keys, came later."""
+    """Sends the tree of an optimizer as one array of uint8, and the keys of the
+    variables that it binds (int64 [n]); other variables of these keys came later."""
 
     kind: ClassVar = 96
     optimizer: int
@@ -311,8 +315,8 @@ class CopyTree:
 
 @message
 class ChangeProgram:
-    """Another program goes on with what is here, in the session of this number: its
-    steps, and the code of its optimizers, are new ones."""
+    """Notes that another program continues the session under this number, with new
+    steps and new code of optimizers."""
 
     kind: ClassVar = 114
     session: int
@@ -320,14 +324,14 @@ class ChangeProgram:
 
 @message
 class CopyWhole:
-    """Nothing is missing any more: a backup that has this may become the primary."""
+    """Marks the backup as complete, so that it may become the primary."""
 
     kind: ClassVar = 94
 
 
 @message
 class RaiseWriterMark:
-    """All own updates of a process below ``low_water`` are over."""
+    """Notes that all own updates of a process below ``low_water`` have ended."""
 
     kind: ClassVar = 95
     writer: int

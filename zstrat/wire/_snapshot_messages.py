@@ -1,7 +1,7 @@
-"""What a coordinator says to a parameter server to save and to restore.
+"""Messages from a coordinator to a parameter server to save and to restore.
 
-A snapshot is values and slots as they were at one moment; it is pinned, then written to
-a file or read, and released. Loading goes the other way, from files or from messages.
+A snapshot has the values and slots of one moment. It is pinned, then written to a file
+or read, and released. Loading reads values and slots from files or from messages.
 """
 
 from typing import ClassVar, NamedTuple
@@ -26,11 +26,12 @@ class TensorEntry(NamedTuple):
 
 @message
 class PinSnapshot:
-    """Keeps values and slots of variables as they are now, until `ReleaseSnapshot`;
-    updates go on beside. ``optimizers``: whose slots. Answered by `SnapshotPinned`.
+    """Keeps the present values and slots of variables until `ReleaseSnapshot`, while
+    updates continue. ``optimizers``: optimizers with the slots. Answered by
+    `SnapshotPinned`.
 
-    ``first`` above 0 pins nothing, but asks for those from that place on of a snapshot
-    that is there: thousands do not fit into one answer."""
+    ``first`` above 0 asks for more tensors of an existing snapshot, from that index:
+    thousands do not fit into one answer."""
 
     kind: ClassVar = 40
     session: int
@@ -42,7 +43,7 @@ class PinSnapshot:
 
 @message
 class SnapshotPinned:
-    """Tensors from ``first`` on, and how many there are in all."""
+    """The tensors of a snapshot from index ``first``, and their total number."""
 
     kind: ClassVar = 41
     tensors: list[TensorEntry]
@@ -51,7 +52,7 @@ class SnapshotPinned:
 
 @message
 class WriteSnapshot:
-    """Writes tensors of a snapshot (by their place in `SnapshotPinned`) to the new file
+    """Writes tensors of a snapshot (by index in `SnapshotPinned`) to the new file
     ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
 
     kind: ClassVar = 42
@@ -64,7 +65,8 @@ class WriteSnapshot:
 
 @message
 class SnapshotWritten:
-    """Digests in the order of the names; ``size`` of the file in bytes."""
+    """A snapshot was written. Digests in the order of the names; ``size`` of the file
+    in bytes."""
 
     kind: ClassVar = 43
     digests: list[str]
@@ -85,7 +87,7 @@ class ReadSnapshot:
 
 @message
 class SnapshotPart:
-    """One array of bytes."""
+    """Answers `ReadSnapshot`: one array of bytes."""
 
     kind: ClassVar = 45
     arrays: Arrays
@@ -93,7 +95,7 @@ class SnapshotPart:
 
 @message
 class ReleaseSnapshot:
-    """Nobody reads the snapshot any more: the old values that it kept may go."""
+    """Drops a snapshot, with the old values that it keeps."""
 
     kind: ClassVar = 46
     session: int
@@ -101,14 +103,14 @@ class ReleaseSnapshot:
 
 
 class LoadEntry(NamedTuple):
-    """Rows ``[start, stop)`` of tensor ``name`` in the file ``path`` go to rows from
-    ``at`` on of a variable's value or slot (as in `TensorEntry`). A tensor without the
-    variable's rows goes whole (``start``, ``stop`` and ``at`` are 0). ``name`` "":
-    nothing is read, and all that is asked is whether the file is there. ``path`` "" of
-    an optimizer: it forgets what it keeps beside the variable, and begins anew.
+    """Loads rows ``[start, stop)`` of tensor ``name`` in the file ``path`` into the
+    rows from ``at`` of a variable's value or slot (as in `TensorEntry`). A tensor
+    without the variable's rows is loaded whole (``start``, ``stop`` and ``at`` are 0).
+    ``name`` "": only checks that the file exists. ``path`` "" with an optimizer: resets
+    the optimizer's state of the variable.
 
-    ``rows``: the slot has the variable's rows. Asked while the server does not know yet
-    what the optimizer keeps beside the variable."""
+    ``rows``: the slot has the variable's rows. Needed while the server does not know
+    the state of the optimizer yet."""
 
     key: int
     optimizer: int
@@ -123,7 +125,7 @@ class LoadEntry(NamedTuple):
 
 @message
 class LoadTensors:
-    """Reads values and slots from files that this ps can see. Answered by `Done`."""
+    """Loads values and slots from files that the ps can read. Answered by `Done`."""
 
     kind: ClassVar = 47
     session: int
@@ -131,7 +133,7 @@ class LoadTensors:
 
 
 class StoreEntry(NamedTuple):
-    """The array at its place goes to rows from ``at`` on, as in `LoadEntry`."""
+    """The destination of one array: the rows from ``at``, as in `LoadEntry`."""
 
     key: int
     optimizer: int
@@ -142,7 +144,7 @@ class StoreEntry(NamedTuple):
 
 @message
 class StoreTensors:
-    """Values and slots that were read elsewhere. Answered by `Done`."""
+    """Sends values and slots to store. Answered by `Done`."""
 
     kind: ClassVar = 60
     session: int

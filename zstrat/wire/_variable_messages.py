@@ -1,4 +1,4 @@
-"""What coordinators and workers say to a parameter server about variables.
+"""Messages from coordinators and workers to a parameter server about variables.
 
 Variables are created, read, and pushed to; a push applies as a whole and at most once.
 """
@@ -40,8 +40,8 @@ class VariableEntry(NamedTuple):
 
 @message
 class CreateVariables:
-    """Creates all or none; answered by `Done`. The same key, name, shape and dtype
-    again is no error and keeps the value that is there."""
+    """Creates all variables or none. Answered by `Done`. Creating the same key, name,
+    shape and dtype again is allowed and keeps the value."""
 
     kind: ClassVar = 32
     session: int
@@ -50,8 +50,8 @@ class CreateVariables:
 
 
 class InitialEntry(NamedTuple):
-    """A variable whose value is made where it will live: ``shape`` of ``whole``, from
-    ``offset`` on (one number per axis each)."""
+    """A variable whose initial value the server computes: the part ``shape`` of
+    ``whole``, from ``offset`` (one number per axis each)."""
 
     key: int
     name: str
@@ -65,9 +65,9 @@ class InitialEntry(NamedTuple):
 
 @message
 class InitializeVariables:
-    """Creates all or none, as `CreateVariables`, from one shipped initializer:
-    ``(shape, dtype, partition_shape=, partition_offset=) -> array``. Taken from a
-    coordinator alone."""
+    """Creates all variables or none, as `CreateVariables`, from pickled code of an
+    initializer: ``(shape, dtype, partition_shape=, partition_offset=) -> array``.
+    Accepted only from a coordinator."""
 
     kind: ClassVar = 39
     session: int
@@ -86,7 +86,8 @@ class DeleteVariables:
 
 @message
 class CreateOptimizer:
-    """``code`` is a shipped optax transformation: taken from a coordinator alone."""
+    """Creates an optimizer. ``code`` is a pickled optax transformation. Accepted only
+    from a coordinator."""
 
     kind: ClassVar = 34
     session: int
@@ -97,9 +98,9 @@ class CreateOptimizer:
 
 @message
 class BindOptimizer:
-    """Which variables an optimizer moves, and what their tree looks like. One array of
-    bytes: data, never code, so that whoever applies gradients may send it. Answered by
-    `Done`. The same again is no error."""
+    """Sends the tree of variables that an optimizer updates. One array of bytes: data,
+    never code, so that every task that applies gradients may send it. Answered by
+    `Done`. Sending the same again is allowed."""
 
     kind: ClassVar = 66
     session: int
@@ -109,8 +110,8 @@ class BindOptimizer:
 
 @message
 class Withdraw:
-    """A creation has failed, and its numbers will be given to others: drops what is
-    there of these variables and optimizers. Answered by `Done`, also if nothing is."""
+    """Drops variables and optimizers after a failed creation, as their numbers will be
+    reused. Answered by `Done`, even if there is nothing to drop."""
 
     kind: ClassVar = 65
     session: int
@@ -119,8 +120,8 @@ class Withdraw:
 
 
 class Read(NamedTuple):
-    """One variable of a `Pull`. ``known`` is the version of it that the reader has,
-    whose value need not be sent again; -1 for none."""
+    """One variable of a `Pull`. ``known`` is the version that the reader has, whose
+    value is not sent again; -1: none."""
 
     key: int
     known: int
@@ -128,8 +129,8 @@ class Read(NamedTuple):
 
 @message
 class Pull:
-    """Reads several variables; answered by `Pulled`. Each one is untorn; together they
-    are not a snapshot."""
+    """Reads several variables. Answered by `Pulled`. Each value is consistent; together
+    they are not a snapshot."""
 
     kind: ClassVar = 35
     session: int
@@ -138,10 +139,10 @@ class Pull:
 
 @message
 class PullRows:
-    """`Pull`, and rows of variables besides; answered by `Pulled`.
+    """Reads several variables, as `Pull`, and rows of others. Answered by `Pulled`.
 
-    ``rows`` are the keys of the variables of which rows are read; the array at its
-    place holds their indices, ``[n]`` integers of the variable's first axis.
+    ``rows`` are the keys of the variables whose rows are read; the array at the same
+    position has the indices, ``[n]`` integers of the variable's first axis.
     """
 
     kind: ClassVar = 61
@@ -153,11 +154,11 @@ class PullRows:
 
 @message
 class Pulled:
-    """One version per read, in order. ``arrays`` holds the values of those reads whose
-    version differs from the one that the reader knew, in order, and behind them the
-    rows ``[n, ...]`` for each of `PullRows.rows`. ``clock`` counts the pushes that the
-    server had applied by then, of whatever variables: two of them say how many came in
-    between. It says nothing of the answer, and takes no part in comparing."""
+    """Answers a pull: one version per read, in order. ``arrays`` has the values of the
+    reads whose version differs from the known one, in order, and then the rows
+    ``[n, ...]`` for each of `PullRows.rows`. ``clock`` is the number of pushes to any
+    variables that the server has applied: the difference of two clocks is the number of
+    pushes in between. It is ignored in comparisons."""
 
     kind: ClassVar = 36
     versions: list[int]
@@ -166,8 +167,7 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """One change of one variable. ``operands`` is how many of the push's arrays belong
-    to it.
+    """One change of one variable. ``operands`` is the number of its arrays in the push.
 
     ``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS. Such an
     update changes nothing by itself: all updates of the same optimizer that follow in
@@ -182,14 +182,14 @@ class Update(NamedTuple):
 
 @message
 class Push:
-    """Applies all the updates or none; answered by `Pushed`.
+    """Applies all updates or none. Answered by `Pushed`.
 
-    ``step`` names the closure: a ps applies the pushes of ``(session, step, part)`` at
-    most once. ``step`` -1: nobody's, applied as often as it is sent.
+    ``step`` is the closure: a ps applies the push of ``(session, step, part)`` at most
+    once. ``step`` -1: applied as often as it is sent.
 
-    ``writer``: 0 for the closures of the session. Else it is the incarnation of the
-    process that sends this, and ``step`` the number of an update of its own: all of
-    its updates below ``low_water`` are over, which says nothing about anybody else's.
+    ``writer``: 0 for closures of the session. Else the incarnation of the sending
+    process, and ``step`` is the number of one of its own updates: all of its updates
+    below ``low_water`` have ended.
     """
 
     kind: ClassVar = 37
@@ -204,8 +204,8 @@ class Push:
 
 @message
 class RaiseMark:
-    """All closures below ``low_water`` are over: pushes of them that still come are
-    duplicates, and none has to be remembered. A notice, from a coordinator alone."""
+    """Notes that all closures below ``low_water`` have ended: later pushes of them are
+    duplicates, and none has to be remembered. A notice, only from a coordinator."""
 
     kind: ClassVar = 71
     session: int
@@ -214,11 +214,11 @@ class RaiseMark:
 
 @message
 class PushPart:
-    """`Push` of an eager step, whose parts are numbered in the order of its run.
+    """Applies a part of an eager step, as `Push`; parts are numbered in their order.
 
-    ``names`` say where in the step each update was made, and what it does; ``attempt``
-    is that of the run. A part that differs from one that was applied under its number
-    is refused, and so is one of a run that is not the newest.
+    ``names`` describe each update and its line in the step; ``attempt`` is the number
+    of the run. Refused if another part was applied under this number, or if the run is
+    not the newest.
     """
 
     kind: ClassVar = 100
@@ -234,9 +234,9 @@ class PushPart:
 
 @message
 class AskParts:
-    """An eager step is about to run again: what of it was applied, from the part with
-    the number ``first`` on? Answered by `AppliedParts`; what runs before ``attempt``
-    push from then on is refused."""
+    """Asks which parts of an eager step were applied, from part ``first``, before it
+    runs again. Answered by `AppliedParts`. Later pushes of runs before ``attempt`` are
+    refused."""
 
     kind: ClassVar = 101
     session: int
@@ -246,7 +246,7 @@ class AskParts:
 
 
 class PartEntry(NamedTuple):
-    """A part of an eager step that was applied; ``names`` as in `PushPart`."""
+    """An applied part of an eager step; ``names`` as in `PushPart`."""
 
     part: int
     names: list[str]
@@ -254,8 +254,8 @@ class PartEntry(NamedTuple):
 
 @message
 class AppliedParts:
-    """The parts that one server has applied, in order. ``more`` is the number from
-    which to ask on, as one answer may not hold all; 0 if it does."""
+    """Answers `AskParts`: the parts that a server has applied, in order. ``more`` is
+    the part from which to ask again, if one answer cannot have all; else 0."""
 
     kind: ClassVar = 102
     parts: list[PartEntry]
@@ -263,7 +263,7 @@ class AppliedParts:
 
 
 class StepRun(NamedTuple):
-    """Steps ``[first, end)``."""
+    """The steps ``[first, end)``."""
 
     first: int
     end: int
@@ -271,9 +271,9 @@ class StepRun(NamedTuple):
 
 @message
 class Fence:
-    """All steps below ``low_water``, and those of ``over``, are over, whoever still
-    works on one: what they push from now on is answered as a duplicate. Answered by
-    `Fenced` when what they had pushed before is done. Taken from a coordinator alone.
+    """Ends all steps below ``low_water``, and those of ``over``, even if a worker still
+    runs one: their later pushes are answered as duplicates. Answered by `Fenced` once
+    their earlier pushes are done. Accepted only from a coordinator.
     """
 
     kind: ClassVar = 103
@@ -285,7 +285,7 @@ class Fence:
 
 @message
 class Fenced:
-    """Which of the steps that were ``asked`` about have applied something here."""
+    """Answers `Fence`: the steps among ``asked`` that have applied a push here."""
 
     kind: ClassVar = 104
     applied: list[int]
@@ -293,8 +293,8 @@ class Fenced:
 
 @message
 class Pushed:
-    """``applied`` is false for a duplicate; versions are those after the push, and
-    ``clock``, as in `Pulled`, counts it, too."""
+    """Answers a push. ``applied`` is false for a duplicate; versions are those after
+    the push, which ``clock``, as in `Pulled`, counts, too."""
 
     kind: ClassVar = 38
     applied: bool
@@ -304,8 +304,8 @@ class Pushed:
 
 @message
 class Exchange:
-    """`Push`, and behind it `PullRows`, which reads what the push wrote: what training
-    needs of a ps per step, in one message. Answered by `Exchanged`.
+    """Applies a push, then reads as `PullRows`: all that a training step needs of a ps,
+    in one message. Answered by `Exchanged`.
 
     ``arrays``: the operands of the updates in order, then the indices for each of
     ``rows``.
@@ -324,10 +324,11 @@ class Exchange:
 
 @message
 class Exchanged:
-    """``applied`` as in `Pushed`; ``versions``, ``arrays``, ``clock`` as in `Pulled`.
+    """Answers `Exchange`. ``applied`` as in `Pushed`; ``versions``, ``arrays`` and
+    ``clock`` as in `Pulled`.
 
-    Either part may be refused without the other: its error is `errors.to_wire`, and
-    None if it was not. Without an answer to the pull, versions and arrays are empty.
+    The push and the pull may fail separately: each has an error (`errors.to_wire`) or
+    None. If the pull fails, versions and arrays are empty.
     """
 
     kind: ClassVar = 63

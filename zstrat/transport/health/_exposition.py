@@ -38,7 +38,7 @@ def exposition(
 
     Args:
         accept: What the scraper says that it reads.
-        names: Whether addresses and versions of tasks are told, too.
+        names: Whether to include addresses and versions of tasks.
 
     Raises:
         ImportError: prometheus_client is not installed.
@@ -154,16 +154,16 @@ def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
         last = points[-1] if isinstance(points, list) and points else None
         value = last[2] if isinstance(last, list) else None
         if isinstance(value, int | float):
-            words, labels = "As zs.log_scalar was told last.", {"name": name}
+            words, labels = "Last value of zs.log_scalar.", {"name": name}
             yield Sample(Kind.GAUGE, "zstrat_scalar", words, (float(value),), labels)
 
 
 def _about(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
     if task := _dict(values, "task"):
         keys = ("address", "host", "incarnation", "pid")
-        told = {key: task[key] for key in keys if key in task}
-        told |= _dict(task, "versions")
-        value = ({name: str(each) for name, each in told.items()},)
+        labels = {key: task[key] for key in keys if key in task}
+        labels |= _dict(task, "versions")
+        value = ({name: str(each) for name, each in labels.items()},)
         words = "Where a task is, and what it runs."
         yield Sample(None, "zstrat_task", words, value, {})
 

@@ -73,8 +73,8 @@ class PageToken:
 
     def is_shown(self, asked: HttpRequest, port: int) -> bool:
         """Whether the cookie, or the header for programs, has it."""
-        scheme, _, told = asked.authorization.partition(" ")
-        if scheme.lower() == "bearer" and self.is_same(told.strip()):
+        scheme, _, secret = asked.authorization.partition(" ")
+        if scheme.lower() == "bearer" and self.is_same(secret.strip()):
             return True
         pairs = (each.strip().partition("=") for each in asked.cookie.split(";"))
         return any(name == _name(port) and self.is_same(it) for name, _, it in pairs)

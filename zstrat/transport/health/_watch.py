@@ -1,13 +1,13 @@
-"""Looks at the newest run of this process, and gives pages what it saw.
+"""Watches the newest run of this process, and sends what it sees to open pages.
 
-Law of the file: whoever looks at a page costs the run nothing. The run is asked at
-most once a second, however many pages are open: its loop says that it turns, and what
-is told is put together, and becomes JSON, on the thread of the HTTP port, once for all,
+Law of the file: an open page costs the run nothing. The run is asked at
+most once a second, however many pages are open: its loop says that it turns, and its
+numbers are collected, and become JSON, on the thread of the HTTP port, once for all,
 and less often if that takes long. A page that reads slowly leaves frames out; one that
 does not read is dropped.
 
-It is looked from the first page on, and then until the port is closed, so that who
-opens another one sees what was before.
+Watching starts with the first page and ends with the port, so that later pages show
+what was before.
 """
 
 from __future__ import annotations
@@ -110,19 +110,21 @@ class RunPicture:
         if is_another:
             self._begin(look, now)
         self.number += 1
-        told = look.metrics if look.run == self._run else None
+        metrics = look.metrics if look.run == self._run else None
         self._about = {
             "run": f"{self._process}.{self._run}",
             "name": look.name or self._about.get("name", ""),
             "state": self._state(look),
             "words": look.words,
-            "seconds": _at(told, now - self._began) if told else self._last_seconds(),
+            "seconds": _at(metrics, now - self._began)
+            if metrics
+            else self._last_seconds(),
         }
-        if told:
-            self._held_up = [{**each} for each in held_up(told)]
+        if metrics:
+            self._held_up = [{**each} for each in held_up(metrics)]
         self._only_grew, self._grown = True, {"history": [], "scalars": {}, "logs": []}
-        if told:
-            self._take(told, _at(told, now - self._began))
+        if metrics:
+            self._store(metrics, _at(metrics, now - self._began))
         self._only_grew &= not is_another
 
     def frame(self, after: int) -> str:
@@ -140,7 +142,7 @@ class RunPicture:
         return as_json({**about, "metrics": metrics, "history": history})
 
     def _begin(self, look: RunLook, now: float) -> None:
-        """Another run: nothing of the one before is shown any more."""
+        """Drops everything of the previous run."""
         self._run, self._began, self._metrics, self._held_up = look.run, now, {}, []
         self._history, self._states, self._about = RunHistory(), {}, {}
 
@@ -154,11 +156,11 @@ class RunPicture:
     def _last_seconds(self) -> PlainTree:
         return self._about.get("seconds", 0.0)
 
-    def _take(self, told: Metrics, seconds: float) -> None:
-        before, self._metrics = self._metrics, told
+    def _store(self, metrics: Metrics, seconds: float) -> None:
+        before, self._metrics = self._metrics, metrics
         rows = len(self._history.rows)
-        self._only_grew = self._history.add([seconds, *_sums(told)])
-        scalars, old = _dict(told, "scalars"), _dict(before, "scalars")
+        self._only_grew = self._history.add([seconds, *_sums(metrics)])
+        scalars, old = _dict(metrics, "scalars"), _dict(before, "scalars")
         self._grown = {
             "history": self._history.rows[rows:],
             "scalars": {
@@ -166,11 +168,11 @@ class RunPicture:
                 name: added(_list(old, name), _list(scalars, name), columns=2)
                 for name in scalars
             },
-            "logs": added(_list(before, "logs"), _list(told, "logs")),
+            "logs": added(_list(before, "logs"), _list(metrics, "logs")),
         }
         self._states = {
             name: self._seen_since(name, str(_dict(tasks, name).get("state")), seconds)
-            for tasks in (_dict(told, "tasks"),)
+            for tasks in (_dict(metrics, "tasks"),)
             for name in tasks
         }
 
@@ -223,16 +225,16 @@ def _finite(value: PlainTree) -> PlainTree:
     return value
 
 
-def _at(told: Metrics, otherwise: float) -> float:
+def _at(metrics: Metrics, otherwise: float) -> float:
     """Seconds since the run began, by its own clock if it tells."""
-    return _number(told, "seconds") or otherwise
+    return _number(metrics, "seconds") or otherwise
 
 
-def _sums(told: Metrics) -> list[float]:
-    tasks = _dict(told, "tasks")
+def _sums(metrics: Metrics) -> list[float]:
+    tasks = _dict(metrics, "tasks")
     servers = [_dict(tasks, name) for name in tasks if name.startswith("ps:")]
     return [
-        _number(told, "steps_per_s"),
+        _number(metrics, "steps_per_s"),
         sum(_number(each, "bytes_in_per_s") for each in servers),
         sum(_number(each, "bytes_out_per_s") for each in servers),
         sum(_number(_dict(tasks, name), "memory") for name in tasks),
@@ -394,21 +396,21 @@ class RunWatch:
             return RunLook(run, entry.name, state="hangs", words=words)
 
     def _seen_in(
-        self, entry: RegisterEntry, run: int, told: Mapping[str, PlainTree]
+        self, entry: RegisterEntry, run: int, values: Mapping[str, PlainTree]
     ) -> RunLook:
-        metrics = told.get("coordinator")
+        metrics = values.get("coordinator")
         if isinstance(metrics, dict):
             return RunLook(run, entry.name, metrics)
         if not entry.name.startswith(PROGRAMS):
-            return RunLook(run, entry.name, _of_task(entry.name, told))
+            return RunLook(run, entry.name, _of_task(entry.name, values))
         words = "it has no ClusterCoordinator yet, so there are no steps to show"
         return RunLook(run, entry.name, state="waits", words=words)
 
 
-def _of_task(name: str, told: Mapping[str, PlainTree]) -> Metrics:
-    """A run of which this process sees one task only: itself."""
-    about = told.get("task")
+def _of_task(name: str, values: Mapping[str, PlainTree]) -> Metrics:
+    """Returns the metrics of a run of which this process sees only its own task."""
+    about = values.get("task")
     known = about if isinstance(about, dict) else {}
-    task = TaskReport("open", str(known.get("address", "")), "", told)
+    task = TaskReport("open", str(known.get("address", "")), "", values)
     uptime = known.get("uptime")
     return {"seconds": uptime, **report({name: task})}
