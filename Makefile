@@ -61,6 +61,7 @@ lint: $(VENV)/.dev
 	  { echo 'not formatted: run $(VENV)/bin/ruff format .'; exit 1; }
 	@$(VENV)/bin/mypy --no-error-summary
 	@$(PY) docs/make_api.py --check
+	@$(PY) tests/test_words.py --check
 
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)

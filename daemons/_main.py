@@ -51,10 +51,8 @@ from zstrat.transport import run as run_loop
 from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
-from ._log import start_logging
-from ._notify import Notifier
+from ._appearance import Notifier, name_children, start_logging
 from ._parent_watch import ParentWatch, die_with, is_running, watch_process
-from ._process_name import name_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -91,10 +91,8 @@ def on_post_build(config: Any) -> None:
 
 def pages() -> dict[str, str]:
     """Path in the repository -> page of the site, for all that is written by hand."""
-    written = {
-        f"docs/{path.relative_to(ROOT / 'docs').as_posix()}": path.name
-        for path in sorted((ROOT / "docs").glob("*.md"))
-    }
+    docs = [path.relative_to(ROOT) for path in sorted((ROOT / "docs").rglob("*.md"))]
+    written = {path.as_posix(): path.relative_to("docs").as_posix() for path in docs}
     shown = {f"examples/{path.name}": _example_uri(path) for path in _examples()}
     return {**written, **FROM_ROOT, **shown, "examples": "examples.md"}
 

@@ -1,5 +1,5 @@
-"""What docs/architecture.md says about the source is so: where a thing is that a
-newcomer asks for, which files there are, and which packages."""
+"""Checks what docs/architecture.md and docs/internals say about the source: where a
+newcomer finds what, which files there are, and which packages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = [PAGE, *(x.read_text() for x in (ROOT / "docs" / "internals").glob("*.md"))]
 
 FOLDERS = ("zstrat", "")
 """Paths of the page are those below one of these: `ps/_service.py`, `daemons/ps.py`."""
@@ -91,9 +92,9 @@ def test_a_name_is_where_the_table_says(row: Row) -> None:
     assert row.name in defined(files[0]), f"{row.question}: {row}"
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
-    paths = set(re.findall(r"[\w*./-]+\.py\b", PAGE))
-    assert paths, "the page names files"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.splitlines()[0])
+def test_every_file_that_a_page_names_is_there(page: str) -> None:
+    paths = set(re.findall(r"[\w*./-]+\.py\b", page))
     assert not {path for path in paths if not found(path)}
 
 

@@ -18,7 +18,7 @@ import zstrat as zs
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 @pytest.fixture
@@ -38,8 +38,9 @@ def test_every_page_is_in_the_navigation_and_the_other_way_round(site_pages):
             yield from [inside] if isinstance(inside, str) else files(inside)
 
     named = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    docs = ROOT / "docs"
     made = {*site_pages.FROM_ROOT.values(), "examples.md", "reference.md"}
-    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    written = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     assert sorted(named) == sorted(made | written)
 
 

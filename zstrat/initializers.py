@@ -68,11 +68,11 @@ class Initializer(abc.ABC):
 
 
 def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """Numbers of one kind as those of another one, where that changes none: 2.0 is an
-    integer, 2.5 is none. Floats are rounded to other floats.
+    """Converts numbers to another dtype without changing their values, except that
+    floats are rounded to other floats: 2.0 becomes an integer, 2.5 is refused.
 
     Raises:
-        ValueError: One would be another number.
+        ValueError: A value would change.
     """
     if isinstance(value, int | float | list | tuple) and dtype.kind in "biu":
         return _exact_integers(value, dtype, what)

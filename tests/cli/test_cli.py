@@ -42,8 +42,8 @@ def short_folder():
 
 
 OPEN_PORTS = (
-    "note: without keys every user of this machine can reach these ports and run code "
-    "here; --transport ipc or ZSTRAT_KEYS avoids that"
+    "warning: without keys every user of this machine can reach these ports and run "
+    "code as you; use --transport ipc or set ZSTRAT_KEYS to prevent that"
 )
 
 
@@ -124,7 +124,7 @@ def test_doctor_of_a_run_that_does_not_train(file):
     assert ran.exit_code == 0, ran.output
     first, second = ran.output.splitlines()
     assert first.endswith("0.0 steps/s on 1 worker, with 1 parameter server")
-    assert second.startswith("no step has ended in this time")
+    assert second.startswith("no step ended in this time")
 
 
 def test_doctor_of_a_run_names_who_does_not_answer(cluster, tmp_path):
@@ -228,7 +228,7 @@ def test_status_of_a_cluster_with_keys(tmp_path):
         assert known.exit_code == 0, known.output
         healthy = zstrat("doctor", *command, "30", "--keys", str(keys))
         assert healthy.exit_code == 0, healthy.output
-        assert "secret of chief, worker, ps, evaluator, observer" in healthy.output
+        assert "secrets of chief, worker, ps, evaluator, observer" in healthy.output
         stranger = zstrat("status", *command, "1")
     assert stranger.exit_code == 1
     assert stranger.output.count("unreachable: ") == 2

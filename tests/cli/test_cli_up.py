@@ -196,9 +196,9 @@ def test_who_queues_begins_when_the_other_one_has_ended(hosts, tmp_path):
         assert first.stderr.readline() == "has begun\n"
         ran = zstrat("up", hosts, "true")
         who = rf"hosts.up is locked by another `zstrat up` \(pid {first.pid}\)"
-        assert re.search(f"{who}: end it with .* --queue", ran.output), ran.output
+        assert re.search(f"{who}: stop it with .* --queue", ran.output), ran.output
         ran = zstrat("up", "--queue", "1", hosts, "true")
-        assert re.search(f"{who}, for 1 s by now", ran.output), ran.output
+        assert re.search(f"{who}, still after 1 s", ran.output), ran.output
         words = [*up, "--queue", str(hosts), "sh", "-c", "echo two --queue"]
         with subprocess.Popen(words, **pipes, stdout=subprocess.PIPE) as second:
             assert re.search(f"waiting: .*{who}", second.stderr.readline())

@@ -112,7 +112,7 @@ def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
     ):
         launch = launch_in(started)
         assert launch is not None
-        assert launch.said_by == by
+        assert launch.size_variable == by
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
     found = detect({"ps": 1, "worker": 2})
     assert (found.task_type, found.task_id) == ("worker", 0)
     assert found.cluster_spec().num_tasks("ps") == 1
-    with pytest.raises(ValueError, match="are 2 tasks, and 3 processes were"):
+    with pytest.raises(ValueError, match="2 tasks, but 3 processes were"):
         detect({"worker": 2})
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["h:1"]}}')
     assert detect().cluster_spec() == ClusterSpec({"worker": ["h:1"]})

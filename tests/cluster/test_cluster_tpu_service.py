@@ -58,7 +58,7 @@ def test_workers_that_cannot_be_read(metadata: Web) -> None:
 @pytest.mark.parametrize(
     ("status", "headers", "words"),
     [
-        (200, {}, "answers, and is no metadata server of Google"),
+        (200, {}, "is not a metadata server of Google"),
         (503, {"Metadata_Flavor": "Google"}, "with 503 Service Unavailable"),
     ],
 )

@@ -247,7 +247,7 @@ def test_a_worker_that_no_cluster_names():
     assert numbered.task.index == 7
     for wrong, words in {
         ("--join", "h:1"): "--bind",
-        ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach this task",
+        ("--join", "h:1", "--bind", "0.0.0.0:2"): "0.0.0.0:2",
         ("--join", "h:1", "--bind", "late:0"): r"\b0\b",
         ("--join", "h", "--bind", "late:2"): "'h'",
         ("--join", "h:1,", "--bind", "late:2"): "''",

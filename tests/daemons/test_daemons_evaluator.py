@@ -114,7 +114,7 @@ def test_a_program_that_does_not_say_what_it_takes_is_called():
 
 def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
     for words, says in (
-        (["program.py"], "program.py is a file, expected a folder"),
+        (["program.py"], "program.py is a file"),
         ([folder, "--metrics", folder], "is a folder: choose the path of a file"),
     ):
         child = run("program:make", *words)

@@ -253,5 +253,5 @@ def test_with_too_few_descriptors_it_says_so_before_libzmq_ends_it(job):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "cannot start: " in done.stderr
-    assert f"{job}:0: this process may have 30 files open" in done.stderr
+    assert f"{job}:0: this process may open 30 files" in done.stderr
     assert "raise `ulimit -n`" in done.stderr

@@ -7,8 +7,7 @@ import logging
 import socket
 
 import pytest
-from zstrat.daemons._log import JsonFormatter, LineFormatter
-from zstrat.daemons._notify import Notifier
+from zstrat.daemons._appearance import JsonFormatter, LineFormatter, Notifier
 
 
 @pytest.fixture

@@ -106,4 +106,4 @@ def test_errors_of_predicates_and_of_functions_in_c():
     assert "TensorSpec(shape=(3,), dtype=float64)" in note
     with pytest.raises(TypeError) as caught:
         list(Dataset.range(3).map(len))
-    assert "map(len) at a place that it does not tell" in caught.value.__notes__[0]
+    assert "map(len) at " in caught.value.__notes__[0]

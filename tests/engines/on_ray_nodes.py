@@ -32,7 +32,7 @@ def main():
         for index in (0, 1):
             used(coordinator, step, index)
         lost = Heard("was lost with its actor")
-        no_room = Heard("Ray has no room for worker:")
+        no_room = Heard("Ray has no free resources for worker:")
         back = Heard("/job:worker/task:", "is back")
         nodes.remove_node(second, allow_graceful=False)
         lost.wait()

@@ -38,8 +38,11 @@ def result(program, *, needs):
 @pytest.mark.timeout(450)
 def test_a_program_on_ray():
     seen = result("on_ray.py", needs="ray")
-    assert "Ray has no room for the parameter servers with {'CPU': 1" in seen["full"]
-    assert "no room for 1 workers, only for 0, with {'GPU'" in seen["lacking"]
+    assert (
+        "Ray has too few free resources for the parameter servers with {'CPU': 1"
+        in seen["full"]
+    )
+    assert "resources for 1 workers, only for 0, with {'GPU'" in seen["lacking"]
     assert "worker_resources=" in seen["lacking"]
     assert seen["gpus"] == ["0", "1"]
 

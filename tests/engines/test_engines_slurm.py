@@ -148,7 +148,7 @@ def test_a_program_in_an_allocation(slurm):
         check=False,
     )
     assert "value 7" in ran.stdout, ran.stderr
-    assert "room for 2 tasks (n1: 1, n2: 1), and 2 ps and 2 workers are 4" in ran.stderr
+    assert "2 task slots (n1: 1, n2: 1), but 2 ps and 2 workers need 4" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_code_of_a_newer_zstrat_is_said():
 def test_other_fields_than_ours_are_said(cls, count):
     error = from_wire([cls.code, ["x"] * count, "", None])
     assert type(error) is ProtocolError
-    assert f"{cls.__name__} arrived with the fields" in str(error)
+    assert f"received {cls.__name__} with unexpected fields" in str(error)
 
 
 class Picky(Exception):

@@ -346,7 +346,7 @@ def test_the_batch_script_of_a_program(tmp_path):
     [
         (["-p", "gpu", "t.py"], "as one word: -pgpu"),
         (["--partition", "gpu", "t.py"], "as one word: --partition=gpu"),
-        (["--here", "--time=1", __file__], "--here submits nothing, so"),
+        (["--here", "--time=1", __file__], "no effect with --here"),
         (["no.py"], "program 'no.py' does not exist\n"),
         (["--print", "-pgpu", "no.py"], "program 'no.py' does not exist\n"),
         (["--time=1"], "expected a program after the options"),
@@ -364,7 +364,7 @@ def test_nothing_breaks_out_of_its_line_of_the_batch_script(tmp_path):
     for words in (["--job-name=evil\ntouch PWNED", str(good)], [str(evil)]):
         ran = CliRunner().invoke(main, ["slurm", "--print", *words])
         assert ran.exit_code == 2
-        assert "has a character that does not print" in ran.output
+        assert "has a character that is not printable" in ran.output
     ran = CliRunner().invoke(main, ["slurm", "--print", str(good), "a\nb"])
     assert shlex.split(ran.output.split("exec ")[1])[-1] == "a\nb"
 

@@ -234,9 +234,12 @@ def test_what_is_asked_for_is_there():
         (("--name", "a" * 41), "at most 40"),
         (("--namespace", "a/b"), "namespace='a/b'"),
         (("--image", "a b"), "expected an image name"),
-        (("--ps-resources", "cpu"), "expected NAME=AMOUNT,..., as in cpu=4,memory"),
+        (("--ps-resources", "cpu"), "expected NAME=AMOUNT,..., such as cpu=4,memory"),
         (("--namespace", "a" * 64), "at most 63"),
-        (("--ps-resources", "cpu=4,cpu=5"), "resources 'cpu=4,cpu=5': cpu is there"),
+        (
+            ("--ps-resources", "cpu=4,cpu=5"),
+            "resources 'cpu=4,cpu=5': cpu is given more",
+        ),
         (("--to", "/none/x"), "cannot write /none/x: No such file or directory"),
         (("--restarts", "-5"), "-5 is not in the range"),
         (("--http", "2222"), "expected two distinct ports"),
@@ -280,7 +283,7 @@ def test_a_namespace_may_begin_with_a_digit():
 def test_other_misuse():
     with pytest.raises(ValueError, match=r"restarts=-1.*\b0\b"):
         PodCluster("a", "i", 1, 1, ("p",), restarts=-1)
-    with pytest.raises(ValueError, match="which program"):
+    with pytest.raises(ValueError, match="program="):
         PodCluster("a", "i", 1, 1, ())
     with pytest.raises(ValueError, match="expected 1 or more of each"):
         PodCluster("a", "i", 0, 1, ("p",))

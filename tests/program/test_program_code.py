@@ -78,7 +78,7 @@ code, arguments, out = sys.argv[1:]
 function = zs.load(open(code, "rb").read())
 args = zs.load(open(arguments, "rb").read())
 prepared = zs.prepare(function, args, {})
-assert [spec.name for spec in prepared.reads] == ["w"], prepared.reads
+assert [spec.name for spec in prepared.plan.reads] == ["w"], prepared.plan.reads
 result = prepared.run([np.float32(10)])
 structure = prepared.plan.out_structure
 leaves = {f"leaf{n}": leaf for n, leaf in enumerate(result.leaves)}

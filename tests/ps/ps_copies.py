@@ -146,7 +146,9 @@ class Copies:
 
     async def close(self):
         for service in self.made:  # those before these, too
+            service.role.validate()
             assert await service.drain()
+            service.role.validate()
 
 
 def create(*keys, size=3):

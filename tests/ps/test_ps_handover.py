@@ -301,7 +301,7 @@ def _of_tomorrow(folder):
         (_cut_short, "DataLossError"),
         (_without_arrays, "NotFoundError"),
         (_changed, "bytes changed"),
-        (_torn, "it is no state"),
+        (_torn, "ps-0.json"),
         (_of_tomorrow, "this process reads"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),

@@ -7,7 +7,7 @@ from ps_stores import create_in
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.store import _creating, _lookups
-from zstrat.wire import VariableEntry
+from zstrat.wire import PullRows, VariableEntry
 
 MiB = 2**20
 
@@ -21,7 +21,9 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
     with pytest.raises(ResourceExhaustedError, match=f"of {100 * MiB} that are left"):
         store.plan_rows([], [1], (np.zeros(26, int),))
     indices = (np.zeros(26, int), np.zeros(3, int))
-    assert _lookups.row_bytes(store.variables, [1, 2], indices) == 26 * MiB
+    asked, promised = PullRows(7, [], [1, 2], indices), []
+    _lookups.promise_large_reply(store.variables, asked, promised.append)
+    assert promised == [26 * MiB]
 
 
 def test_what_the_kernel_says_is_believed_if_it_says_anything(monkeypatch, tmp_path):

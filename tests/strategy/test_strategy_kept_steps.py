@@ -32,7 +32,7 @@ def test_two_that_begin_at_once_share_one_step():
 
     kept = FunctionCache(make)
     with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(kept.of, [fn, fn])
+        one, other = threads.map(kept.step_of, [fn, fn])
     assert one is other is kept.step_of(fn)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from ranks import ranks
+from tiers import combined
 
 import zstrat as zs
 
@@ -22,7 +23,7 @@ TOTAL = float(sum(SUMS))
 pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=combined(WAYS[::-1], step=2))
 def both(request):
     """What a program returns, in both processes, that is given the parts."""
     way = request.param
@@ -172,6 +173,7 @@ def test_a_function_that_runs_in_turns_everywhere(both):
         np.testing.assert_allclose(found, [TOTAL, TOTAL**2, TOTAL], rtol=1e-6)
 
 
+@pytest.mark.parametrize("both", WAYS, indirect=True)
 def test_everything_that_replicas_do_together(both):
     def make(strategy):
         v, w = variables(strategy, v="SUM", w="NONE")

@@ -55,8 +55,10 @@ def results(strategy, value, compiled):
     return [np.asarray(each).tolist() for each in found]
 
 
-@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, AGGREGATION.MEAN])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("aggregation", "compiled"),
+    combined([AGGREGATION.SUM, AGGREGATION.MEAN], [True, False]),
+)
 def test_a_value_of_each_replica_is_reduced_once(aggregation, compiled):
     def program(strategy, rank):
         v = counted(strategy, aggregation)

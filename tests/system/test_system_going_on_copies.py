@@ -108,8 +108,8 @@ def test_a_server_is_killed_while_the_next_program_takes_over(local, caplog):
     strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
     trained(Counting(strategy, learns=True), range(10))
     moments = [
-        ("goes on with what was left", "ps:0"),
-        ("goes on with what was left", "ps:1"),
+        ("resumes what was left", "ps:0"),
+        ("resumes what was left", "ps:1"),
         ("has a backup, in the process of", "ps:1"),
     ]
     for n, (words, task) in enumerate(moments, 1):

@@ -66,7 +66,7 @@ def test_spans_of_a_task_are_moved_to_the_clock_of_the_program():
         "apply": [(100.5, 101.5, {})],
     }
     assert timeline.about["ps:0: clock"] == (
-        "+1000000.000 ms against the program's, wrong by 1.000 ms at most"
+        "offset +1000000.000 ms to the program's, error at most 1.000 ms"
     )
 
 
@@ -159,7 +159,7 @@ def test_what_is_missing_and_what_was_cut_is_told():
         "program: cut": "there was no room to note all that it did",
         "worker:0: cut": "it has noted more: its last spans are here",
         "worker:0: jax profile": "/tmp/there",
-        "worker:0: wait not drawn": "2 of wait, as 8 others were under way",
+        "worker:0: wait not drawn": "2 of wait, as they overlap 8 others",
         "worker:1: missing": "it was lost",
     }
 

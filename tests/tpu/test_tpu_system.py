@@ -62,7 +62,7 @@ def test_cpus_are_laid_into_a_mesh_of_any_shape(of):
 
 @pytest.mark.parametrize("mesh", [[1, 1, 1, 4], [1, 2, 2, 3], [2, 4], [-2, -4, 1, 1]])
 def test_a_mesh_has_as_many_places_as_there_are_devices(of, mesh):
-    words = r"places for 8 devices: give as many|must be a sequence of 4 positive"
+    words = r"expected a product of 8|must be a sequence of 4 positive"
     with pytest.raises(ValueError, match=words):
         of([stand_in(n, platform="cpu") for n in range(8)], mesh_shape=mesh)
 

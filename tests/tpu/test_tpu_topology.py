@@ -160,7 +160,7 @@ def test_numbers_that_are_not_packed_and_fields_that_are_not_known():
         (b"\x0a\x7f", "TopologyProto"),
         (b"\xff" * 12, "TopologyProto"),
         (b"\x0b", "TopologyProto"),
-        (b"\x00\x01", "no TopologyProto|mesh_shape"),
+        (b"\x00\x01", "malformed at byte|mesh_shape"),
         (BYTES[6:], "`mesh_shape`"),
         (BYTES[:6] + b"\x10\x03" + BYTES[8:], r"num_tasks.*\(3\).*\b32\b"),
         (

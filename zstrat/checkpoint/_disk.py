@@ -58,8 +58,8 @@ def blamed(path: str, what: str) -> Iterator[None]:
         raise NotFoundError(f"{what} {path}: no such file or folder") from None
     except NotADirectoryError:
         raise NotFoundError(
-            f"{what} {path}: {file_above(path)} is a file, and has to be a folder: "
-            "give another path, or move that file"
+            f"{what} {path}: {file_above(path)} is a file, expected a folder: "
+            "choose another path, or move that file"
         ) from None
     except OSError as error:
         if error.errno in _FULL:

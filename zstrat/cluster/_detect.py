@@ -1,15 +1,14 @@
-"""The resolver of the cluster that this process was started in, whoever started it.
+"""Detects the launcher that started this process, and makes the resolver for it.
 
-Each launcher has its own variables. They become one value, a `Launch`: how many
-processes were started together, which of them this is, and where each is reached, if
-anything says that. Slurm has more to say, and a resolver of its own.
+Each launcher sets its own variables. They are converted to a `Launch`: the number of
+processes that were started together, the rank of this one, and the addresses of all, if
+known. Slurm provides more, and has a resolver of its own.
 
-What counts is how many processes were started together (the step), never how many there
-could be (the allocation): one program that runs by itself in an allocation of many
-tasks is alone.
+The number of processes is that of the processes started together (the step), not that
+of the allocation: a single program in an allocation of many tasks is alone.
 
-Law of that: it is told the environment, and the full name of this host; it asks nobody,
-so that every launcher can be tried without one.
+Law: detection only reads its arguments, the environment and the name of this host, so
+that every launcher can be tested without being installed.
 """
 
 from __future__ import annotations
@@ -43,27 +42,29 @@ _COUNTS: Final = {
     "NUM_PROCESSES": "PROCESS_ID",
     "SKYPILOT_NUM_NODES": "SKYPILOT_NODE_RANK",
 }
-"""By the variable of the number of processes, that of a process's own number: of Open
-MPI, of MPICH and its kin, of Slurm's ``srun``, of Kubeflow's jobs for JAX, of SkyPilot.
-MPI first: its processes may have been started by one task of Slurm on each node."""
+"""Variable with the number of processes -> variable with the rank: of Open MPI, of
+MPICH and related ones, of Slurm's ``srun``, of Kubeflow's jobs for JAX, of SkyPilot.
+MPI is first: one Slurm task per node may have started the MPI processes."""
 
 _COMMON: Final = "NUM_PROCESSES"
-"""Too common a name to mean anything without the number of the process."""
+"""A name so common that it is ignored without the variable of the rank."""
 _INDEX: Final = "JOB_COMPLETION_INDEX"
-"""Which pod of an indexed Job this is; Kubernetes does not say of how many."""
+"""The index of this pod in an indexed Job; Kubernetes does not set the number of
+pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one launcher started this process: as ``rank`` of ``size``.
+    """The launch of this process as ``rank`` of ``size`` processes.
 
-    ``said_by`` is the variable that says so, ``rank_by`` the one with the rank;
-    ``addresses`` are those of all ranks, None if nothing says them, and ``lack`` is
-    then what is missing, in words.
+    Args:
+        size_variable, rank_variable: The variables that say so.
+        addresses: The addresses of all ranks; None if they are unknown.
+        lack: Says what is missing if they are unknown.
     """
 
-    said_by: str
-    rank_by: str
+    size_variable: str
+    rank_variable: str
     size: int
     rank: int
     addresses: tuple[str, ...] | None = None
@@ -71,18 +72,18 @@ class Launch:
 
     @property
     def is_slurm(self) -> bool:
-        """Whether Slurm's own resolver knows where all are."""
-        return self.said_by.startswith("SLURM_")
+        """Whether `SlurmClusterResolver` knows the addresses."""
+        return self.size_variable.startswith("SLURM_")
 
     @property
     def is_mpi(self) -> bool:
-        """Whether MPI says it: it is known where all are if they are on one host."""
-        return self.said_by.startswith(("OMPI_", "PMI_"))
+        """Whether MPI launched it; then addresses are known only on a single host."""
+        return self.size_variable.startswith(("OMPI_", "PMI_"))
 
 
 def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
-    """The variable that says that several processes were started together, how many,
-    and the variable with the number of this one; None: no variable says so."""
+    """Returns the variable with the number of processes started together, that number,
+    and the variable with the rank; None if no variable is set."""
     for name, rank in _COUNTS.items():
         if name == _COMMON and rank not in env:
             continue
@@ -93,21 +94,22 @@ def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
 
 
 def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
-    """How this process was started as one of several: the first launcher that says
-    where all are, else the first that says that there are several; None: no one does.
+    """Detects a launch of several processes: of the first launcher with addresses, else
+    of the first one; None if there is none.
 
     Args:
-        host: The full name of this host, ``pod-0.service.namespace.svc``; pods of an
-            indexed Job are named after it.
+        host: The full name of this host, ``pod-0.service.namespace.svc``, from which
+            the names of the other pods of an indexed Job follow.
 
     Raises:
-        ValueError: A variable has a value that it cannot have; names it.
+        ValueError: A variable has an invalid value.
     """
     found = list(_launches(env, host))
-    for each in found:  # srun may speak MPI's languages, too, and knows more
-        if each.is_slurm and (each.size, each.rank) == (found[0].size, found[0].rank):
-            return each
-    known = (each for each in found if each.addresses is not None or each.is_slurm)
+    for launch in found:  # srun may set the variables of MPI as well, but knows more
+        first = found[0].size, found[0].rank
+        if launch.is_slurm and (launch.size, launch.rank) == first:
+            return launch
+    known = (one for one in found if one.addresses is not None or one.is_slurm)
     return next(known, next(iter(found), None))
 
 
@@ -116,38 +118,38 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         size = _count(env, name)
         if size is None or size < 2:
             continue
-        if rank_name == "SLURM_PROCID":  # its resolver reads the rest, and complains
+        if rank_name == "SLURM_PROCID":  # its resolver reads and checks the rest
             text = env.get(rank_name, "")
             yield Launch(name, rank_name, size, int(text) if text.isdecimal() else 0)
             continue
-        # Set for other purposes, too: without a rank it says nothing of us.
+        # Also set for other purposes: ignored without a rank.
         if name == _COMMON and rank_name not in env:
             continue
         rank = _count(env, rank_name)
         if rank is None or rank >= size:
             raise ValueError(
-                f"{name}={size}, so {rank_name} has to be a number below that; it is "
+                f"{rank_name}: expected a number below {name}={size}, got "
                 f"{env.get(rank_name)!r:.80}"
             )
-        addresses, lack = _whereabouts(env, name, size)
+        addresses, lack = _addresses(env, name, size)
         yield Launch(name, rank_name, size, rank, addresses, lack)
     if _INDEX in env:
         yield from _indexed(env, host)
 
 
-def _whereabouts(
+def _addresses(
     env: Mapping[str, str], name: str, size: int
 ) -> tuple[tuple[str, ...] | None, str]:
-    """The addresses of all ranks, or what is missing to know them."""
+    """Returns the addresses of all ranks, or None and what is missing."""
     match name:
         case "OMPI_COMM_WORLD_SIZE":
             return _of_mpi(env, size, _OPEN_MPI)
         case "PMI_SIZE":
             return _of_mpi(env, size, _MPICH)
         case "JAX_NUM_PROCESSES":
-            return _beside(env, "JAX_COORDINATOR_ADDRESS", size)
+            return _of_coordinator(env, "JAX_COORDINATOR_ADDRESS", size)
         case "NUM_PROCESSES":
-            return _beside(env, "COORDINATOR_ADDRESS", size)
+            return _of_coordinator(env, "COORDINATOR_ADDRESS", size)
     hosts = env.get("SKYPILOT_NODE_IPS", "").split()
     if len(hosts) != size:
         return None, f"SKYPILOT_NODE_IPS has {len(hosts)} addresses, expected {size}"
@@ -160,7 +162,7 @@ _OPEN_MPI: Final = (
     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
 _MPICH: Final = ("MPI_LOCALNRANKS", ("PMI_PORT", "PMI_JOBID", "PMI_KVS"))
-"""The variable with the number of ranks of this host, and those that name the run."""
+"""The variable with the number of ranks on this host, and those with the run's name."""
 
 
 def _of_mpi(
@@ -170,20 +172,20 @@ def _of_mpi(
     if _count(env, local) != size:
         here = env.get(local)
         return None, (
-            f"{local}={here!r:.20}: not all ranks are on this host, and MPI does "
-            "not tell where the others are"
+            f"{local}={here!r:.20}: not all ranks are on this host, and MPI does not "
+            "provide the addresses of the others"
         )
     run = next((env[name] for name in runs if env.get(name)), None)
     if run is None:
-        return None, f"none of {', '.join(runs)} is set, from which ports are derived"
+        return None, f"{' or '.join(runs)} is not set, from which ports are derived"
     port = agreed_port(run, size)
     return tuple(f"127.0.0.1:{port + rank}" for rank in range(size)), ""
 
 
-def _beside(
+def _of_coordinator(
     env: Mapping[str, str], name: str, size: int
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Next to the coordinator of jax: its port is jax's own, ours are behind it."""
+    """Derives addresses from that of jax's coordinator; ports follow after its port."""
     address = env.get(name, "").rpartition("://")[2]
     host, _, text = address.rpartition(":")
     if not host and name == "COORDINATOR_ADDRESS":
@@ -197,10 +199,10 @@ def _beside(
     hosts = _numbered(host, 0, size)
     if hosts is None:
         return None, (
-            f"{name}={address}: expected a host of Kubeflow whose first label ends in "
-            "-0, from which the hosts of the others follow"
+            f"{name}={address}: expected a host name of Kubeflow whose first label "
+            "ends in -0, from which the names of the other hosts follow"
         )
-    return tuple(f"{each}:{port}" for each in hosts), ""
+    return tuple(f"{name}:{port}" for name in hosts), ""
 
 
 def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
@@ -211,8 +213,8 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         return
     if size is None:
         lack = (
-            "an indexed Job does not say how many pods it has: set NUM_PROCESSES to "
-            "its completions (1 if each pod is to train alone)"
+            "an indexed Job does not provide its number of pods: set NUM_PROCESSES to "
+            "its completions (1 if each pod trains alone)"
         )
         yield Launch(_INDEX, _INDEX, 0, index, None, lack)
         return
@@ -222,31 +224,31 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
     if hosts is None:
         lack = (
             f"the full name of this host is {host!r:.80}, expected "
-            f"NAME-{index}.SERVICE...: give the pods a headless Service, and set "
+            f"NAME-{index}.SERVICE...: create a headless Service for the pods, and set "
             "`subdomain` in their template to its name"
         )
         yield Launch(_INDEX, _INDEX, size, index, None, lack)
         return
     port = agreed_port(hosts[0], 1)
-    addresses = tuple(f"{each}:{port}" for each in hosts)
+    addresses = tuple(f"{name}:{port}" for name in hosts)
     yield Launch(_INDEX, _INDEX, size, index, addresses)
 
 
 def _numbered(host: str, index: int, size: int) -> list[str] | None:
-    """The hosts of all, of that of one: ``job-1.service`` is beside ``job-0.service``.
-    None: its first label does not end in the index."""
+    """Derives all host names from one: ``job-1.service`` from ``job-0.service``. None
+    if its first label does not end in the index."""
     label, dot, rest = host.partition(".")
     stem = label.removesuffix(f"-{index}")
     if stem == label or not stem:
         return None
-    return [f"{stem}-{each}{dot}{rest}" for each in range(size)]
+    return [f"{stem}-{number}{dot}{rest}" for number in range(size)]
 
 
 def _count(env: Mapping[str, str], name: str) -> int | None:
-    """A number of a variable; None where it is not set.
+    """Reads a number from a variable; None if it is not set.
 
     Raises:
-        ValueError: It is no number from 0 to 65536.
+        ValueError: It is not a number from 0 to 65536.
     """
     text = env.get(name)
     if text is None or not text.strip():
@@ -258,23 +260,22 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
 
 
 def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
-    """The resolver for what the environment says: TF_CONFIG, or else the variables of
-    Open MPI, MPICH, Slurm (``srun``), Kubeflow's jobs for JAX, SkyPilot, or of an
-    indexed Job or JobSet of Kubernetes, the first that knows where all processes are.
+    """Makes the resolver for the environment of this process: TF_CONFIG, or else the
+    variables of Open MPI, MPICH, Slurm (``srun``), Kubeflow's jobs for JAX, SkyPilot,
+    or of an indexed Job or JobSet of Kubernetes, the first with all addresses.
 
-    A process that was started alone gets a resolver of an empty cluster. It is read
-    once, but for TF_CONFIG; nobody is asked but the resolver of this host's name.
+    A process that was started alone gets a resolver of an empty cluster. Variables
+    other than TF_CONFIG are read only once.
 
     Args:
-        jobs: Job -> number of its tasks, which get ranks in the order of their names,
-            as in `SlurmClusterResolver`. None: all are workers. With TF_CONFIG, which
-            says it itself, it has to be None or to agree.
+        jobs: Job -> number of tasks; ranks are assigned in the order of the job names,
+            as in `SlurmClusterResolver`. None: all are workers. With TF_CONFIG it has
+            to be None or to agree with it.
 
     Raises:
-        ValueError: Several processes were started together, and nothing says where they
-            are; or ``jobs`` are not as many tasks as there are processes; or a variable
-            cannot be read. Says which, and what to do.
-        RuntimeError: As `SlurmClusterResolver`.
+        ValueError: Several processes were started together, and their addresses are
+            unknown; or ``jobs`` has another number of tasks; or a variable is invalid.
+        RuntimeError: See `SlurmClusterResolver`.
     """
     env = config.environment()
     if env.get("TF_CONFIG", "").strip():
@@ -296,19 +297,18 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
 def resolver_of(
     launch: Launch, jobs: Mapping[str, int] | None = None
 ) -> SimpleClusterResolver:
-    """The resolver of processes that are known by their addresses, in the order of
-    ranks.
+    """Makes the resolver of a launch with addresses, in the order of ranks.
 
     Raises:
-        ValueError: Their addresses are not known, or there are not as many as tasks.
+        ValueError: The addresses are unknown, or their number is not that of the tasks.
     """
     if launch.addresses is None:
         raise ValueError(apart(launch))
     tasks = {"worker": launch.size} if jobs is None else dict(jobs)
     if sum(tasks.values()) != launch.size:
         raise ValueError(
-            f"the jobs {tasks} are {sum(tasks.values())} tasks, and {launch.size} "
-            f"processes were started ({launch.said_by})"
+            f"the jobs {tasks} have {sum(tasks.values())} tasks, but {launch.size} "
+            f"processes were started ({launch.size_variable})"
         )
     spec, names = ranked_cluster(tasks, launch.addresses)
     job, index = names[launch.rank]
@@ -316,21 +316,24 @@ def resolver_of(
 
 
 def apart(launch: Launch) -> str:
-    """The words for processes that were started together and cannot find each other."""
-    several = f"{launch.said_by}={launch.size}" if launch.size else launch.said_by
+    """Returns the error for processes that do not know the addresses of each other."""
+    size = launch.size_variable
+    several = f"{size}={launch.size}" if launch.size else size
     return (
         f"this process was started as one of several ({several}, "
-        f"{launch.rank_by}={launch.rank}), and nothing says where the others are: "
-        f"{launch.lack}. Call jax.distributed.initialize() before you make a "
-        "MultiWorkerMirroredStrategy, which then learns them from it; or set TF_CONFIG "
-        "in each process, or give a zs.cluster_resolver.SimpleClusterResolver of the "
-        f"addresses of all, with task_type='worker' and task_id={launch.rank}. If each "
-        "is to train alone, set TF_CONFIG='{}'"
+        f"{launch.rank_variable}={launch.rank}), but the addresses of the others are "
+        f"unknown: {launch.lack}. Call jax.distributed.initialize() before you create "
+        "a MultiWorkerMirroredStrategy, which then uses its addresses; or set "
+        "TF_CONFIG in each process; or pass a "
+        "zs.cluster_resolver.SimpleClusterResolver of all addresses, with "
+        f"task_type='worker' and task_id={launch.rank}. If each process trains alone, "
+        "set TF_CONFIG='{}'"
     )
 
 
 def _full_name(env: Mapping[str, str]) -> str:
-    """Asks for it only where it matters: it may take the seconds of a DNS."""
+    """Returns the full name of this host, only if it is needed, as a DNS query may take
+    seconds."""
     return socket.getfqdn() if "JOB_COMPLETION_INDEX" in env else ""
 
 
@@ -338,15 +341,15 @@ def _require_agreement(
     resolver: TFConfigClusterResolver, jobs: Mapping[str, int] | None
 ) -> None:
     spec = resolver.cluster_spec()
-    there = {job: spec.num_tasks(job) for job in spec.jobs}
-    if jobs is not None and dict(jobs) != there:
-        raise ValueError(f"TF_CONFIG has the jobs {there}, and jobs={dict(jobs)}")
+    counts = {job: spec.num_tasks(job) for job in spec.jobs}
+    if jobs is not None and dict(jobs) != counts:
+        raise ValueError(f"jobs={dict(jobs)}: TF_CONFIG has the jobs {counts}")
 
 
 def _require_none(jobs: Mapping[str, int] | None) -> None:
     if jobs is not None and sum(jobs.values()) > 1:
         raise ValueError(
-            f"jobs={dict(jobs)} are {sum(jobs.values())} tasks, and nothing says that "
-            "this process was started with others: start it with srun, mpirun or as a "
-            "job of Kubernetes, or set TF_CONFIG"
+            f"jobs={dict(jobs)}: has {sum(jobs.values())} tasks, but this process was "
+            "started alone: start it with srun, mpirun or as a Kubernetes job, or set "
+            "TF_CONFIG"
         )

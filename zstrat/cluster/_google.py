@@ -1,7 +1,7 @@
-"""Google Cloud: the one door to its client library, metadata, and groups of machines.
+"""Google Cloud: its client library, metadata server, and instance groups.
 
-Resolvers that ask Google Cloud come through here. What a machine of it can ask about
-itself, its metadata server answers.
+Only this module imports the client library; the metadata server answers queries of a
+machine about itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def build_service(
     credentials: Any = "default",
     discovery_url: str | None = None,
 ) -> Any:
-    """The client of one of Google's services.
+    """Makes the client of a Google service.
 
     Args:
-        credentials: "default": those that Google's library finds on this machine.
-        discovery_url: Where the description of the service is. None: in the library.
+        credentials: "default": the default credentials of this machine.
+        discovery_url: URL of the description of the service. None: in the library.
 
     Raises:
         ImportError: The library is not installed.
@@ -39,16 +39,16 @@ def build_service(
         from googleapiclient import discovery
     except ImportError as error:
         raise ImportError(
-            "googleapiclient must be installed before asking Google Cloud for a "
-            "cluster: pip install 'zstrat[gce]'"
+            "googleapiclient is required to query clusters of Google Cloud, but is not "
+            "installed: pip install 'zstrat[gce]'"
         ) from error
     if credentials == "default":
         try:
             credentials, _ = google.auth.default(scopes=_SCOPES)
         except google.auth.exceptions.DefaultCredentialsError as error:
             raise RuntimeError(
-                f"there are no Google credentials on this machine: {error}. "
-                "Run gcloud auth application-default login, or give credentials"
+                f"no Google credentials on this machine: {error}. Run gcloud auth "
+                "application-default login, or pass credentials="
             ) from error
     return discovery.build(
         name,
@@ -63,22 +63,22 @@ _HOST: Final = "metadata.google.internal"
 _VARIABLES: Final = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
 _MARK: Final = "Metadata-Flavor"
 _TIMEOUT: Final = 5.0
-"""Seconds for connecting and for the answer: the server is on the same host."""
+"""Seconds to connect and to receive the answer: the server is on the same host."""
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
-"""Bytes of an answer; the addresses of the largest TPU pod are a tenth of it."""
+"""Largest answer; the addresses of the largest TPU pod are a tenth of it."""
 
 
 def metadata_host(env: Mapping[str, str]) -> str:
-    """``host[:port]`` of the metadata server, by the variables that Google's own
-    libraries read."""
+    """Returns ``host[:port]`` of the metadata server, from the same variables as
+    Google's libraries."""
     return next((env[name] for name in _VARIABLES if env.get(name)), _HOST)
 
 
 def ask_metadata(host: str, path: str) -> str | None:
-    """The entry ``path`` (as "instance/zone"), None if the server has none of it.
+    """Reads the entry ``path`` (such as "instance/zone"); None if it does not exist.
 
     Raises:
-        RuntimeError: Nothing answers at ``host``, or it is no metadata server.
+        RuntimeError: ``host`` does not answer, or is not a metadata server.
     """
     import http.client
 
@@ -89,13 +89,13 @@ def ask_metadata(host: str, path: str) -> str | None:
         text = answer.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException) as error:
         raise RuntimeError(
-            f"Google's metadata server {host} does not answer: {error}. Is this a "
-            "machine of Google Cloud?"
+            f"Google's metadata server {host} does not answer: {error}. It exists only "
+            "on machines of Google Cloud"
         ) from error
     finally:
         line.close()
     if answer.getheader(_MARK) != "Google":
-        raise RuntimeError(f"{host} answers, and is no metadata server of Google")
+        raise RuntimeError(f"{host} is not a metadata server of Google")
     if answer.status == 404:
         return None
     if answer.status != 200:
@@ -108,18 +108,18 @@ def ask_metadata(host: str, path: str) -> str | None:
 
 @final
 class GCEClusterResolver(SourceResolver):
-    """Asks Compute Engine for the running instances of a group, at each question.
+    """Queries Compute Engine for the running instances of a group, each time again.
 
-    All are tasks of one job, in the order of their addresses, which are internal ones.
+    All are tasks of one job, in the order of their internal addresses.
 
     Args:
-        project, zone, instance_group: Which group.
-        port: Of every task.
-        task_type: The job that all instances are tasks of.
-        task_id: Which of them this process is.
-        credentials: "default": those that Google's library finds on this machine.
-        service: The client of the "compute" service, "v1". None: one is made when it
-            is first needed.
+        project, zone, instance_group: The group.
+        port: The port of every task.
+        task_type: The job of all instances.
+        task_id: The index of this process.
+        credentials: "default": the default credentials of this machine.
+        service: The client of the "compute" service, "v1". None: it is made when it is
+            first needed.
     """
 
     _may_change = True
@@ -142,20 +142,20 @@ class GCEClusterResolver(SourceResolver):
         self._credentials, self._service = credentials, service
 
     def cluster_spec(self) -> ClusterSpec:
-        """The instances that run now.
+        """Queries the running instances.
 
         Raises:
             ImportError: Google's library is not installed.
             RuntimeError: This machine has no credentials, or an instance no address.
-            googleapiclient.errors.HttpError: Google's refusal, such as for a group that
-                is not there.
+            googleapiclient.errors.HttpError: An error of Google, such as for a missing
+                group.
         """
         if self._service is None:
             self._service = build_service("compute", "v1", self._credentials)
         addresses = [
             f"{self._internal_ip(name)}:{self._port}" for name in self._running()
         ]
-        # Sorted, as all tasks have to number each other alike.
+        # Sorted, so that all tasks use the same indices.
         return ClusterSpec({self._job: sorted(addresses)})
 
     @property
@@ -206,5 +206,5 @@ class GCEClusterResolver(SourceResolver):
                 return str(interface["networkIP"])
         raise RuntimeError(
             f"the instance {instance!r} of the group {self._group!r} has no internal "
-            "address: is it being started?"
+            "address; it may still be starting"
         )

@@ -1,11 +1,11 @@
-"""The GPUs of this node: how many there are for us, which, and a task's share of them.
+"""The GPUs of this node, and a task's share of them.
 
-NVIDIA's tools say what there is. Where several tasks share a node, each has a *share*:
-a part of what CUDA_VISIBLE_DEVICES lists, which is put there in its place. Who reads
-the variable again must not take the share for the whole, so this module knows what it
-put there, and what was there before.
+If several tasks run on a node, each gets a *share*, a part of the GPUs that
+CUDA_VISIBLE_DEVICES lists; the variable is then set to the share. Code that reads the
+variable again must not take the share for all GPUs, so this module remembers the share
+and the previous value.
 
-Law of the file: this alone changes CUDA_VISIBLE_DEVICES.
+Law of the file: only this module changes CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _TIMEOUT: Final = 60.0
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists, None where it is not set.
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, None if it is not set.
 
-    CUDA stops reading at the first entry that names no device, as in "-1" or Slurm's
-    "NoDevFiles".
+    CUDA stops reading at the first invalid entry, such as "-1" or Slurm's "NoDevFiles".
     """
     text = env.get(GPUS_VARIABLE)
     if text is None:
@@ -44,11 +43,11 @@ def visible_gpus(env: Mapping[str, str]) -> list[str] | None:
 
 
 def count_gpus(env: Mapping[str, str]) -> int:
-    """GPUs that this process may use: by CUDA_VISIBLE_DEVICES, else by nvidia-smi; 0 on
-    a machine without that program.
+    """Counts the GPUs for this process, by CUDA_VISIBLE_DEVICES or else by nvidia-smi;
+    0 without that program.
 
     Raises:
-        RuntimeError: nvidia-smi is there and fails.
+        RuntimeError: nvidia-smi exists but fails.
     """
     shown = visible_gpus(env)
     return _ask_driver() if shown is None else len(shown)
@@ -66,8 +65,8 @@ def _ask_driver() -> int:
         said = error.stdout if isinstance(error, subprocess.CalledProcessError) else ""
         raise RuntimeError(
             f"Could not get number of GPUs from nvidia-smi: {error}. {said or ''}"
-            "Set CUDA_VISIBLE_DEVICES, to '' where none is to be used, or give a "
-            "SlurmClusterResolver gpus_per_node"
+            "Set CUDA_VISIBLE_DEVICES, to '' to use no GPU, or pass gpus_per_node to "
+            "SlurmClusterResolver"
         ) from error
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
 
@@ -75,15 +74,15 @@ def _ask_driver() -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What the variable was, None if it was not set, and what it is now."""
+    """The previous value of the variable, None if it was not set, and the share."""
 
-    found: str | None
+    before: str | None
     share: str
 
 
 @final
 class _GpuEnvironment:
-    """What this process has done to its own environment."""
+    """The share that this process put into its own environment."""
 
     taken: _Taken | None = None
 
@@ -92,23 +91,23 @@ _memory = _GpuEnvironment()
 
 
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment as it was before this process took its share, if it did."""
+    """Returns the environment from before this process took its share."""
     taken = _memory.taken
     if taken is None or env.get(GPUS_VARIABLE) != taken.share:
-        return env  # or somebody else has set it since
+        return env  # no share was taken, or the program has set the variable since
     others = {name: value for name, value in env.items() if name != GPUS_VARIABLE}
-    return others if taken.found is None else {**others, GPUS_VARIABLE: taken.found}
+    return others if taken.before is None else {**others, GPUS_VARIABLE: taken.before}
 
 
 def share_of(
     env: Mapping[str, str], per_node: int, per_task: int, local: int
 ) -> list[str]:
-    """The GPUs of a task, as CUDA_VISIBLE_DEVICES lists them; empty if that is to stay
-    as it is: the task has none, or sees only some of the node's, which are its own.
+    """Returns the GPUs of a task for CUDA_VISIBLE_DEVICES; empty if that should not
+    change: the task has no GPUs, or sees only its own GPUs already.
 
     Args:
-        env: As `before_shares` has it.
-        local: Number of the task among those of its node.
+        env: The result of `before_shares`.
+        local: Number of the task on its node.
     """
     shown = visible_gpus(env)
     if shown is None:
@@ -119,17 +118,16 @@ def share_of(
 
 
 def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
-    """The GPUs of each of several tasks of a machine that all see the same ones:
-    equally many, in the order of their numbers, whatever the order in which they are
-    listed (Dask's workers on GPUs each have another one first). Of more tasks than
-    GPUs, several have one together, in turn. Empty if it is to stay as it is: a task is
-    alone, or jax is told to use other devices, or there are no GPUs.
+    """Divides the GPUs of a machine equally among tasks that all see the same ones, in
+    the order of their numbers (Dask lists them in another order for each worker). If
+    there are more tasks than GPUs, tasks share GPUs round robin. Empty if nothing
+    should change: there is one task, or jax uses other devices, or there are no GPUs.
 
     Args:
-        env: As `before_shares` has it.
+        env: The result of `before_shares`.
 
     Raises:
-        RuntimeError: nvidia-smi is there and fails.
+        RuntimeError: nvidia-smi exists but fails.
     """
     platforms = env.get("JAX_PLATFORMS", "")
     if tasks < 2 or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
@@ -140,27 +138,27 @@ def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
     if not shown:
         return [[]] * tasks
     shown.sort(key=natural_order)
-    each = len(shown) // tasks
-    if not each:
-        return [[shown[place % len(shown)]] for place in range(tasks)]
-    return [shown[place * each : (place + 1) * each] for place in range(tasks)]
+    count = len(shown) // tasks
+    if not count:
+        return [[shown[index % len(shown)]] for index in range(tasks)]
+    return [shown[index * count : (index + 1) * count] for index in range(tasks)]
 
 
-def take_part(place: int, tasks: int) -> list[str]:
-    """Makes its part (`parts_of`) all that this process sees, and returns it. Before
-    jax looks for devices; a second call finds the same part."""
+def take_part(index: int, tasks: int) -> list[str]:
+    """Makes only the task's part (`parts_of`) visible to this process, and returns it.
+    Call it before jax initializes its devices; a second call returns the same part."""
     env = before_shares(config.environment())
-    part = parts_of(env, tasks)[place]
+    part = parts_of(env, tasks)[index]
     if part:
         take_share(env, part)
     return part
 
 
 def take_share(env: Mapping[str, str], share: list[str]) -> None:
-    """Makes the share all that this process sees.
+    """Makes only the share visible to this process.
 
     Args:
-        env: As `before_shares` has it.
+        env: The result of `before_shares`.
     """
     _memory.taken = _Taken(env.get(GPUS_VARIABLE), ",".join(share))
     config.set_environment(GPUS_VARIABLE, _memory.taken.share)

@@ -1,4 +1,4 @@
-"""Slurm's short forms for the nodes of a job and the tasks on each.
+"""Expands Slurm's short forms of the nodes of a job and of the tasks on each.
 
 Law of the file: text in, lists out.
 """
@@ -11,8 +11,8 @@ import re
 from typing import Final
 
 MAX_HOSTS: Final = 64 * 1024
-"""Largest expansion: Slurm's own limit for one range. A longer one is a mistake, and
-would fill the memory."""
+"""Largest expansion, Slurm's own limit for one range. A longer one is an error that
+would exhaust the memory."""
 
 _PART: Final = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _PIECE: Final = re.compile(r"\[([^\]]*)\]|([^\[]+)")
@@ -21,14 +21,14 @@ _TASKS: Final = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Hosts of a list such as ``n[1-2],m5,o[3-4,6]-ib[0-1]``, in its order.
+    """Expands a list such as ``n[1-2],m5,o[3-4,6]-ib[0-1]``, in its order.
 
-    The zeros at the beginning of a range are kept: ``[08-10]`` is 08, 09, 10. With
-    several brackets in one name the last one runs fastest, as in the answer of
-    ``scontrol show hostnames``. A host that is named twice is there twice.
+    Leading zeros of a range are kept: ``[08-10]`` is 08, 09, 10. With several brackets
+    in one name the last one varies fastest, as in ``scontrol show hostnames``.
+    Duplicates are kept.
 
     Raises:
-        ValueError: It is no such list, or one of more than 65536 hosts.
+        ValueError: The list is malformed, or has more than 65536 hosts.
     """
     hosts: list[str] = []
     try:
@@ -42,10 +42,10 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Tasks of each node of a list such as ``3(x2),2,1``: here 3, 3, 2, 1.
+    """Expands a list such as ``3(x2),2,1`` to 3, 3, 2, 1.
 
     Raises:
-        ValueError: It is no such list, or one of more than 65536 nodes.
+        ValueError: The list is malformed, or has more than 65536 nodes.
     """
     tasks: list[int] = []
     try:

@@ -1,7 +1,6 @@
-"""The pods of a Kubernetes cluster that carry certain labels.
+"""Resolves tasks as the pods of a Kubernetes cluster with certain labels.
 
-Law of the file: it alone knows the client library, which is loaded when the cluster is
-asked for the first time.
+Law of the file: only this module imports the client library, at the first query.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ if TYPE_CHECKING:
 
 _DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
 _TIMEOUT: Final = 30.0
-"""Seconds for one answer: it is one list of some pods."""
+"""Seconds for one answer, a list of some pods."""
 _NAMES: Final = ("POD_NAME", "HOSTNAME")
-"""Of this pod: a variable that it may be given, else what Kubernetes calls its host."""
+"""Variables with the name of this pod: an optional one, then that of Kubernetes."""
 _SERVICE: Final = "KUBERNETES_SERVICE_HOST"
 """Set by Kubernetes in every container."""
 
 
 class ExecutableLocation(enum.Enum):
-    """Where this program runs, and so where it learns how to reach Kubernetes."""
+    """The location of this program, which determines its credentials."""
 
     WITHIN_CLUSTER = 0
-    """In a pod: by the pod's service account."""
+    """In a pod: the pod's service account."""
     OFF_CLUSTER = 1
-    """Elsewhere: by the file that ``kubectl`` uses."""
+    """Elsewhere: the configuration of ``kubectl``."""
 
 
 KubernetesExecutableLocation = ExecutableLocation
-"""As TensorFlow calls it in its newer versions."""
+"""The name in newer versions of TensorFlow."""
 
 
 @final
 class KubernetesClusterResolver(SourceResolver):
-    """Asks Kubernetes for the pods with given labels, in all namespaces.
+    """Queries Kubernetes for the pods with given labels, in all namespaces.
 
     The address of a task is that of its pod; with ``address="host"`` that of the host,
-    as in TensorFlow, which then needs a ``hostPort``. Tasks are in the order of the
-    selectors, then of the names of their pods, worker-2 before worker-10. In a pod,
-    this process is the task of the pod of its name (POD_NAME, else HOSTNAME); where
-    there is none it is not known, and ``task_type`` and ``task_id`` may be set.
+    as in TensorFlow, which requires a ``hostPort``. Tasks are in the order of the
+    selectors, then of their pods' names, worker-2 before worker-10. In a pod, this
+    process is the task of the pod with its name (POD_NAME, else HOSTNAME); if there is
+    none, set ``task_type`` and ``task_id``.
 
     Args:
         job_to_label_mapping: Job -> label selectors, each as ``kubectl -l`` takes it.

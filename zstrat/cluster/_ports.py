@@ -1,9 +1,9 @@
-"""Ports for tasks that are told their addresses before they bind them.
+"""Ports for tasks whose addresses are chosen before they bind them.
 
-A port that the kernel has chosen for us may be the source of somebody's connection a
-moment later. So these are none that it chooses: they lie below its range.
+The kernel may give a port that it chose for us to an outgoing connection a moment
+later. So these ports are below the range from which it chooses.
 
-Law of the file: whoever is given a port binds it soon; nothing here holds it.
+Law of the file: nothing holds a returned port; the caller has to bind it soon.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from pathlib import Path
 from typing import Final
 
 _LOWEST: Final = 10_240
-"""Below are ports of services that are known by their numbers: 5432, 6379, 8080."""
+"""Lower ports are used by well-known services: 5432, 6379, 8080."""
 _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL: Final = 32_768
-"""Where Linux begins to choose; 49,152 and more on other systems."""
+"""The first port that Linux chooses by default; other systems begin at 49,152."""
 _TRIES: Final = 1000
-"""Draws for the ports of one call: of over 20,000 nearly all are free."""
+"""Number of random ports to try in one call; nearly all of over 20,000 are free."""
 _ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
-"""What is wrong with one port; another one may do."""
+"""Errors of a single port, for which another port is tried."""
 _IPV6_ALONE: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
-"""The name is known, and has no address of IPv4."""
+"""Errors for a name that has only IPv6 addresses."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different TCP ports that nobody has now, in no order. Where the kernel leaves too
-    few below its range, it chooses the others.
+    """Returns distinct free TCP ports, in no order. If there are too few below the
+    range of the kernel, the kernel chooses the others.
 
     Raises:
-        OSError: There are not so many, or the host is not this one.
+        OSError: There are too few ports, or the host is not this machine.
     """
     below = range(_LOWEST, _first_chosen())
-    # The system's own randomness: programs that seed theirs alike would meet here.
+    # Randomness of the system: programs with the same seed would collide.
     drawn = random.SystemRandom()
     found: set[int] = set()
     with contextlib.ExitStack() as held:
@@ -49,7 +49,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             except OSError as error:
                 if error.errno not in _ANOTHER:
                     raise _refusal(error, host) from error
-        while len(found) < count:  # the kernel's, which are better than none
+        while len(found) < count:  # a fallback: ports chosen by the kernel
             try:
                 found.add(_bound(held, host, 0))
             except OSError as error:
@@ -58,20 +58,20 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def agreed_port(run: str, tasks: int) -> int:
-    """The first of so many ports that all processes of a run derive from its name
-    alike, below those that Linux chooses by itself. Two runs may meet, seldom: then the
-    second cannot bind, and says so.
+    """Derives from the name of a run the first of ``tasks`` ports, equal in all of its
+    processes, below the range of Linux. In the rare case that two runs collide, the
+    second one fails to bind.
 
     Raises:
-        ValueError: There are not so many ports.
+        ValueError: There are too few ports.
     """
-    room = _USUAL - _LOWEST - tasks
-    if room < 1:
+    choices = _USUAL - _LOWEST - tasks
+    if choices < 1:
         raise ValueError(
-            f"{tasks} tasks of one host: expected less than {room + tasks}"
+            f"{tasks} tasks on one host: expected less than {choices + tasks}"
         )
     digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
-    return _LOWEST + int.from_bytes(digest) % room
+    return _LOWEST + int.from_bytes(digest) % choices
 
 
 def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
@@ -97,18 +97,18 @@ def _probe(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
 
 
 def _refusal(error: OSError, host: str) -> OSError:
-    """The error of a host on which no port can be had."""
+    """Makes the error for a host on which no port can be bound."""
     why = f"cannot bind a TCP port of {host!r}: {error.strerror}"
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         why += "; expected a name or an address of this machine"
     elif error.errno in _ANOTHER:
-        why += "; no port is left"
+        why += "; all ports are in use"
     return OSError(error.errno, why)
 
 
 def _first_chosen() -> int:
-    """The first port that the kernel may choose."""
+    """Returns the first port that the kernel may choose."""
     try:
         return int(_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # no Linux, or a /proc that is hidden
+    except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden
         return _USUAL

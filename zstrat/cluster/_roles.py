@@ -1,7 +1,7 @@
-"""What a task is among others.
+"""The role of a task in its cluster.
 
-TensorFlow asks some questions of roles about the task that asks; here every function is
-told the task.
+In TensorFlow some of these functions are about the calling task; here each takes the
+task as an argument.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from ._spec import normalize_cluster_spec, task_count, validate_cluster_spec
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
-    """Whether the task acts for its fellows: chief, evaluator (which has none), or
-    worker 0 without chief.
+    """Whether the task acts for the others of its kind: the chief, an evaluator, or
+    worker 0 without a chief.
 
     Raises:
-        ValueError: As `validate_cluster_spec`.
+        ValueError: See `validate_cluster_spec`.
     """
     validate_cluster_spec(cluster_spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):
@@ -24,30 +24,30 @@ def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -
 
 
 def worker_count(cluster_spec: object, task_type: str) -> int:
-    """Number of tasks that train together with a task of this type.
+    """Returns the number of tasks that train together with a task of this type.
 
     Raises:
-        ValueError: As `validate_cluster_spec`, and for a ps.
+        ValueError: See `validate_cluster_spec`; also for a ps.
     """
     spec = normalize_cluster_spec(cluster_spec)
-    # Nobody asks for one task: in a sparse job 0 may be one of those that are missing.
+    # Any existing task will do: in a sparse job task 0 may be missing.
     indices = spec.task_indices(task_type) if task_type in spec.jobs else []
     validate_cluster_spec(spec, task_type, min(indices, default=0))
     if task_type not in ("chief", "worker", "evaluator"):
         raise ValueError(
             f"Unexpected `task_type` {task_type!r}: expected chief, worker or "
-            "evaluator, a ps does not train"
+            "evaluator, as a ps does not train"
         )
     jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
     return sum(task_count(spec, job) for job in jobs)
 
 
 def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
-    """Number of the task among the chief and the workers that are there, the chief
-    first. In a sparse job it is less than the task's index.
+    """Returns the number of the task among the existing chief and workers, the chief
+    first. In a sparse job it may be less than the task's index.
 
     Raises:
-        ValueError: As `validate_cluster_spec`, and for a ps.
+        ValueError: See `validate_cluster_spec`; also for a ps.
     """
     spec = normalize_cluster_spec(cluster_spec)
     validate_cluster_spec(spec, task_type, task_id)
@@ -64,15 +64,15 @@ def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
 def should_save_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether what the task saves is kept: what the first of those that are there does,
-    and every evaluator. The others may have to take part.
+    """Whether the checkpoint of the task is kept: that of the first existing task, and
+    of every evaluator. Other tasks may have to take part in saving.
 
     Raises:
-        ValueError: As `validate_cluster_spec`.
+        ValueError: See `validate_cluster_spec`.
     """
     if is_chief(cluster_spec, task_type, task_id):
         return True
-    # As `is_chief`, but where worker 0 is not there, the first one that is.
+    # Like `is_chief`, but the first existing worker if worker 0 is missing.
     if task_type != "worker" or task_id is None:
         return False
     spec = normalize_cluster_spec(cluster_spec)
@@ -82,10 +82,10 @@ def should_save_checkpoint(
 def should_load_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the task loads what was saved: all that compute do, a ps is given it.
+    """Whether the task loads checkpoints: all tasks but a ps, which receives values.
 
     Raises:
-        ValueError: As `validate_cluster_spec`.
+        ValueError: See `validate_cluster_spec`.
     """
     validate_cluster_spec(cluster_spec, task_type, task_id)
     return task_type != "ps"
@@ -94,10 +94,9 @@ def should_load_checkpoint(
 def should_save_summary(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the task writes summaries; the first of those that train does, and every
-    evaluator.
+    """Whether the task writes summaries: the first training task, and every evaluator.
 
     Raises:
-        ValueError: As `validate_cluster_spec`.
+        ValueError: See `validate_cluster_spec`.
     """
     return should_save_checkpoint(cluster_spec, task_type, task_id)

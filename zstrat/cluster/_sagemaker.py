@@ -1,4 +1,4 @@
-"""The hosts of an Amazon SageMaker training job, which its containers are told."""
+"""The hosts of an Amazon SageMaker training job, from variables of its containers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _GPUS: Final = "SM_NUM_GPUS"
 
 @final
 class SageMakerClusterResolver(SourceResolver):
-    """Answers from ``SM_HOSTS`` and ``SM_CURRENT_HOST``, read at each question.
+    """Reads ``SM_HOSTS`` and ``SM_CURRENT_HOST`` at each query.
 
     Every host is a worker, in the order of their names.
 
     Args:
-        port: The same on all hosts.
-        task_type, task_id, environment: Go before what SageMaker says.
+        port: The port on all hosts.
+        task_type, task_id, environment: Take precedence over the variables.
 
-    Every answer raises RuntimeError where this is no SageMaker job, and ValueError if a
-    variable cannot be read; both name the variable.
+    All methods raise RuntimeError outside of a SageMaker job, and ValueError for an
+    invalid variable; both name the variable.
     """
 
     _empty_layer_counts = True
@@ -55,12 +55,12 @@ class SageMakerClusterResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of the task, by default of this one; "" in a job with one host.
+        """Returns the address of the task, by default this one; "" with one host.
 
         Raises:
             ValueError: The cluster has no such task.
         """
-        # As in TensorFlow: the program of a single host has nobody to connect to.
+        # As in TensorFlow: there is no other host to connect to.
         if self.cluster_spec().num_tasks("worker") == 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)
@@ -72,8 +72,8 @@ class SageMakerClusterResolver(SourceResolver):
         return _index(config.environment())
 
     def _accelerators(self) -> Mapping[str, int]:
-        """``{"GPU": n}`` by ``SM_NUM_GPUS``: hosts of one job are alike. Empty if n is
-        0 or not known."""
+        """Returns ``{"GPU": n}`` from ``SM_NUM_GPUS``, equal on all hosts; empty if it
+        is 0 or unknown."""
         text = config.environment().get(_GPUS, "0")
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise ValueError(f"{_GPUS}: expected a number, got {text!r:.80}")
@@ -103,7 +103,7 @@ def _index(env: Mapping[str, str]) -> int:
 def _variable(env: Mapping[str, str], name: str) -> str:
     if name not in env:
         raise RuntimeError(
-            f"Not a SageMaker environment: {name} is not set. It is in the container "
-            "of a training job with the SageMaker training toolkit"
+            f"Not a SageMaker environment: {name} is not set. The SageMaker training "
+            "toolkit sets it in the containers of a training job"
         )
     return env[name]

@@ -1,5 +1,5 @@
-"""A cluster made of the tasks of one Slurm step: each is told its rank, and the rest
-follows from the list of nodes by the same rule on all of them."""
+"""A cluster of the tasks of one Slurm step. Each task knows its rank and derives the
+addresses of all tasks from the list of nodes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _RANK: Final = ("SLURM_PROCID",)
 _TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
 _NODES: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-"""Names of one fact each: that of the step first, then that of the whole job."""
+"""Alternative names of each variable: of the step first, then of the job."""
 _STEP: Final = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_STEP: Final = 2**32 - 16
-"""Steps above it are none of ``srun``: the batch script, for one."""
+"""Higher step ids are not of ``srun``, but of the batch script, for example."""
 _JOB: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 _USUAL_PORT: Final = 8888
-"""TensorFlow's, for a Slurm that does not number its jobs."""
+"""The port of TensorFlow, used if there is no job id."""
 _FIRST_PORT, _PORTS, _OF_A_JOB = 10_240, 22_528, 64
-"""Below those that Linux and jax choose; ports of one job on a node, so that 352 jobs
-that follow each other have different ones."""
+"""Ports below those that Linux and jax choose, and the number for one job on a node:
+352 consecutive jobs have different ports."""
 _GPUS: Final = "SLURM_GPUS_ON_NODE"
-"""GPUs of the step on this node, however few of them a task sees."""
+"""Number of GPUs of the step on this node, of which a task may see fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a rank runs: a host, and its number among the tasks there."""
+    """The host of a rank, and its number among the tasks there."""
 
     host: str
     local: int
@@ -48,31 +48,31 @@ class _Slot:
 
 @final
 class SlurmClusterResolver(SourceResolver):
-    """Answers from the environment of a task that ``srun`` started.
+    """Reads the environment of a task that ``srun`` started.
 
-    Hosts are taken in the order in which Slurm numbers nodes, each with its tasks one
-    after the other (Slurm's distribution "block"); jobs get ranks in the order of their
-    names. So ``{"ps": 1, "worker": 3}`` makes rank 0 the parameter server.
+    Ranks are assigned to the nodes in Slurm's order, all tasks of a node before the
+    next node (Slurm's distribution "block"), and to jobs in the order of their names.
+    So ``{"ps": 1, "worker": 3}`` makes rank 0 the parameter server.
 
     Args:
-        jobs: Job -> number of its tasks. None: all are workers.
-        port_base: Port of the first task of a host; the next ones take the next ports.
-            None: by the number of the job, so that two jobs on a node do not meet;
-            8888, as in TensorFlow, where Slurm does not number it.
-        gpus_per_node: None: by Slurm, else by CUDA_VISIBLE_DEVICES, else by nvidia-smi.
+        jobs: Job -> number of tasks. None: all are workers.
+        port_base: Port of the first task on a host; the others use the next ports.
+            None: derived from the job id, so that two jobs on a node do not collide;
+            8888, as in TensorFlow, without a job id.
+        gpus_per_node: None: from Slurm, CUDA_VISIBLE_DEVICES or nvidia-smi.
         gpus_per_task: None: an equal share of the GPUs of a node.
-        tasks_per_node: One number for all nodes, or host -> number. None: by Slurm.
-        auto_set_gpu: Set CUDA_VISIBLE_DEVICES of this process to its share, at once,
-            so that it is done before jax looks for devices. Nothing is set where a task
-            has no GPU, nor where it sees fewer than the node has: these are its share.
-            A second resolver in the same process finds the same share.
+        tasks_per_node: One number for all nodes, or host -> number. None: from Slurm.
+        auto_set_gpu: Sets CUDA_VISIBLE_DEVICES of this process to its share at once,
+            before jax initializes its devices. Nothing is set if a task has no GPU, or
+            sees fewer GPUs than the node has, which are its share then. Another
+            resolver in the same process uses the same share.
 
     Raises:
-        RuntimeError: A variable of Slurm is missing; this is the batch script and no
-            task of a step; more GPUs are asked for than there are; the jobs have
-            another number of tasks than the step; Slurm put this task elsewhere than
-            the order above says.
-        ValueError: A variable of Slurm cannot be read; says which and why.
+        RuntimeError: A variable of Slurm is missing; this is the batch script and not a
+            task of a step; more GPUs are requested than exist; the jobs have another
+            number of tasks than the step; Slurm placed this task elsewhere than in the
+            order above.
+        ValueError: A variable of Slurm is invalid.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class SlurmClusterResolver(SourceResolver):
         self._spec, names = _cluster(jobs, slots, _port(env, port_base))
         if rank >= len(slots):
             raise RuntimeError(
-                f"SLURM_PROCID={rank}, and there are {len(slots)} tasks: expected a "
-                f"lower rank; check tasks_per_node, or {_TASKS_PER_NODE[0]}"
+                f"SLURM_PROCID={rank}: expected a rank below the number of tasks, "
+                f"{len(slots)}; check tasks_per_node, or {_TASKS_PER_NODE[0]}"
             )
         _check_place(env, rank, slots)
         super().__init__(*names[rank], rpc_layer)
@@ -141,15 +141,15 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 
 def _require_step(env: Mapping[str, str], tasks: int) -> None:
-    """A batch script has the variables of rank 0, and is no task of the step."""
+    """Refuses a batch script, which has the same variables as rank 0."""
     step = next((env[name] for name in _STEP if name in env), "")
     by_srun = step.isdecimal() and int(step) < _LAST_STEP
     has_step = _TASKS[0] in env or _NODES[0] in env
     if tasks > 1 and not by_srun and not has_step:
         raise RuntimeError(
-            f"this process is not one of the {tasks} tasks: it is the batch script of "
-            "the job, or runs in it, and has the variables of rank 0 without being it. "
-            "Start the program with srun in the script: srun python train.py"
+            f"this process is not one of the {tasks} tasks, but the batch script of "
+            "the job or a process of it, which has the same variables as rank 0. Start "
+            "the program with srun in the script: srun python train.py"
         )
 
 
@@ -159,14 +159,13 @@ def _port(env: Mapping[str, str], given: int | None) -> int:
     if not any(name in env for name in _JOB):
         return _USUAL_PORT
     step = next((env[name] for name in _STEP if name in env), "0")
-    # Steps of one job may share a node, too: 89 is prime to the number of places.
+    # Steps of one job may share a node as well; 89 is coprime to the number of jobs.
     place = _number(env, _JOB) + 89 * (int(step) if step.isdecimal() else 0)
     return _FIRST_PORT + place * _OF_A_JOB % _PORTS
 
 
 def _gpus_on_node(env: Mapping[str, str]) -> int:
-    """What a task sees may be its share alone, so it is not counted where Slurm says
-    how many there are."""
+    """Returns the number of Slurm if there is one, as a task may see only its share."""
     return _number(env, (_GPUS,)) if _GPUS in env else count_gpus(env)
 
 
@@ -183,14 +182,14 @@ def _expanded(
 def _layout(
     env: Mapping[str, str], tasks_per_node: Mapping[str, int] | int | None
 ) -> dict[str, int]:
-    """Host -> tasks, in the order of the ranks."""
+    """Returns host -> number of tasks, in the order of the ranks."""
     if tasks_per_node is None:
         hosts = _expanded(env, _NODES, expand_hostlist)
         counts = _expanded(env, _TASKS_PER_NODE, expand_tasks_per_node)
         if len(hosts) != len(counts):
             name, text = _variable(env, _TASKS_PER_NODE)
             raise RuntimeError(
-                f"{name}={text!r:.80} is for {len(counts)} nodes, and "
+                f"{name}={text!r:.80} has {len(counts)} nodes, but "
                 f"{_variable(env, _NODES)[0]} has {len(hosts)}: {hosts!r:.80}"
             )
         layout = dict(zip(hosts, counts, strict=True))
@@ -206,8 +205,8 @@ def _slots(layout: Mapping[str, int]) -> list[_Slot]:
     tasks = sum(layout.values())
     if tasks > MAX_HOSTS:
         raise RuntimeError(
-            f"{tasks} tasks on {len(layout)} nodes, and {MAX_HOSTS} is the limit: see "
-            f"{_TASKS_PER_NODE[0]}, or tasks_per_node"
+            f"{tasks} tasks on {len(layout)} nodes: expected at most {MAX_HOSTS}; "
+            f"check {_TASKS_PER_NODE[0]}, or tasks_per_node"
         )
     return [
         _Slot(host, local) for host, tasks in layout.items() for local in range(tasks)
@@ -217,7 +216,7 @@ def _slots(layout: Mapping[str, int]) -> list[_Slot]:
 def _cluster(
     jobs: Mapping[str, int], slots: list[_Slot], port_base: int
 ) -> tuple[ClusterSpec, list[tuple[str, int]]]:
-    """The cluster, and the name of each rank in it."""
+    """Makes the cluster, and the job and index of each rank."""
     wanted = sum(jobs.values())
     if wanted != len(slots):
         raise RuntimeError(
@@ -229,16 +228,16 @@ def _cluster(
 
 
 def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
-    """Slurm says which node this is. Where it deals ranks out in another order, every
-    task would be given the address of another one."""
+    """Checks that Slurm assigned ranks in the expected order; otherwise every task
+    would have the address of another one."""
     host, local = env.get("SLURMD_NODENAME"), env.get("SLURM_LOCALID")
     known = {slot.host for slot in slots}
     if host not in known or local is None:
-        return  # other names than Slurm's were given, or it is an old Slurm
+        return  # the names are not Slurm's, or this is an old version of Slurm
     slot = slots[rank]
     if (host, local) != (slot.host, str(slot.local)):
         raise RuntimeError(
-            f"Slurm runs rank {rank} as task {local} of {host}, and by the order of "
-            f"the nodes it is task {slot.local} of {slot.host}: start the program "
+            f"Slurm runs rank {rank} as task {local} of {host}, expected task "
+            f"{slot.local} of {slot.host} by the order of the nodes: start the program "
             "with srun --distribution=block"
         )

@@ -1,7 +1,7 @@
-"""The environment variable TF_CONFIG, by TensorFlow's rules.
+"""The environment variable TF_CONFIG, with the rules of TensorFlow.
 
-It is read and parsed at every question, so a program may set it late. What the
-constructor or a setter says goes before what it says, and 0 is a value.
+It is read and parsed at every query, so a program may set it late. Arguments of the
+constructor and values of setters take precedence, and 0 is a value.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 VARIABLE: Final = "TF_CONFIG"
 _SPARSE: Final = "sparseCluster"
 _JOBS: Final = (*TASK_TYPES, "master")
-"""The last is what TensorFlow 1 calls its chief: whoever cannot use it refuses it."""
+"""The last is the chief of TensorFlow 1; code that does not support it refuses it."""
 
 
 @final
 class TFConfigClusterResolver(SourceResolver):
-    """Answers from TF_CONFIG: ``{"cluster": {job: [address, ...]}, "task": {"type":,
-    "index":}}``, each part optional, as are "rpc_layer", "session_master" and
+    """Reads TF_CONFIG: ``{"cluster": {job: [address, ...]}, "task": {"type":,
+    "index":}}``. All parts are optional, as are "rpc_layer", "session_master" and
     "environment".
 
-    A job may also be ``{"3": address}`` where a task need not know all the others.
-    "sparseCluster", which Kubeflow writes for dynamic workers instead of "cluster", is
-    read as such: of a ps it names that one alone, without its index.
-    Jobs are chief, worker, ps and evaluator, and TensorFlow 1's master. Every answer
-    raises ValueError when TF_CONFIG is not what it should be, and says which key is
-    wrong, what was expected there and what was found.
+    A job may also be ``{"3": address}`` if a task need not know all others. Kubeflow
+    writes "sparseCluster" instead of "cluster" for dynamic workers; for a ps it has
+    only that ps, without its index. Jobs are chief, worker, ps and evaluator, and
+    TensorFlow 1's master. All methods raise ValueError if TF_CONFIG is invalid; the
+    error names the key, what was expected and what was found.
     """
 
     _empty_layer_counts = True
@@ -57,7 +56,7 @@ class TFConfigClusterResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The session master if one is set, "" where there is at most one task in all,
+        """Returns the session master if one is set, "" if there is at most one task,
         else the address of the task, by default of this one.
 
         Raises:
@@ -65,7 +64,7 @@ class TFConfigClusterResolver(SourceResolver):
         """
         master = _text("session_master")
         if master is not None:
-            return master  # as it is written there: TensorFlow adds no scheme to it
+            return master  # unchanged: TensorFlow adds no scheme to it
         spec = self.cluster_spec()
         if not spec or (len(spec.jobs) == 1 and spec.task_indices(*spec.jobs) == [0]):
             return ""
@@ -73,13 +72,13 @@ class TFConfigClusterResolver(SourceResolver):
         if job is None or index is None:
             missing = "task.type" if job is None else "task.index"
             raise ValueError(
-                f"{VARIABLE}: {missing} is missing: it says which task this process is"
+                f"{VARIABLE}: {missing} is missing, expected the task of this process"
             )
         return self._with_layer(spec.task_address(job, index), rpc_layer)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether TF_CONFIG leaves out tasks that this one need not know."""
+        """Whether TF_CONFIG omits tasks that this one need not know."""
         config = _read()
         return "cluster" not in config and _SPARSE in config
 
@@ -130,14 +129,14 @@ def _read() -> Mapping[str, Any]:
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuses a slip of the pen, without which a program would train alone. Other keys
-    are somebody else's: engines write some of their own."""
+    """Refuses misspelled keys, with which a program would train alone. Other keys are
+    allowed, as engines write some of their own."""
     for key in given:
         if key not in known:
-            for meant in get_close_matches(key, known, n=1, cutoff=0.85):
-                if meant not in given:
+            for closest in get_close_matches(key, known, n=1, cutoff=0.85):
+                if closest not in given:
                     raise ValueError(
-                        f"{where}: there is no key {key!r}: is {meant!r} meant?"
+                        f"{where}: unknown key {key!r}; did you mean {closest!r}?"
                     )
 
 

@@ -1,6 +1,6 @@
-"""A cluster in a file, for machines that are not managed by anything.
+"""A cluster in a TOML file, for machines without a scheduler.
 
-The file is ours, so a key that means nothing is an error: it is a typing mistake.
+Only zstrat reads the file, so unknown keys are errors: they are misspelled.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _TABLES: Final = ("cluster", "task")
 
 @final
 class TomlClusterResolver(SourceResolver):
-    """Answers from a TOML file, which is read anew at each question for the cluster:
+    """Reads a TOML file, again at each query of the cluster:
 
         [cluster]
         worker = ["10.0.0.1:2222", "10.0.0.2:2222"]
         ps = ["10.0.0.3:2222"]
 
-        [task]            # may be left out, or said by the constructor
+        [task]            # optional, or passed to the constructor
         type = "worker"
         index = 0
 
     Args:
-        task_type: Goes before ``task.type`` of the file.
-        task_id: Goes before ``task.index`` of the file.
+        task_type: Takes precedence over ``task.type`` of the file.
+        task_id: Takes precedence over ``task.index`` of the file.
 
     Raises:
-        ValueError: Names the file, the key, what was expected and what was found.
+        ValueError: The file is invalid; names the file and the key.
     """
 
     _may_change = True
@@ -59,20 +59,20 @@ class TomlClusterResolver(SourceResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster that is in the file now.
+        """Reads the cluster from the file.
 
         Raises:
-            ValueError: As the constructor.
+            ValueError: See the constructor.
         """
         return _read(self._path)[0]
 
 
 def _read(path: str) -> tuple[ClusterSpec, tuple[str | None, int | None]]:
-    """The cluster of the file, and the task that it says that this process is."""
+    """Reads the cluster, and the type and index of the task of this process."""
     tables = config.read_toml(path)
     check_names(tables, _TABLES, path, "table")
     if "cluster" not in tables:
-        raise ValueError(f"{path}: expected a table [cluster], it has none")
+        raise ValueError(f"{path}: the table [cluster] is missing")
     spec = spec_from(tables["cluster"], path)
     check_names(spec.jobs, TASK_TYPES, f"{path}: cluster", "job")
     return spec, _task(tables.get("task", {}), path)

@@ -11,14 +11,13 @@ from zstrat import config
 from ._google import ask_metadata, build_service, metadata_host
 from ._resolver import SourceResolver
 from ._spec import ClusterSpec
-from ._tpu_place import (
+from ._tpu_hosts import (
     LOCAL_NAME,
-    Local,
+    LocalTpu,
     TpuHosts,
     TpuNode,
-    Unsaid,
     devices_per_host,
-    find_place,
+    find_tpu,
     hosts_of_machine,
     hosts_of_node,
 )
@@ -28,49 +27,49 @@ if TYPE_CHECKING:
 
 _DISCOVERY: Final = "TPU_API_DISCOVERY_URL"
 _NO_METADATA: Final = "TPU_SKIP_MDS_QUERY"
-"""Says that this machine has no metadata server, to libtpu and jax, too."""
+"""Set on machines without a metadata server; libtpu and jax read it as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class TPUSystemMetadata:
-    """The devices of a TPU, in TensorFlow's words: a core is a device as jax counts."""
+    """The devices of a TPU, with TensorFlow's names: a core is a device of jax."""
 
     num_cores: int
     num_hosts: int
     num_of_cores_per_host: int
     topology: bytes | None
-    """What `TPUClusterResolver.set_tpu_topology` was given last."""
+    """The last argument of `TPUClusterResolver.set_tpu_topology`."""
     devices: tuple[str, ...]
     """Their full names, host by host."""
 
 
 @final
 class TPUClusterResolver(SourceResolver):
-    """Says where the hosts of a TPU are.
+    """Returns the hosts of a TPU.
 
-    Which TPU: ``tpu``, if it is given. Else the variables
+    The TPU is ``tpu`` if given. Otherwise it is taken from the environment variables
     ``KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS``, ``TPU_NAME``, ``TPU_CONFIG`` and
-    ``TPU_WORKER_HOSTNAMES`` of the environment, in this order. Else, if this machine is
-    a host of a TPU, that one, by its metadata server. In the last two cases ``task_id``
-    is the number of this host, otherwise 0.
+    ``TPU_WORKER_HOSTNAMES``, in this order. Otherwise, if this machine is a host of a
+    TPU, it is that one, by the metadata server. In the last two cases ``task_id`` is
+    the index of this host, otherwise 0.
 
     Args:
-        tpu: "local" is the TPU in this machine, without a cluster. With a scheme
-            (``grpc://10.0.0.1:8470``, several with commas between) it is an address;
-            otherwise a name that Google Cloud's TPU service is asked for, at each
-            question.
+        tpu: "local": the TPU in this machine, without a cluster. With a scheme
+            (``grpc://10.0.0.1:8470``, several separated by commas): its addresses.
+            Otherwise: its name, for which Google Cloud's TPU service is queried.
         zone, project: Of a TPU with a name. None: those of this machine.
-        job_name: The job that its hosts are tasks of.
-        coordinator_name, coordinator_address: One more job, with one task.
-        credentials: "default": those that Google's library finds on this machine.
-        service: The client of the "tpu" service, "v1" or "v2". None: one is made when
-            it is first needed.
-        discovery_url: Where that service is described; ``TPU_API_DISCOVERY_URL`` of the
-            environment goes before it.
+        job_name: The job of its hosts.
+        coordinator_name, coordinator_address: An additional job with one task.
+        credentials: "default": the default credentials of this machine.
+        service: The client of the "tpu" service, "v1" or "v2". None: it is made when it
+            is first needed.
+        discovery_url: URL of the description of that service; the variable
+            ``TPU_API_DISCOVERY_URL`` takes precedence.
 
     Raises:
-        ValueError: No TPU is named, and this machine is no host of one; a name or
-            address cannot be read; only one of coordinator's name and address is given.
+        ValueError: No TPU is specified, and this machine is not a host of one; a name
+            or address is invalid; only one of the coordinator's name and address is
+            given.
         NotImplementedError: ``tpu`` is a list of several.
     """
 
@@ -89,16 +88,14 @@ class TPUClusterResolver(SourceResolver):
         if (coordinator_name is None) != (coordinator_address is None):
             raise ValueError(
                 f"coordinator_name={coordinator_name!r} and coordinator_address="
-                f"{coordinator_address!r} go together: a resolver starts no server"
+                f"{coordinator_address!r}: expected both or none of them"
             )
         env = config.environment()
-        place = find_place(tpu, zone, project, env)
-        self._place: Local | TpuNode | TpuHosts = (
-            _this_machine(env) if isinstance(place, Unsaid) else place
-        )
-        # Of a local TPU, and of one that is still to be looked up, nothing is known:
-        # this is task 0 then, and the scheme is TensorFlow's.
-        known = self._place if isinstance(self._place, TpuHosts) else TpuHosts(())
+        source = find_tpu(tpu, zone, project, env)
+        self._source = _this_machine(env) if source is None else source
+        # For a local TPU, and for a named one before the query: task 0, and the default
+        # scheme of TensorFlow.
+        known = self._source if isinstance(self._source, TpuHosts) else TpuHosts(())
         super().__init__(job_name, known.own, known.scheme)
         self._job = job_name
         self._coordinator = {}
@@ -112,20 +109,20 @@ class TPUClusterResolver(SourceResolver):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Closes connections to Google's service, if this object has made them."""
+        """Closes connections to Google's service, if this object made them."""
         if self._service is not self._lent:
             self._service.close()
             self._service = self._lent
 
     def cluster_spec(self) -> ClusterSpec:
-        """The hosts of the TPU, and the coordinator if there is one; nothing for a
-        local TPU.
+        """Returns the hosts of the TPU, and the coordinator if there is one; an empty
+        cluster for a local TPU.
 
         Raises:
-            RuntimeError: The TPU is not ready; or Google Cloud is to be asked and this
-                machine has no credentials.
-            ValueError: Google Cloud knows no such TPU, or does not answer.
-            ImportError: It is to be asked, and its library is not installed.
+            RuntimeError: The TPU is not ready; or this machine has no credentials for
+                Google Cloud.
+            ValueError: Google Cloud has no such TPU, or does not answer.
+            ImportError: The library of Google Cloud is not installed.
         """
         return self._spec_of(self._hosts())
 
@@ -135,12 +132,12 @@ class TPUClusterResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Address of the task, by default of this one or of the first; "local" for a
-        local TPU.
+        """Returns the address of the task, by default of this one or of the first;
+        "local" for a local TPU.
 
         Raises:
             ValueError: The cluster has no such task, or the TPU has no host.
-            Exception: What `cluster_spec` raises.
+            Exception: The errors of `cluster_spec`.
         """
         hosts = self._hosts()
         if hosts is None:
@@ -153,23 +150,23 @@ class TPUClusterResolver(SourceResolver):
         return self._with_layer(address, rpc_layer)
 
     def get_master(self) -> str:
-        """As `master` without arguments."""
+        """Calls `master` without arguments."""
         return self.master()
 
     def get_job_name(self) -> str:
-        """The job that the hosts of the TPU are tasks of."""
+        """Returns the job of the hosts of the TPU."""
         return self._job
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Keep what is known of the mesh of this TPU, for its metadata."""
+        """Sets the topology of this TPU, for its metadata."""
         self._topology = bytes(serialized_tpu_topology)
 
     def _accelerators(self) -> Mapping[str, int]:
-        """``{"TPU": devices per host}``; empty where only addresses are known.
+        """Returns ``{"TPU": devices per host}``; empty if only addresses are known.
 
         Raises:
             RuntimeError: The hosts have different numbers of devices.
-            Exception: What `cluster_spec` raises.
+            Exception: The errors of `cluster_spec`.
         """
         hosts = self._hosts()
         if hosts is None:
@@ -180,18 +177,18 @@ class TPUClusterResolver(SourceResolver):
         return {} if devices is None else {"TPU": devices}
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """The devices of the TPU.
+        """Returns the devices of the TPU.
 
         Raises:
-            RuntimeError: There are none, or their number is not known.
-            Exception: What `num_accelerators` raises.
+            RuntimeError: There are no devices, or their number is unknown.
+            Exception: The errors of `num_accelerators`.
         """
         per_host = self.num_accelerators().get("TPU", 0)
         if not per_host:
             raise RuntimeError(
                 "Cannot find any TPU cores in the system (master address "
-                f"{self.master()}): this machine has none, or the TPU's address alone "
-                "does not tell how many it has. Name the TPU"
+                f"{self.master()}): this machine has none, or only the address of the "
+                "TPU is known. Pass the name of the TPU"
             )
         hosts = self._hosts()
         num_hosts = 1 if hosts is None else len(hosts.addresses)
@@ -214,16 +211,16 @@ class TPUClusterResolver(SourceResolver):
         return ClusterSpec({self._job: list(hosts.addresses), **self._coordinator})
 
     def _hosts(self) -> TpuHosts | None:
-        """The hosts as they are now, None for a local TPU."""
-        match self._place:
-            case Local():
+        """Returns the current hosts, None for a local TPU."""
+        match self._source:
+            case LocalTpu():
                 return None
             case TpuHosts():
-                return self._place
+                return self._source
             case TpuNode():
-                return hosts_of_node(self._place.name, self._ask(self._place))
+                return hosts_of_node(self._source.name, self._ask(self._source))
             case _:
-                assert_never(self._place)
+                assert_never(self._source)
 
     def _ask(self, node: TpuNode) -> Mapping[str, Any]:
         if self._service is None:
@@ -234,12 +231,12 @@ class TPUClusterResolver(SourceResolver):
             host = metadata_host(config.environment())
             project = node.project or ask_metadata(host, "project/project-id")
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
-            place = f"projects/{project}/locations/{zone.split('/')[-1]}"
+            parent = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
-            asked = nodes.get(name=f"{place}/nodes/{node.name}")
-            found: Mapping[str, Any] = asked.execute()  # untyped
-            return found
-        except Exception as error:  # whatever it is becomes the cause of TF's words
+            query = nodes.get(name=f"{parent}/nodes/{node.name}")
+            answer: Mapping[str, Any] = query.execute()  # untyped
+            return answer
+        except Exception as error:  # becomes the cause of TensorFlow's error
             raise ValueError(
                 f"Could not lookup TPU metadata from name {node.name!r}. Please "
                 "doublecheck the tpu argument in the TPUClusterResolver constructor, "
@@ -248,10 +245,10 @@ class TPUClusterResolver(SourceResolver):
 
 
 def _this_machine(env: Mapping[str, str]) -> TpuHosts:
-    """The TPU that this machine is a host of.
+    """Returns the TPU of which this machine is a host.
 
     Raises:
-        ValueError: It is none.
+        ValueError: This machine is not a host of a TPU.
     """
     words = (
         "Please provide a TPU Name to connect to: tpu, or TPU_NAME in the environment; "
@@ -265,9 +262,9 @@ def _this_machine(env: Mapping[str, str]) -> TpuHosts:
         own = ask_metadata(host, f"{path}/agent-worker-number")
         accelerator = ask_metadata(host, f"{path}/accelerator-type")
     except RuntimeError as error:
-        raise ValueError(f"{words}. This machine is no host of one: {error}") from error
+        raise ValueError(f"{words}. This machine is not a TPU host: {error}") from error
     if not workers:
-        raise ValueError(f"{words}. This machine is no host of one")
+        raise ValueError(f"{words}. This machine is not a TPU host")
     sources = f"{host}: worker-network-endpoints", f"{host}: agent-worker-number"
     return hosts_of_machine(workers, own, accelerator, sources)
 
@@ -282,11 +279,12 @@ _DEVICES_OF_A_CHIP: Final = {
     "0x006f": 1,  # v6e
     "0x0076": 2,  # 7x
 }
-"""By PCI device id. Google has other devices on this bus, such as network cards."""
+"""PCI device id -> devices. Google has other PCI devices as well, such as network
+cards."""
 
 
 def count_local_devices() -> int:
-    """Devices in this machine; 0 where there are none, or no such bus."""
+    """Counts the devices in this machine; 0 without a PCI bus."""
     return sum(
         _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)
         for path in _BUS.glob("*")

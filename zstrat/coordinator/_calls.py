@@ -354,7 +354,9 @@ class CallTable:
             return None
         pickled = arguments = PickledArguments(args, kwargs)
         # An eager step may change its arguments, so each closure has its own.
-        if not function.eager and not _has_arrays((args, kwargs)):
+        arrays = np.ndarray | np.generic | jax.Array
+        has_arrays = any(isinstance(leaf, arrays) for leaf in _leaves((args, kwargs)))
+        if not function.eager and not has_arrays:
             arguments = known.same(pickled)
         if arguments is pickled:
             arguments.retire_to(self._retired)
@@ -482,11 +484,6 @@ def _checked(function: object) -> Function:
 def _leaves(tree: Any) -> list[Any]:
     kinds = (Resource, RemoteValue, NoArgument)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
-
-
-def _has_arrays(tree: Any) -> bool:
-    kinds = np.ndarray | np.generic | jax.Array
-    return any(isinstance(leaf, kinds) for leaf in _leaves(tree))
 
 
 def _per_worker(tree: Any) -> list[PerWorker]:

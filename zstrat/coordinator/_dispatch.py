@@ -122,7 +122,6 @@ class Dispatcher:
                 member.in_flight.clear()
             self.builder.stop(cause)
             self.engine.waiters.notify()
-        self.builder.drop_all()
         self._send_drops()
         self.engine.waiters.echo.close()
 

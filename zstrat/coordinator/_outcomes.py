@@ -187,8 +187,11 @@ class Outcomes:
             error = ProtocolError(
                 f"{member.name} reported a failed closure without an error"
             )
-        elif (lost := self._lost_server(error)) is not None:
-            error = lost
+        elif self._engine.outage_error is not None and isinstance(
+            error, PSUnavailableError | StaleSessionError
+        ):
+            # The program knows of the outage, and better than the worker.
+            error = self._engine.outage_error
         else:
             delay = self._retry_delay(member.place, closure, error, now)
         if delay is not None:
@@ -199,13 +202,6 @@ class Outcomes:
         queue.end(closure, error)
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
-
-    def _lost_server(self, error: Exception) -> Exception | None:
-        """The error of an outage that the program knows of, which explains the failure
-        better than the worker's error."""
-        if isinstance(error, PSUnavailableError | StaleSessionError):
-            return self._engine.outage_error
-        return None
 
     def _step_succeeded(self, step: int, worker: int) -> None:
         """Clears the strikes of a worker when a step with a strike succeeds there: any

@@ -16,7 +16,7 @@ after ``max_attempts`` losses the closure fails with the names of the lost worke
 
     OPEN ──first error──▶ FAILED ─────next call of the user────▶ CANCELLING
       ▲                                                                 │
-      │                                        nothing runs on workers that are there
+      │                                        nothing runs on connected workers
       │                                                                 ▼
       └─── the error is raised, once ─── FENCED ◀──all ps say so─── FENCING
 

@@ -270,14 +270,13 @@ class Builder:
             self._dropped.extend(number for number in unknown if number in new)
         return numbers
 
-    def drop_all(self) -> None:
-        self._dropped.extend(self._records)
-
     def stop(self, cause: str) -> None:
-        """Stops building, and aborts the values that are not built. Lock held."""
+        """Stops building, aborts the values that are not built, and drops all
+        resources. Lock held."""
         self._why_stopped = cause
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
+        self._dropped.extend(self._records)
 
     def build_all(self, channel: WorkerChannel) -> None:
         """Builds all resources on a worker that (re)joined; then it gets closures."""

@@ -13,6 +13,7 @@ import asyncio
 import enum
 import math
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, final
 
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ class ClosureRun(NamedTuple):
     attempt: int
 
 
-class Result(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Result:
     """The name and the structure of a result, known before the result."""
 
     name: str
@@ -266,11 +268,10 @@ class RemoteValue(Unfetched):
         return rebuild(plain, leaves, self._expected.treedef)
 
 
+@dataclass(slots=True, eq=False)
 class _Inline:
-    __slots__ = ("data", "layout")
-
-    def __init__(self, layout: LayoutMessage | None, data: bytes) -> None:
-        self.layout, self.data = layout, data
+    layout: LayoutMessage | None
+    data: bytes
 
 
 @final
@@ -305,7 +306,8 @@ class AsyncRemoteValue(RemoteValue):
         return joined.mapped(_on_device, await self.fetch(timeout))
 
 
-class _Opened(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Opened:
     leaves: Sequence[np.ndarray]
     layout: LayoutMessage | None
 

@@ -251,15 +251,12 @@ class Waiters:
         raise error.with_traceback(None)
 
     def _end_fetch(self, value: RemoteValue, bell: Bell, began: float) -> None:
-        self._note_fetch(began)
+        if (notes := self._guarded.notes) is not None:
+            notes.fetch(began, time.monotonic())
         if value.state is _NOT_READY:  # else settling it has removed the bell
             with self._guarded.lock:
                 value._unlisten(bell)
         self.show()
-
-    def _note_fetch(self, began: float) -> None:
-        if (notes := self._guarded.notes) is not None:
-            notes.fetch(began, time.monotonic())
 
 
 def _deadline(timeout: float | None) -> float | None:

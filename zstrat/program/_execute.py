@@ -46,7 +46,7 @@ from .trace._structure import ResultLayout, is_described, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Storage, VariableSpec
+    from zstrat.variables import Storage
 
     from ._programs import CompiledPrograms
     from .trace._iterator import Draws
@@ -117,11 +117,6 @@ class Prepared:
         if isinstance(program, RowsProgram):
             self._lookups = Lookups(program, [*inputs, *_leaves(draws)])
             self.wanted = self._lookups.first()
-
-    @property
-    def reads(self) -> tuple[VariableSpec, ...]:
-        """The variables that it reads whole, in order."""
-        return self.plan.reads
 
     @property
     def examples(self) -> int:

@@ -68,13 +68,13 @@ def _upper_edges(unit: Unit) -> tuple[float, ...]:
 
 
 EDGES: Final = {unit: _upper_edges(unit) for unit in Unit}
-"""Where each bucket ends; the first has all below the second one's lower edge, zero
-too, and the last one has no end."""
+"""The upper edge of each bucket. The first bucket has all smaller values, including
+zero; the last one is unbounded."""
 
 
 @final
 class Histogram:
-    """Counts of values by size. Not negative, and no NaN: those count as zero."""
+    """Counts of values by size. Negative values and NaN count as zero."""
 
     __slots__ = ("_counts", "max", "total", "unit")
 
@@ -87,12 +87,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return int(self._counts.sum())
 
     @property
     def counts(self) -> np.ndarray:
-        """int64, one for each of `EDGES`: a copy."""
+        """A copy of the counts, int64, one for each of `EDGES`."""
         return self._counts.copy()
 
     def add_many(self, values: ArrayLike) -> None:
@@ -102,39 +102,42 @@ class Histogram:
             self.take(*_counted(array, self.unit))
 
     def merge(self, other: Histogram) -> None:
-        """Adds all that the other one has counted.
+        """Adds the counts of another histogram.
 
         Raises:
-            ValueError: It counts something else.
+            ValueError: It has another unit.
         """
         if other.unit is not self.unit:
-            raise ValueError(f"a histogram of {other.unit} and one of {self.unit}")
+            raise ValueError(
+                f"cannot merge a histogram of {other.unit} into one of {self.unit}"
+            )
         self.take(other._counts, other.total, other.max)
 
     def take(self, counts: np.ndarray, total: float, largest: float) -> None:
-        """Adds what was counted elsewhere: counts as of `counts`, the sum of the values
-        and the largest."""
+        """Adds counts in the form of `counts`, with the sum of the values and the
+        largest one."""
         self._counts += counts
         self.total += total
         self.max = max(self.max, float(largest))
 
     def quantile(self, q: float) -> float:
-        """What a part ``q`` (0 to 1) of all do not exceed; 0 if there is none.
+        """Returns the quantile ``q`` (0 to 1); 0 without values.
 
-        Values of one bucket are taken to lie evenly; counts and bytes are whole.
+        Assumes that the values of one bucket are evenly spaced. The result is whole for
+        counts and bytes.
         """
         counts, largest = self._counts[None], np.array([self.max])
         return float(_quantiles(counts, largest, q, self.unit)[0])
 
     def summary(self) -> dict[str, Plain]:
-        """``count``, ``mean``, ``p50``, ``p90``, ``p99`` and ``max``."""
+        """Returns ``count``, ``mean``, ``p50``, ``p90``, ``p99`` and ``max``."""
         total, largest = np.array([self.total]), np.array([self.max])
         return summaries(self._counts[None], total, largest, self.unit)[0]
 
     def buckets(self) -> list[list[float]]:
-        """Pairs of the largest value that a bucket has room for and its count, of those
-        that have any; of counts and bytes the largest whole one. That of the last
-        bucket, which has no end, is the largest value there was."""
+        """Returns the largest possible value and the count of each bucket that is not
+        empty. The value is whole for counts and bytes; for the last bucket, which is
+        unbounded, it is the largest value so far."""
         edges = EDGES[self.unit]
         whole = self.unit is not Unit.SECONDS
         found: list[list[float]] = []
@@ -148,7 +151,7 @@ class Histogram:
         return found
 
     def plain(self) -> dict[str, Plain]:
-        """The histogram as plain data, from which `from_plain` makes an equal one."""
+        """Returns the histogram as plain data, for `from_plain`."""
         places = np.flatnonzero(self._counts)
         return {
             "unit": str(self.unit),
@@ -178,19 +181,18 @@ class Histogram:
 
 @final
 class Windowed:
-    """A histogram of all since the start, and one of those of late (`window`): a ring
-    of one for each second in which something came."""
+    """A histogram of all values, and one of recent ones (`window`): a ring with one
+    histogram for each second with values."""
 
     __slots__ = ("_ring", "total")
 
     def __init__(self, unit: Unit = Unit.SECONDS) -> None:
         self.total: Final = Histogram(unit)
-        """Of all since the start."""
+        """The histogram of all values since the start."""
         self._ring: Final[deque[tuple[int, Histogram]]] = deque(maxlen=RECENT + 1)
 
     def add_many(self, values: ArrayLike, now: float) -> None:
-        """Counts values that came just now (seconds, of any clock that does not go
-        back)."""
+        """Counts values at the time ``now``, in seconds of any monotonic clock."""
         second = math.floor(now)
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Histogram(self.total.unit)))
@@ -201,22 +203,23 @@ class Windowed:
             self.total.take(*counted)
 
     def recent(self, now: float) -> Histogram:
-        """Of those that came in the last `RECENT` seconds, and in the present one, or
-        in more where they come less often."""
+        """Merges the values of the last `RECENT` seconds and the current one, or of
+        more seconds if values are rare (`window`)."""
         since = math.floor(now) - window([second for second, _ in self._ring], now)
-        whole = Histogram(self.total.unit)
-        for second, each in self._ring:
+        merged = Histogram(self.total.unit)
+        for second, histogram in self._ring:
             if second >= since:
-                whole.merge(each)
-        return whole
+                merged.merge(histogram)
+        return merged
 
     def plain(self, now: float) -> dict[str, Plain]:
-        """Both histograms as plain data: ``total`` and ``recent``."""
+        """Returns both histograms as plain data: ``total`` and ``recent``."""
         return {"total": self.total.plain(), "recent": self.recent(now).plain()}
 
 
 def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
-    """Counts by bucket of values ([n] float64, n > 0), their sum and the largest."""
+    """Counts values ([n] float64, n > 0) by bucket; returns the counts, the sum and the
+    largest value."""
     values = np.maximum(values, 0.0)
     np.copyto(values, 0.0, where=np.isnan(values))
     first, _ = _OCTAVES[unit]
@@ -230,12 +233,12 @@ def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
 def summaries(
     counts: np.ndarray, totals: np.ndarray, maxima: np.ndarray, unit: Unit
 ) -> list[dict[str, Plain]]:
-    """`Histogram.summary` of many.
+    """Computes `Histogram.summary` of many histograms.
 
     Args:
         counts: [n, buckets] int64.
         totals: [n], the sums of their values.
-        maxima: [n], the largest ones.
+        maxima: [n], their largest values.
     """
     numbers = counts.sum(1)
     columns = {
@@ -251,7 +254,7 @@ def summaries(
 def _quantiles(
     counts: np.ndarray, maxima: np.ndarray, q: float, unit: Unit
 ) -> np.ndarray:
-    """`Histogram.quantile` of many: [n] of [n, buckets] and the largest values, [n]."""
+    """Computes `Histogram.quantile` of many histograms ([n, buckets], maxima [n])."""
     sums, edges, rows = counts.cumsum(1), np.array(EDGES[unit]), np.arange(len(counts))
     ranks = np.maximum(1, np.ceil(q * counts.sum(1))).astype(np.int64)
     places = np.minimum((sums < ranks[:, None]).sum(1), len(edges) - 1)
@@ -286,19 +289,18 @@ class HistogramTable(Generic[K]):
         self._empty: Final = Histogram(unit).summary()
 
     def summary(self, key: K) -> dict[str, Plain]:
-        """The `Histogram.summary` of one key; where there is none, that of an empty
-        histogram."""
+        """Returns the `Histogram.summary` of a key; that of an empty histogram if the
+        key is missing."""
         return self._summaries.get(key) or dict(self._empty)
 
     def merged(self, keys: Iterable[K]) -> Histogram:
-        """One histogram of all that these keys have counted, as far as they are
-        there."""
+        """Merges the histograms of these keys; missing keys are ignored."""
         rows = [self._rows[key] for key in keys if key in self._rows]
-        whole = Histogram(self._unit)
+        merged = Histogram(self._unit)
         if rows:
             totals, maxima = self._totals[rows], self._maxima[rows]
-            whole.take(self._counts[rows].sum(0), float(totals.sum()), maxima.max())
-        return whole
+            merged.take(self._counts[rows].sum(0), float(totals.sum()), maxima.max())
+        return merged
 
 
 _Parsed = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -1,17 +1,16 @@
-"""Every number that a process reports: its name, unit, kind and meaning, in one table.
+"""The table of all metrics that a process reports: name, unit, kind and meaning.
 
-A task reports each number once, in a part: ``service`` (what it serves), ``process``,
-``rates``, ``task``, ``endpoint`` or ``groups``; a program has ``coordinator``.
-`METRICS` says where each is, and what Prometheus calls it. Those of `COLUMNS` are in
-the ``tasks`` of `ClusterCoordinator.metrics`, under the same name; with a heading they
-are columns of the page and of ``zstrat top``.
+A task reports each metric once, in one of the parts ``service``, ``process``,
+``rates``, ``task``, ``endpoint`` and ``groups``; a program has ``coordinator``.
+`METRICS` has the location of each metric and its Prometheus name. The metrics of
+`COLUMNS` are also in ``tasks`` of `ClusterCoordinator.metrics`, under the same name;
+those with a heading are columns of the page and of ``zstrat top``.
 
-To add a number, put it into a part where it is counted, and add a line here. All that
-shows numbers is made from these two tables; ``make metrics`` writes that of
-docs/observing.md.
+To add a metric, report it in a part, and add a line here. Everything that shows metrics
+is made from these two tables; ``make metrics`` writes that of docs/observing.md.
 
-Law of the file: each help text is read alone, as Prometheus shows it, and says of what
-it is. Names are public: dashboards rely on them.
+Law of the file: a help text must be clear without its context, as in Prometheus. Names
+are public: dashboards rely on them.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """How a number changes."""
+    """The kind of a metric."""
 
     GAUGE = enum.auto()
     COUNTER = enum.auto()
-    """Only grows while the task lives; in Prometheus the word total ends its name."""
+    """Only grows while the task runs; its Prometheus name ends in total."""
     HISTOGRAM = enum.auto()
-    """Several `Windowed`, by phase or store; without a number of its own."""
+    """Several `Windowed`, by phase or store."""
     RATE = enum.auto()
-    """Growth per second of late (`zstrat.telemetry.Rate`)."""
+    """Recent growth per second (`zstrat.telemetry.Rate`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of what a process reports.
+    """One metric of a process.
 
     Args:
         name: Its key in `ClusterCoordinator.metrics`.
-        unit: Of a rate, what it has per second.
-        help: What it is.
+        unit: Its unit; of a rate, the unit per second.
+        help: Its meaning.
         of: The jobs that report it. A program that shares the parameter servers of a
-            chief has none of the cluster's jobs, and is called "program"; a worker as
-            its program sees it is a "member".
-        path: Where it is in their report.
-        prometheus: Its name there; "" if it is not exported.
+            chief is called "program"; a worker from its program's view is a "member".
+        path: The keys in the report that lead to it.
+        prometheus: Its name in Prometheus; "" if it is not exported.
     """
 
     name: str
@@ -64,7 +62,7 @@ class Metric:
     prometheus: str
 
     def find(self, values: Mapping[str, Plain]) -> float | None:
-        """The number in what a process reports; None if it is not there, or not
+        """Finds the number in the report of a process; None if it is missing or not
         finite."""
         value: Plain = values
         for key in self.path:
@@ -228,24 +226,24 @@ COLUMNS: Final = {
     "cached_programs": "",
     "retries": "",
 }
-"""The numbers that `ClusterCoordinator.metrics` has of a task, by name, with the
-heading of their column on the page, if there is one."""
+"""The metrics of a task in `ClusterCoordinator.metrics` -> the heading of their column
+on the page; "" without a column."""
 
 
 @cache
 def metrics_of(job: str) -> tuple[Metric, ...]:
-    """What a process of this job reports."""
+    """Returns the metrics that a process of this job reports."""
     return tuple(metric for metric in METRICS if job in metric.of)
 
 
 @cache
 def task_metrics(job: str) -> tuple[Metric, ...]:
-    """Those of `COLUMNS` that a task of this job reports, in their order."""
+    """Returns the metrics of `COLUMNS` that a task of this job reports, in order."""
     known = {metric.name: metric for metric in metrics_of(job)}
     return tuple(known[name] for name in COLUMNS if name in known)
 
 
 def task_numbers(job: str, values: Mapping[str, Plain]) -> dict[str, float]:
-    """The numbers that `ClusterCoordinator.metrics` has of one task, by name: 0 for
-    one that the task has not reported."""
-    return {each.name: each.find(values) or 0 for each in task_metrics(job)}
+    """Returns the numbers of one task for `ClusterCoordinator.metrics` by name; 0 for
+    missing ones."""
+    return {metric.name: metric.find(values) or 0 for metric in task_metrics(job)}

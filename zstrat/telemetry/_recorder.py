@@ -106,10 +106,10 @@ class StepTimes:
 
 @final
 class Recorder:
-    """What is noted of one session of a task. Belongs to the loop.
+    """The measurements of one session of a task. Belongs to the loop.
 
     Args:
-        phases: Those that there are.
+        phases: The phases of the task.
     """
 
     def __init__(self, phases: Iterable[Phase]) -> None:
@@ -129,7 +129,7 @@ class Recorder:
         """Called when a capture begins, and when it ends."""
 
     def ran(self, times: StepTimes, now: float) -> None:
-        """Takes over what steps that have run have noted."""
+        """Adds the times of steps that ran."""
         steps = self._steps
         steps.quick += times.quick
         steps.full += times.full

@@ -121,8 +121,8 @@ class Rate:
             self._throughput.mark(now, before, total)
 
     def per_second(self, now: float) -> float:
-        """Of the last ten seconds, or of all if that is less, but at least of one; of
-        more where it comes less often (`window`)."""
+        """Returns the rate of the last ten seconds, or since the start if that is less,
+        but at least of one second; of more seconds for rare events (`window`)."""
         return self._throughput.rate(now, self.total)
 
 

@@ -1,8 +1,7 @@
-"""What a program that uses zstrat is tested with; nothing of zstrat itself needs it.
+"""Tools to test programs that use zstrat; zstrat itself does not import them.
 
-Faults are context managers: on the way in something breaks, on the way out it heals.
-All of them are for ``with``; `in_thread` is for ``async with`` on those that take time.
-Nothing here needs pytest.
+Faults are context managers, in force during their block. All are for ``with``;
+`in_thread` adapts slow ones to ``async with``. pytest is not required.
 """
 
 from ._clock import FakeClock as FakeClock

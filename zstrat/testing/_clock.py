@@ -1,4 +1,4 @@
-"""A clock that moves when the test says so, for what takes its time as an argument."""
+"""A clock that a test advances, for code that takes its clock as an argument."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class FakeTimer:
     is_cancelled: bool = field(default=False, init=False)
 
     def cancel(self) -> None:
-        """The call is not made. Once it was made, this does nothing."""
+        """Cancels the call; does nothing if it was made already."""
         self.is_cancelled = True
 
 
 class FakeClock:
     """Seconds that pass only in `advance`; a clock, and the timers of a loop.
 
-    Called, it gives the time, as `time.time` and `time.monotonic` do: so it stands for
-    their likes in arguments such as ``CheckpointManager(clock=)``. Its ``time``,
-    ``call_at`` and ``call_later`` stand for those of an event loop.
+    Calling it returns the time, so that it replaces `time.time` and `time.monotonic` in
+    arguments such as ``CheckpointManager(clock=)``. Its ``time``, ``call_at`` and
+    ``call_later`` replace those of an event loop.
 
     Args:
-        now: What it shows at first, in seconds.
+        now: The initial time in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -44,15 +44,15 @@ class FakeClock:
 
     @property
     def timers(self) -> tuple[FakeTimer, ...]:
-        """Calls that wait, in the order in which they are due."""
+        """The pending calls, in the order in which they are due."""
         waiting = [timer for timer in self._timers if not timer.is_cancelled]
         return tuple(sorted(waiting, key=lambda timer: timer.due))
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any
     ) -> FakeTimer:
-        """Calls ``callback(*args)`` in the `advance` that reaches the time, as the
-        loop's does."""
+        """Schedules ``callback(*args)`` for the `advance` that reaches the time, like
+        the method of a loop."""
         timer = FakeTimer(when, lambda: callback(*args))
         self._timers.append(timer)
         return timer
@@ -60,17 +60,16 @@ class FakeClock:
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any
     ) -> FakeTimer:
-        """Calls as `call_at` does, so many seconds from now."""
+        """Schedules a call like `call_at`, ``delay`` seconds from now."""
         return self.call_at(self._now + delay, callback, *args)
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass, and makes the calls that become due, each at its time.
-
-        What a call sets a timer for is called, too, if it is due by then.
+        """Advances the time, and makes the calls that become due, each at its time,
+        including those that such calls schedule.
 
         Raises:
-            ValueError: ``seconds`` is negative: time does not run backwards.
-            Exception: What a call raised; the clock stands at its time then.
+            ValueError: ``seconds`` is negative.
+            Exception: The error of a call; the clock stops at its time.
         """
         if seconds < 0:
             raise ValueError(f"seconds={seconds}: expected 0 or more")
@@ -80,13 +79,13 @@ class FakeClock:
         self._now = end
 
     def advance_to_next(self) -> float:
-        """Lets time pass until the next timer goes off; how many seconds that were.
+        """Advances the time to the next timer; returns the seconds that passed.
 
         Raises:
-            LookupError: No timer waits.
+            LookupError: There are no pending timers.
         """
         if not self.timers:
-            raise LookupError("no timer waits: nothing would ever happen")
+            raise LookupError("there are no pending timers")
         before, timer = self._now, self.timers[0]
         self._go_off(timer)
         return self._now - before

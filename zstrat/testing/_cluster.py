@@ -1,9 +1,9 @@
-"""A cluster on this machine, each task behind a relay, and what can befall its tasks.
+"""Clusters on this machine with a relay in front of each task, and faults for them.
 
-The program under test reaches every task through its relay, and so do the workers,
-which learn the addresses from it. `DaemonCluster` has real daemons: they can be killed
-and frozen. `ThreadCluster` has servers on threads of this process: it starts faster, a
-debugger sees all of it, and only its lines can break.
+The program under test and the workers reach every task through its relay.
+`DaemonCluster` has real daemons, which can be killed and frozen. `ThreadCluster` has
+servers on threads of this process: it starts faster and is easy to debug, but only its
+connections can fail.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ T = TypeVar("T")
 async def in_thread(
     context: contextlib.AbstractContextManager[T],
 ) -> AsyncIterator[T]:
-    """Any of this package's context managers, or another blocking one, for ``async
-    with``: it is entered and left on a thread, and the loop goes on meanwhile.
+    """Adapts a blocking context manager to ``async with``: it is entered and left on a
+    thread, while the loop continues.
 
         async with in_thread(DaemonCluster()) as cluster:
             async with in_thread(cluster.killed("worker:0")):
                 ...
 
-    Cancellation: on the way in, waits until the context is entered, and leaves it; on
-    the way out it is left all the same.
+    Cancellation: while entering, waits until the context is entered, and leaves it;
+    while leaving, it is left nevertheless.
     """
     stack = contextlib.ExitStack()
     entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, context))
@@ -54,7 +54,7 @@ async def in_thread(
         raise
     try:
         yield value
-    except BaseException as error:  # the context judges it, as in a `with`
+    except BaseException as error:  # the context may suppress it, as in a `with`
         if not await _leave(stack, error):
             raise
     else:
@@ -68,7 +68,7 @@ async def _leave(stack: contextlib.ExitStack, error: BaseException | None) -> bo
 
 
 class RelayedCluster(abc.ABC):
-    """Parameter servers and workers; starts on the way into ``with``.
+    """Parameter servers and workers, started on entry of ``with``.
 
         with DaemonCluster(num_ps=2, num_workers=2) as cluster:
             strategy = zs.ParameterServerStrategy(cluster.resolver)
@@ -77,9 +77,9 @@ class RelayedCluster(abc.ABC):
                 ...
 
     Args:
-        num_ps, num_workers: How many of each.
+        num_ps, num_workers: Number of parameter servers and workers.
         settings: Timeouts of the tasks; default: from ``ZSTRAT_*``. A test that waits
-            for a loss wants short ones, and gives its strategy the same.
+            for a loss should use short ones, also for its strategy.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RelayedCluster(abc.ABC):
 
     @property
     def spec(self) -> ClusterSpec:
-        """Where the relays listen."""
+        """The addresses of the relays."""
         jobs: dict[str, list[str]] = {}
         for task, relay in self._relays.items():
             jobs.setdefault(task.partition(":")[0], []).append(relay.address)
@@ -109,35 +109,37 @@ class RelayedCluster(abc.ABC):
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach the cluster through its relays."""
+        """A resolver with the addresses of the relays, for strategies."""
         return SimpleClusterResolver(self.spec)
 
     def relay(self, task: str) -> Relay:
-        """The relay in front of ``task``, such as "worker:1".
+        """Returns the relay in front of ``task``, such as "worker:1".
 
         Raises:
-            ValueError: There is no such task; names those that there are.
+            ValueError: There is no such task.
         """
         try:
             return self._relays[task]
         except KeyError:
-            known = ", ".join(self._relays) or "none: it was not started"
-            raise ValueError(f"no task {task!r} in this cluster: {known}") from None
+            known = ", ".join(self._relays) or "none, as it is not started"
+            raise ValueError(
+                f"no task {task!r} in this cluster; its tasks: {known}"
+            ) from None
 
     def reset(self, task: str) -> None:
-        """Resets all connections of a task; they may be made anew at once."""
+        """Resets all connections of a task; peers may reconnect at once."""
         self.relay(task).reset()
 
     @contextlib.contextmanager
     def blackholed(self, task: str) -> Iterator[None]:
-        """Nothing passes between a task and all others, and nobody is told."""
+        """Silently drops all traffic between a task and the others."""
         with self.relay(task).blackholed():
             yield
 
     @abc.abstractmethod
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
-        """Starts all tasks, ps first, and puts on the stack what ends them; "host:port"
-        of each."""
+        """Starts all tasks, ps first, and registers their end on the stack; returns
+        "host:port" of each."""
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -153,15 +155,15 @@ class RelayedCluster(abc.ABC):
 
 @final
 class DaemonCluster(RelayedCluster):
-    """Real daemons, as `zstrat.launch.LocalCluster` starts them.
+    """Real daemons of a `zstrat.launch.LocalCluster`.
 
-    ``local`` is that cluster: logs, process ids, and faults without a relay's help.
+    ``local`` is that cluster, with logs, process ids, and faults without a relay.
     """
 
     local: LocalCluster
 
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
-        # Relays speak TCP; and what goes through shared memory could not be cut.
+        # Relays forward TCP only; traffic through shared memory cannot be cut.
         self.local = stack.enter_context(
             LocalCluster(
                 self._counts["ps"],
@@ -178,11 +180,11 @@ class DaemonCluster(RelayedCluster):
 
     @contextlib.contextmanager
     def killed(self, task: str) -> Iterator[None]:
-        """Ends a task as a power cut does (SIGKILL), and starts it again on the way
-        out, at its address and with nothing of what it held.
+        """Kills a task (SIGKILL), and restarts it after the block at its address and
+        without its state.
 
         Raises:
-            UnavailableError, DeadlineExceededError: It does not start again.
+            UnavailableError, DeadlineExceededError: It does not restart.
         """
         self.local.kill(task)
         try:
@@ -192,14 +194,14 @@ class DaemonCluster(RelayedCluster):
 
     @contextlib.contextmanager
     def frozen(self, task: str) -> Iterator[None]:
-        """Stops a task (SIGSTOP), and lets it go on with all that it held."""
+        """Stops a task (SIGSTOP), and continues it after the block."""
         with frozen(self.local.pid(task)):
             yield
 
 
 @final
 class ThreadCluster(RelayedCluster):
-    """Servers on threads of this process, as `zstrat.launch.Server` runs them."""
+    """Servers on threads of this process (`zstrat.launch.Server`)."""
 
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
         addresses: dict[str, str] = {}

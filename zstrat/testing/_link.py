@@ -1,9 +1,9 @@
-"""The two ends of a connection without sockets, for what is given its links.
+"""The two ends of a connection without sockets, for code that takes links as arguments.
 
-`FakeLink` stands for `zstrat.transport.Link`, on the side that asks; `FakeRemote` for
-what a service sees of the task that asked. Law of the file: nothing passes that the
-codec would not carry, and nothing arrives before the turn of the loop after it was
-sent; so a test of fakes sees the order and the copies that a network would give.
+`FakeLink` replaces `zstrat.transport.Link`, on the side that sends requests;
+`FakeRemote` replaces `zstrat.transport.Remote`, on the side of a service. Law of the
+file: every message passes through the codec, and arrives in a later turn of the loop
+than it was sent. So tests see the same order and copies as with a network.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
     Reply = asyncio.Future[Message]
     Handler = Callable[[Message], Any]
-    """Answers a message with a message, with an awaitable of one, or not at all."""
+    """Answers a message with a message, an awaitable of one, or None."""
 
 _LIMITS: Final = Limits()
 
 
 def through_the_codec(message: Message) -> Message:
-    """The message as the other side gets it: its arrays are read-only copies.
+    """Encodes and decodes a message, as its receiver gets it: arrays are read-only
+    copies.
 
     Raises:
-        TypeError, ValueError, ProtocolError: It cannot be sent, or not be read.
+        TypeError, ValueError, ProtocolError: It cannot be encoded or decoded.
     """
     header, arrays = encode(message)
     _, received = decode(header, [array.tobytes() for array in arrays], _LIMITS)
@@ -45,13 +46,13 @@ def _ignore(*_: object) -> None:
 
 
 class FakeRemote:
-    """A connected task as a service sees it; stands for `zstrat.transport.Remote`.
+    """A connected task as a service sees it; replaces `zstrat.transport.Remote`.
 
     Args:
-        role: What its key says it may do.
-        incarnation: Of its process; default: a random one.
-        name: What errors call it; default: its job and index.
-        pid: Of its process, on the host "here".
+        role: The role of its key.
+        incarnation: The incarnation of its process; default: a random one.
+        name: Its name in errors; default: its job and index.
+        pid: The id of its process, on the host "here".
     """
 
     def __init__(
@@ -69,24 +70,24 @@ class FakeRemote:
         self.hello: Final = Hello(PROTOCOL, str(role), index, number, "here", pid)
         self.alive = True
         self.notices: list[Message] = []
-        """What it was sent, in order."""
+        """The notices that it received, in order."""
         self.notified: Final = asyncio.Event()
-        """Set with every notice; whoever waits for the next one clears it first."""
+        """Set with every notice; clear it before waiting for the next one."""
         self.refusals: list[Callable[[Message], Exception | None]] = []
-        """The first of them is asked about each notice; its error is raised instead of
-        taking the notice, and then it is done."""
+        """The first one is called with each notice; if it returns an error, that is
+        raised, and the refusal is removed."""
         self.promised = 0
         self.is_heard = True
-        """Its connection is whole, and it was heard just now."""
+        """Whether it is connected and sent a message just now."""
         self.heard = 0
-        """Another value after each message that comes from it."""
+        """Changes with each message from it."""
 
     def notify(self, message: Message) -> None:
-        """Keeps a notice.
+        """Appends a notice.
 
         Raises:
             PeerLostError: It is not ``alive``.
-            Exception: What the first of ``refusals`` returned.
+            Exception: The error of the first of ``refusals``.
         """
         if not self.alive:
             raise PeerLostError(self.name, "it is not connected")
@@ -97,7 +98,7 @@ class FakeRemote:
         self.notified.set()
 
     def promise(self, nbytes: int) -> None:
-        """Keeps the size of the answer that the service announced."""
+        """Records the announced size of an answer."""
         self.promised = nbytes
 
     def __repr__(self) -> str:
@@ -105,19 +106,18 @@ class FakeRemote:
 
 
 class FakeLink:
-    """The way to a task that is a function of this process. All methods belong to the
+    """A link to a task that is a function of this process. All methods belong to the
     thread of the loop that calls `start`.
 
     Args:
-        handler: Gets each message that arrives. What it returns, or what comes of an
-            awaitable that it returns, answers a request; None leaves it open. What it
-            raises is the outcome.
-        name, address: What errors call the task, and where they say that it is.
-        hello: What the task greets with in `start`; None: it is not there until
+        handler: Called with each message that arrives. Its result, or that of an
+            awaitable, answers a request; None leaves the request open. Its error is the
+            outcome of the request.
+        name, address: The name and the address of the task in errors.
+        hello: The handshake of the task in `start`; None: it is unreachable until
             `connect`.
-        on_notice, on_open, on_lost: As of `zstrat.transport.Link`.
-        on_change: Called when something has happened on the link, for tests that wait
-            until it has.
+        on_notice, on_open, on_lost: See `zstrat.transport.Link`.
+        on_change: Called after each event on the link, for tests that wait.
     """
 
     def __init__(
@@ -134,26 +134,26 @@ class FakeLink:
     ) -> None:
         self.name, self.address = name, address
         self.peer: Hello | None = None
-        """HELLO of the task, while the link is open."""
+        """The handshake of the task, while the link is open."""
         self.is_started = self.is_closed = False
         self.is_refused = False
-        """As of a `Link`: the last attempt to connect has failed at once."""
+        """Whether the last attempt to connect failed at once, as in a `Link`."""
         self.is_silent = False
-        """It is open, and the task is not heard."""
+        """Whether it is open, but the task sends nothing."""
         self.trouble = "no answer"
-        """As of a `Link`: why it is not open."""
+        """The reason why it is not open, as in a `Link`."""
         self.sent: list[Message] = []
-        """Requests and notices, as they were given."""
+        """All sent requests and notices, in order."""
         self.held: list[tuple[Message, Reply | None]] | None = None
-        """What waits between `hold` and `release`."""
+        """Messages that are held between `hold` and `release`."""
         self.requests: dict[Reply, None] = {}
-        """Those without an outcome, in the order in which they were given."""
+        """Open requests, in order."""
         self._handler, self._hello = handler, hello
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_change = on_change
         self._connection = 0
-        """Counts them: what was sent over one does not arrive over the next, though the
-        task may greet with the same words."""
+        """Number of connections: messages of an earlier one do not arrive, even if the
+        handshake is the same."""
         self._waiters: list[asyncio.Future[Hello]] = []
 
     @property
@@ -165,10 +165,10 @@ class FakeLink:
         return self.is_open and not self.is_silent
 
     def start(self) -> None:
-        """Connects, if the task is there.
+        """Connects, if there is a ``hello``.
 
         Raises:
-            ClosedError: It was started or closed before.
+            ClosedError: The link was started or closed before.
         """
         if self.is_started or self.is_closed:
             raise ClosedError(f"the link to {self.name} can be started once")
@@ -178,8 +178,7 @@ class FakeLink:
             self.connect(self._hello)
 
     async def wait_open(self, deadline: float) -> Hello:
-        """Waits until there is a peer, as a `Link` does. Cancellation: nothing is
-        lost."""
+        """Waits until the link is open, like a `Link`. Cancellation: loses nothing."""
         if self.peer is not None:
             return self.peer
         waiter: asyncio.Future[Hello] = self._loop.create_future()
@@ -193,7 +192,7 @@ class FakeLink:
             ) from None
 
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
-        """Sends a request, as a `Link` does; no deadline passes by itself."""
+        """Sends a request, like a `Link`, but ignores the deadline."""
         del deadline
         if self.is_closed:
             raise ClosedError(self.name)
@@ -210,11 +209,11 @@ class FakeLink:
     async def request(
         self, message: Message, *, deadline: float | None = None
     ) -> Message:
-        """`submit`, awaited. Cancellation: gives up the answer alone."""
+        """Awaits `submit`. Cancellation: drops the answer."""
         return await self.submit(message, deadline=deadline)
 
     def notify(self, message: Message) -> None:
-        """Sends a message that nobody answers, as a `Link` does."""
+        """Sends a notice, a message without an answer, like a `Link`."""
         if self.is_closed:
             raise ClosedError(self.name)
         if self.peer is None:
@@ -223,23 +222,23 @@ class FakeLink:
         self._carry(message, None)
 
     async def close(self, reason: str = "") -> None:
-        """Closes the link, as that of a `Link`: open requests fail."""
+        """Closes the link, like a `Link`: open requests fail."""
         del reason
         self.is_closed, self.peer = True, None
         self._fail(ClosedError(self.name))
 
     def connect(self, hello: Hello | None = None) -> None:
-        """The task is there, or back: it greets.
+        """Connects or reconnects the task.
 
         Args:
-            hello: With what; None: as the last time.
+            hello: Its handshake; None: the previous one.
 
         Raises:
-            ValueError: It has never greeted, so there is no last time.
+            ValueError: There is no previous handshake.
         """
         hello = hello or self._hello
         if hello is None:
-            raise ValueError(f"{self.name} was never there: give its hello")
+            raise ValueError(f"{self.name} was never connected: pass its hello")
         self.peer = self._hello = hello
         self._connection += 1
         waiters, self._waiters = self._waiters, []
@@ -256,11 +255,11 @@ class FakeLink:
         left: bool = False,
         returns: float = 0.0,
     ) -> None:
-        """The connection is lost, and nothing of it arrives any more.
+        """Breaks the connection, and drops its messages in flight.
 
         Args:
-            left: The task has said goodbye.
-            returns: Seconds in which it said that it will be back with all it held.
+            left: Whether the task closed the connection on purpose.
+            returns: Seconds within which it announced to return with its state.
         """
         if self.peer is None:
             return
@@ -271,20 +270,20 @@ class FakeLink:
         self._on_change()
 
     def hold(self) -> None:
-        """From now on, what is sent does not arrive: it waits in ``held``."""
+        """Begins to hold sent messages back, in ``held``."""
         self.held = [] if self.held is None else self.held
 
     def release(self) -> None:
-        """What was held arrives, in order, before this returns."""
+        """Delivers the held messages, in order, before it returns."""
         held, self.held = self.held or [], None
         for message, future in held:
             self._deliver(message, future, self._connection)
 
     def say(self, message: Message) -> None:
-        """The task sends a notice; lost if it is not connected."""
+        """Sends a notice from the task; drops it if the task is not connected."""
         if self.peer is not None:
             received = through_the_codec(message)
-            self._loop.call_soon(self._hear, received, self._connection)
+            self._loop.call_soon(self._receive, received, self._connection)
 
     def _carry(self, message: Message, future: Reply | None) -> None:
         received = through_the_codec(message)
@@ -314,7 +313,7 @@ class FakeLink:
                 future.set_result(through_the_codec(answer))
         self._on_change()
 
-    def _hear(self, message: Message, connection: int) -> None:
+    def _receive(self, message: Message, connection: int) -> None:
         if self._is_of_now(connection):
             self._on_notice(message)
 
@@ -332,5 +331,5 @@ class FakeLink:
 
 def _outcome(done: asyncio.Future[Any]) -> Any:
     if done.cancelled():
-        return None  # the service gave the request up: nobody answers it
+        return None  # the service cancelled the request, which stays unanswered
     return done.exception() or done.result()

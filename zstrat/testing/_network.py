@@ -1,8 +1,8 @@
-"""Machines that are network namespaces on one switch, and what befalls their lines.
+"""A network of namespaces on one switch, with faults of its cables and switch.
 
-Linux alone, with root and the program ``ip``. Packets pass through the kernel, so what
-is cut here is cut as a cable or a switch would: connections are not reset, they fall
-silent, and the network card knows more or less of it.
+Only for Linux, with root and the program ``ip``. Packets pass through the kernel, so
+that faults are realistic: connections are not reset but become silent, as with a broken
+cable or switch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _NOWHERE: Final = "02:00:00:00:00:99"
-"""The address of a card that no machine has."""
+"""A hardware address that no machine has."""
 
 
 class NoNamespacesError(Exception):
-    """No network namespaces can be made here; says why."""
+    """Network namespaces cannot be created on this machine."""
 
 
 class SwitchedNetwork:
     """``count`` machines, 10.99.0.1 and so on, on one switch.
 
     The machines exist between `make` and `remove`, for all processes that know their
-    ``name``; `switched_network` does both. The switch is in one more namespace, the
-    *hub*, which has no address.
+    ``name``; `switched_network` calls both. The switch is in an additional namespace,
+    the *hub*, without an address.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -40,13 +40,14 @@ class SwitchedNetwork:
         self._hub = f"{name}-hub"
 
     def inside(self, name: str) -> list[str]:
-        """What a command begins with that runs on that machine."""
+        """Returns a prefix for commands to run on a machine."""
         return ["ip", "netns", "exec", name]
 
     def make(self) -> None:
-        """
+        """Creates the namespaces.
+
         Raises:
-            subprocess.CalledProcessError: It is not permitted; some may be there.
+            subprocess.CalledProcessError: A command failed; some namespaces may exist.
         """
         for name in (*self.names, self._hub):
             _ip("netns", "add", name)
@@ -61,26 +62,26 @@ class SwitchedNetwork:
             _ip("-n", name, "link", "set", "eth0", "up")
 
     def remove(self) -> None:
-        """Also what a `make` that failed has left."""
+        """Removes the namespaces, also after a failed `make`."""
         for name in (*self.names, self._hub):
             with contextlib.suppress(subprocess.CalledProcessError):  # never made
                 _ip("netns", "del", name)
 
     @contextlib.contextmanager
     def unplugged(self, n: int) -> Iterator[None]:
-        """The cable of a machine is out; its card says that there is none."""
+        """Unplugs the cable of a machine, which its network card notices."""
         with self._fault(self._plug, n):
             yield
 
     @contextlib.contextmanager
     def lossy(self, n: int) -> Iterator[None]:
-        """The switch loses all that a machine sends and is sent; nobody is told."""
+        """Makes the switch silently drop all packets from and to a machine."""
         with self._fault(self._forward, n):
             yield
 
     @contextlib.contextmanager
     def mute(self, n: int) -> Iterator[None]:
-        """Nothing that a machine sends arrives; what it is sent does."""
+        """Drops all packets from a machine, but not those to it."""
         with self._fault(self._unmute, n):
             yield
 
@@ -116,10 +117,10 @@ class SwitchedNetwork:
 
 @contextlib.contextmanager
 def switched_network(count: int) -> Iterator[SwitchedNetwork]:
-    """Makes ``count`` machines, and removes them.
+    """Creates ``count`` machines, and removes them after the block.
 
     Raises:
-        NoNamespacesError: We may not, or there is no program for it.
+        NoNamespacesError: This process is not root, or the program ``ip`` is missing.
     """
     if os.geteuid() or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and the program ip")

@@ -1,6 +1,6 @@
-"""Faults of processes and of their disks, and a look for what a test leaves behind.
+"""Faults of processes and of their disks, and a check for leaked threads and processes.
 
-Linux alone: signals, resource limits, and what ``/proc`` says of this process.
+Only for Linux: it uses signals, resource limits and ``/proc``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ON_ITS_WAY: Final = 20.0
-"""Seconds in which a thread that was told to end has ended, on a machine that is busy.
-"""
+"""Seconds for a thread to end on a busy machine."""
 
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """Stops a process (SIGSTOP) and lets it go on (SIGCONT): alive for the kernel, and
-    silent for its peers.
+    """Stops a process (SIGSTOP) and continues it after the block (SIGCONT). Meanwhile
+    its peers hear nothing of it.
 
     Raises:
-        ProcessLookupError: There is no such process. One that ended meanwhile is none
-            on the way out either, which is no error.
+        ProcessLookupError: There is no such process. If it ends during the block, no
+            error is raised.
     """
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -43,11 +42,11 @@ def frozen(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(size: int, *pids: int) -> Iterator[None]:
-    """No file of these processes can grow beyond ``size`` bytes; without ``pids``, none
-    of this one. The system says EFBIG to who writes, as a full quota does.
+    """Limits the files of these processes, by default of this one, to ``size`` bytes.
+    Larger writes fail with EFBIG, as with a full quota.
 
     Raises:
-        ProcessLookupError, PermissionError: The limits of one cannot be set.
+        ProcessLookupError, PermissionError: The limit of a process cannot be set.
     """
     with contextlib.ExitStack() as stack:
         for pid in pids or (0,):
@@ -58,19 +57,19 @@ def full_disk(size: int, *pids: int) -> Iterator[None]:
 
 
 def _limit(pid: int, limits: tuple[int, int]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and needs none
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
 class ProcessResources(NamedTuple):
-    """What this process holds, to be compared before and after."""
+    """The descriptors and threads of this process, to compare before and after."""
 
     descriptors: int
     threads: tuple[str, ...]
 
     @classmethod
     def held(cls) -> ProcessResources:
-        """What the process holds now, after a collection of garbage; threads by name,
+        """Reads the current resources, after a garbage collection; threads by name,
         sorted."""
         gc.collect()
         threads = sorted(thread.name for thread in threading.enumerate())
@@ -82,24 +81,24 @@ def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
     """Fails a test that leaves a thread or a child process behind.
 
     Daemon threads of other libraries may stay; those of zstrat, all other threads, and
-    all child processes have to end. What is there on the way in is not looked at.
+    all child processes have to end. Threads and processes from before are ignored.
 
     Args:
-        timeout: Seconds for a thread that was told to end.
+        timeout: Seconds for a thread to end.
 
     Raises:
-        AssertionError: Names what was left, on the way out.
+        AssertionError: Names the leaked threads or processes, after the block.
     """
     threads, children = set(threading.enumerate()), _children()
     yield
     left = [t for t in threading.enumerate() if t not in threads and _must_end(t)]
     for thread in left:
-        thread.join(timeout)  # it may be on its way out; a join is no sleep
+        thread.join(timeout)  # it may be ending
     names = [thread.name for thread in left if thread.is_alive()]
     if names:
         raise AssertionError(f"the test left threads behind: {names}")
     if (kept := kept_fork_server()) is not None:
-        children.add(kept.pid)  # for the next cluster of this process
+        children.add(kept.pid)  # is kept for the next cluster on purpose
     orphans = {pid: _command(pid) for pid in _children() - children}
     if orphans:
         raise AssertionError(f"the test left processes behind: {orphans}")
@@ -110,7 +109,7 @@ def _must_end(thread: threading.Thread) -> bool:
 
 
 def _children() -> set[int]:
-    try:  # one question to the kernel, where the files are one for each thread
+    try:  # a single system call, which avoids reading a file per thread
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()

@@ -1,6 +1,6 @@
-"""A TCP relay in front of a task, whose connections are reset or silenced on purpose.
+"""A TCP relay in front of a task, which can reset or silence its connections.
 
-It runs on a thread and a loop of its own, so that it goes on while the test, or the
+It runs on a thread and a loop of its own, so that it works while the test, or the
 program under test, blocks.
 """
 
@@ -17,23 +17,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PIECE: Final = 65536
-"""Bytes that are passed on at a time."""
+"""Bytes that are forwarded at a time."""
 _TIMEOUT: Final = 30.0
-"""Seconds after which the relay's own loop hangs: all that it is asked for is short."""
+"""Seconds for a call on the relay's loop; all calls are short."""
 _LAST: Final = 1.0
-"""Seconds in which connections end by themselves once they are reset; one to a task
-that does not answer may not."""
+"""Seconds for reset connections to end; one to a task that does not answer may not."""
 
 
 class Relay:
-    """Passes on all bytes between who connects to ``address`` and ``target``.
+    """Forwards all bytes between clients of ``address`` and ``target``.
 
     A context manager; without ``with``, call `close`. All methods may be called from
-    any thread, and have had their effect when they return.
+    any thread, and have taken effect when they return.
 
     Args:
-        target: "host:port" of the task; it need not be there yet. Whoever connects
-            while it is not is hung up on.
+        target: "host:port" of the task. It need not run yet; until then connections are
+            closed at once.
     """
 
     def __init__(self, target: str) -> None:
@@ -42,14 +41,14 @@ class Relay:
         self._pairs: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
         self._is_refusing = False
         self._loop = asyncio.new_event_loop()
-        # A daemon thread: a relay that was forgotten does not keep a program from
-        # ending. `leak_check` finds it by its name.
+        # A daemon thread: a relay that was not closed does not block the end of the
+        # program. `leak_check` finds it by its name.
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="zstrat relay", daemon=True
         )
         self._thread.start()
         self.address: Final[str] = self._call(self._start())
-        """"host:port" where the relay listens; on the loopback."""
+        """"host:port" of the relay, on loopback."""
 
     def reset(self, every: int = 1) -> None:
         """Resets connections on both sides: all, or every second, third, ... one."""
@@ -57,9 +56,9 @@ class Relay:
 
     @contextlib.contextmanager
     def blackholed(self) -> Iterator[None]:
-        """Nothing passes and nobody is told; who connects gets no answer.
+        """Stops forwarding without closing connections; new ones get no answer.
 
-        What was on its way passes afterwards, in order.
+        Bytes in flight are forwarded afterwards, in order.
         """
         self._call(self._gate(is_open=False))
         try:
@@ -69,7 +68,7 @@ class Relay:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """All connections are reset, and whoever connects again is hung up on."""
+        """Resets all connections, and closes new ones at once."""
         self._is_refusing = True
         self.reset()
         try:
@@ -78,7 +77,7 @@ class Relay:
             self._is_refusing = False
 
     def close(self) -> None:
-        """Resets what is left, and ends the thread. Calling it again does nothing."""
+        """Resets all connections and ends the thread. Idempotent."""
         if self._loop.is_closed():
             return
         self._call(self._end())
@@ -107,7 +106,7 @@ class Relay:
         await self._open.wait()
         try:
             source, sink = await asyncio.open_connection(self._host, self._port)
-        except OSError:  # nobody is there; who connected sees that
+        except OSError:  # the task does not run: closes the client's connection
             writer.transport.abort()
             return
         if self._is_refusing:
@@ -143,7 +142,7 @@ class Relay:
 
     async def _end(self) -> None:
         self._server.close()
-        self._is_refusing = True  # whoever is being connected is hung up on, too
+        self._is_refusing = True  # also closes connections that are being opened
         await self._gate(is_open=True)
         await self._reset(1)
         left = asyncio.all_tasks() - {asyncio.current_task()}

@@ -1,13 +1,13 @@
-"""Which core of a TPU system is which logical core of which replica.
+"""Assigns the cores of a TPU system to the logical cores of replicas.
 
-Blocks of cores are laid into the mesh of cores, in an order (`Packing`). A
-computation takes a block of ``shape`` cores, ``stride`` apart in each dimension; its
-footprint is their product. Blocks that are strided interlock: in each dimension there
-are as many replicas in one footprint as its stride.
+Blocks of cores are placed in the mesh of cores in an order (`Packing`). A computation
+uses a block of ``shape`` cores, ``stride`` apart in each dimension; its footprint is
+their product. Strided blocks interlock: in each dimension one footprint has as many
+replicas as its stride.
 
-In the order of a block of chips each chip is next to the one before it. Of a block with
-even sides the order is a ring: the last chip is next to the first one, too. Collectives
-between neighbours then never share a line.
+In the order of a block of chips each chip is adjacent to the previous one. For a block
+with even sides the order is a ring: the last chip is adjacent to the first one as well.
+Then collectives between neighbours never share a link.
 
 Law of `Packing`: plain integers, and arrays of them with four entries, x, y, z and
 core; no devices.
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order `DeviceAssignment.build` numbers cores."""
+    """The order in which `DeviceAssignment.build` numbers cores."""
 
     AUTO = 0
-    """RING where it is possible, else MESH."""
+    """RING if it is possible, else MESH."""
     RING = 1
     """Neighbours in the numbering are neighbours in the mesh."""
     MESH = 2
@@ -50,8 +50,8 @@ class DeviceAssignment:
         core_assignment: Coordinates ``[replicas, cores per replica, 4]``.
 
     Raises:
-        ValueError: ``topology`` is none; ``core_assignment`` has another shape or
-            dtype, names a place without a device, or one twice.
+        ValueError: ``topology`` is not a topology; ``core_assignment`` has another
+            shape or dtype, duplicates, or coordinates without a device.
     """
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
@@ -64,8 +64,8 @@ class DeviceAssignment:
             place = self.coordinates(replica, core)
             if place in owners:
                 raise ValueError(
-                    f"core_assignment gives the core at {place} both to (replica, "
-                    f"logical core) {owners[place]} and to {replica, core}"
+                    f"core_assignment assigns the core at {place} to both (replica, "
+                    f"logical core) {owners[place]} and {replica, core}"
                 )
             owners[place] = replica, core
             task = topology.task_ordinal_at_coordinates(place)
@@ -79,24 +79,24 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """Replicas of equal blocks of cores, as near to a cube as there is room for.
+        """Makes replicas of equal blocks of cores, arranged as near to a cube as fits.
 
-        Of a system with missing devices, those that there are are distributed in the
-        order of tasks; the order mode is not looked at.
+        In a system with missing devices, the existing ones are assigned in the order of
+        tasks, and the order mode is ignored.
 
         Args:
             topology: The system, or its serialized form.
             computation_shape: Cores ``[4]`` of one replica in x, y, z and in each chip;
-                default one core.
-            computation_stride: How far they are apart ``[4]``; default side by side.
-            num_replicas: How many.
-            device_order_mode: The numbering of replicas and cores; a ring needs whole
+                default: one core.
+            computation_stride: Distances ``[4]`` between them; default: adjacent.
+            num_replicas: Number of replicas.
+            device_order_mode: The order of replicas and cores; a ring needs whole
                 chips, no stride, and as many replicas as fit.
 
         Raises:
-            ValueError: A replica or all of them do not fit; a shape is not four
-                positive integers; a ring is not possible; or devices are missing and
-                there is a stride or there are too few.
+            ValueError: The replicas do not fit; a shape is not four positive integers;
+                a ring is not possible; or devices are missing and there is a stride or
+                there are too few.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -122,7 +122,7 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> Topology:
-        """The mesh that the cores of the replicas are in."""
+        """The topology of the cores."""
         return self._topology
 
     @property
@@ -132,16 +132,16 @@ class DeviceAssignment:
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the computation run."""
+        """The number of copies of the computation."""
         return int(self._cores.shape[0])
 
     @property
     def num_cores_per_replica(self) -> int:
-        """How many logical devices each replica has, a core each."""
+        """The number of logical devices, or cores, of each replica."""
         return int(self._cores.shape[1])
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Where a logical core is: x, y, z, core."""
+        """Returns the coordinates of a logical core: x, y, z, core."""
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
@@ -254,7 +254,7 @@ Chip = tuple[int, int, int]
 
 
 def ring(extents: Sequence[int]) -> list[Chip]:
-    """All chips of a block of these three extents, beginning at (0, 0, 0).
+    """Orders all chips of a block of these three extents, beginning at (0, 0, 0).
 
     One extent greater than 1: a line. Two: a ring of one plane. Three: rings of the
     planes, opened at their corners and strung along z. All extents greater than 1 must
@@ -331,7 +331,7 @@ class Packing:
 
     @property
     def counts(self) -> Cores:
-        """How many replicas there is room for, in each dimension."""
+        """The number of replicas that fit in each dimension."""
         blocks = [m // f for m, f in zip(self.mesh, self.footprint, strict=True)]
         return _each(b * s for b, s in zip(blocks, self.stride, strict=True))
 
@@ -372,7 +372,7 @@ class Packing:
         return _each(p // s * f + p % s for p, f, s in spans)
 
     def grid(self) -> Cores:
-        """How many replicas are side by side in each dimension: near a cube.
+        """Returns the number of adjacent replicas in each dimension, near a cube.
 
         The dimension with the least room is filled first, so that no choice leaves too
         little for the others; of equal ones the cores of a chip, then x, y, z.

@@ -1,12 +1,12 @@
-"""The TPU system of this process: the topology of the devices that jax has.
+"""The TPU system of this process: the topology of the devices of jax.
 
-A TPU tells where it is. Other devices do not, and have no place: they are laid into a
-mesh of a shape that the caller chooses, so that a program for many cores runs, and is
-tested, on the virtual devices of one processor. TF has a call between a resolver and
-its TPU system; it is here, and jax has nothing to do in it.
+A TPU device has coordinates. Other devices are placed in a mesh whose shape the caller
+chooses, so that a program for many cores can run and be tested on virtual CPU devices.
+TensorFlow requires a call that connects a resolver to its TPU system; it exists here
+for compatibility, and jax needs no call.
 
-Law of the file: jax is imported when a function is called, so that importing this
-chooses no devices.
+Law of the file: functions import jax when they are called, so that importing this
+module initializes no devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import jax
 
 _FASTEST_FIRST: Final = (3, 0, 1, 2)
-"""In which order places are distributed: the cores of a chip, then along x, y, z."""
+"""The order of coordinates: the cores of a chip first, then x, y, z."""
 
 
 def initialize_tpu_system(
@@ -34,24 +34,24 @@ def initialize_tpu_system(
     *,
     mesh_shape: Sequence[int] | None = None,
 ) -> Topology:
-    """The cores that there are, of all processes of this job of jax.
+    """Returns the topology of the cores of all processes of this jax job.
 
-    Nothing is initialized: jax has done that, or does it now. Task ``t`` is process
-    ``t`` of jax; its devices are numbered by their ids.
+    Only jax is initialized, if it is not yet. Task ``t`` is process ``t`` of jax; its
+    devices are numbered by their ids.
 
     Args:
-        cluster_resolver: Of the system. jax finds it by itself, so nothing is asked of
-            it; a `TPUClusterResolver` is told the topology.
+        cluster_resolver: The resolver of the system. It is not queried, as jax finds
+            the devices; the topology is set on a `TPUClusterResolver`.
         mesh_shape: Extents ``[4]`` (x, y, z, cores per chip) of the mesh for devices
-            that have no places, such as CPUs; as many places as there are devices. They
-            are laid into it core by core, then along x, y and z. Left out:
-            ``[1, 1, 1, n]``, one chip with all.
+            without coordinates, such as CPUs; their product is the number of devices,
+            which are placed core by core, then along x, y and z. Default:
+            ``[1, 1, 1, n]``, one chip with all devices.
 
     Raises:
-        TypeError: ``cluster_resolver`` is no resolver.
+        TypeError: ``cluster_resolver`` is not a resolver.
         ValueError: ``mesh_shape`` does not fit the number of devices, or the devices
-            are TPUs and their mesh is another one; or the processes have different
-            numbers of devices.
+            are TPUs with another mesh; or the processes have different numbers of
+            devices.
     """
     if cluster_resolver is not None and not isinstance(
         cluster_resolver, ClusterResolver
@@ -72,8 +72,8 @@ def _of_devices(
     counts = [len(devices) for devices in tasks]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"the processes of this job have {counts} devices: a topology needs as "
-            "many in each"
+            f"the processes of this job have {counts} devices: expected the same "
+            "number in each"
         )
     places = [[_place(device) for device in devices] for devices in tasks]
     found = np.array([[p for p in row if p is not None] for row in places], np.int64)
@@ -83,7 +83,7 @@ def _of_devices(
 
 
 def devices_by_task() -> list[list[jax.Device]]:
-    """The devices of each process, by number: ``[task][ordinal]``."""
+    """Returns the devices of each process: ``[task][ordinal]``."""
     import jax
 
     rows: list[list[jax.Device]] = [[] for _ in range(jax.process_count())]
@@ -93,19 +93,20 @@ def devices_by_task() -> list[list[jax.Device]]:
 
 
 def _place(device: Any) -> tuple[int, ...] | None:
-    """Where a device is, None for one that has no place."""
+    """Returns the coordinates of a device, None if it has no coordinates."""
     if device.platform != "tpu":
         return None
     return (*device.coords, device.core_on_chip)
 
 
 def _of_places(places: np.ndarray, asked: Sequence[int] | None) -> Topology:
-    # A slice of a system may begin anywhere in it.
+    # A slice of a system may begin at any coordinates.
     places = places - places.min(axis=(0, 1))
     mesh = (places.max(axis=(0, 1)) + 1).tolist()
     if asked is not None and list(asked) != mesh:
         raise ValueError(
-            f"mesh_shape={list(asked)}: the mesh of these TPUs is {mesh}; leave it out"
+            f"mesh_shape={list(asked)}: the mesh of these TPUs is {mesh}; omit the "
+            "argument"
         )
     return Topology(mesh_shape=mesh, device_coordinates=places)
 
@@ -115,9 +116,10 @@ def _laid_out(tasks: int, devices: int, asked: Sequence[int] | None) -> Topology
     mesh = [1, 1, 1, count] if asked is None else [int(extent) for extent in asked]
     if len(mesh) == RANK and math.prod(mesh) != count:
         raise ValueError(
-            f"mesh_shape={mesh} has {math.prod(mesh)} places for {count} devices: give "
-            "as many (XLA_FLAGS=--xla_force_host_platform_device_count=N makes N "
-            "virtual devices of a CPU)"
+            f"mesh_shape={mesh}: expected a product of {count}, the number of devices, "
+            f"got {math.prod(mesh)} "
+            "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual CPU "
+            "devices)"
         )
     places = np.zeros((count, RANK), np.int64)
     if len(mesh) == RANK:
@@ -132,18 +134,17 @@ def _laid_out(tasks: int, devices: int, asked: Sequence[int] | None) -> Topology
 def experimental_connect_to_cluster(
     cluster_spec_or_resolver: ClusterSpec | ClusterResolver,
 ) -> None:
-    """Makes sure that this process reaches the devices of the cluster.
+    """Checks that this process can use the devices of the cluster.
 
-    Those of its own host it has, as soon as it uses jax; nothing is connected then.
-    TensorFlow lets one client use the devices of other hosts. In jax each host runs the
-    program: `jax.distributed.initialize` brings the processes together, before their
-    first use of a device. Of a TPU these are its own hosts; the coordinator that a
-    `TPUClusterResolver` may name beside them has no device.
+    A process can always use the devices of its own host. In TensorFlow one client can
+    use the devices of other hosts; in jax each host runs the program, and
+    `jax.distributed.initialize` connects the processes before their first use of a
+    device. The additional coordinator of a `TPUClusterResolver` has no devices.
 
     Raises:
         ValueError: The argument is neither a spec nor a resolver.
-        RuntimeError: The cluster has several tasks, and the processes of this job of
-            jax are not as many.
+        RuntimeError: The cluster has several tasks, but this jax job has another number
+            of processes.
     """
     if isinstance(cluster_spec_or_resolver, ClusterSpec):
         spec = cluster_spec_or_resolver
@@ -165,7 +166,7 @@ def experimental_connect_to_cluster(
     joined = jax.process_count() if jax.distributed.is_initialized() else 1
     if joined != tasks:
         raise RuntimeError(
-            f"the cluster has {tasks} tasks, and {joined} process(es) of jax are "
-            "together: call jax.distributed.initialize(coordinator_address, "
-            f"num_processes={tasks}, process_id) in each of them before jax is used"
+            f"the cluster has {tasks} tasks, but this jax job has {joined} "
+            "process(es): call jax.distributed.initialize(coordinator_address, "
+            f"num_processes={tasks}, process_id) in each task before using jax"
         )

@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 RANK: Final = 4
-"""Coordinates of a core: x, y, z of its chip, and which core of the chip it is."""
+"""Number of coordinates of a core: x, y, z of its chip, and its index on the chip."""
 
 
 @final
 class Topology:
-    """Which device of which task is where in the mesh of a TPU system.
+    """The coordinates of the devices of all tasks in the mesh of a TPU system.
 
     Args:
-        serialized: What `serialized` (or TensorFlow's method) returned. The other
-            arguments are not looked at then.
+        serialized: The result of `serialized` or of TensorFlow's method; then the other
+            arguments are ignored.
         mesh_shape: Extents ``[4]`` of the mesh: x, y, z, and cores per chip.
-        device_coordinates: Where device ``d`` of task ``t`` is, ``[tasks, devices per
-            task, 4]``.
+        device_coordinates: Coordinates of device ``d`` of task ``t``, ``[tasks, devices
+            per task, 4]``.
 
     Raises:
         ValueError: ``mesh_shape`` is not four positive integers;
             ``device_coordinates`` has another shape or dtype, is outside of the mesh,
-            or names a place twice; or ``serialized`` is no topology.
+            or has duplicates; or ``serialized`` is not a topology.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """How many coordinates a core has: 4."""
+        """The number of coordinates of a core, 4."""
         return RANK
 
     @property
@@ -78,12 +78,12 @@ class Topology:
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks (hosts) have devices in the mesh."""
+        """The number of tasks (hosts) with devices in the mesh."""
         return int(self._coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
-        """How many cores each task has; all have as many."""
+        """The number of cores of each task, equal for all."""
         return int(self._coordinates.shape[1])
 
     @property
@@ -329,6 +329,6 @@ def _read(data: bytes, at: int) -> tuple[int, int]:
 
 def _no_topology(data: bytes, at: int) -> ValueError:
     return ValueError(
-        f"serialized topology: {len(data)} bytes that are no TopologyProto (at byte "
-        f"{at}); give what Topology.serialized() returned"
+        f"serialized topology: expected the result of Topology.serialized(), got "
+        f"{len(data)} bytes that are malformed at byte {at}"
     )

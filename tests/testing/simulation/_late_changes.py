@@ -397,10 +397,10 @@ class LateChanges:
         async def ask() -> None:
             await work(servers.client)
 
-        if servers.patient is None:
+        if servers.repeater is None:
             await ask()
         else:
-            await servers.patient.through(ask)
+            await servers.repeater.through(ask)
 
 
 def _full(number: float) -> np.ndarray:

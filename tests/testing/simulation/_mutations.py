@@ -246,7 +246,7 @@ _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
-_HANDLE: Final = "zstrat.coordinator._outcomes.Outcomes.handle"
+_OUTCOMES: Final = "zstrat.coordinator._outcomes.Outcomes.handle"
 _TELL: Final = f"{_FENCES}.Marking.send"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -345,7 +345,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         _JOINED: _around(_JOINED, _same_life)
     },
     "results of closures of nobody shift the others": {
-        _HANDLE: _around(_HANDLE, _shifted)
+        _OUTCOMES: _around(_OUTCOMES, _shifted)
     },
     "a store that moves has one copy meanwhile": {
         "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted

@@ -25,7 +25,6 @@ from typing import (
     NamedTuple,
     Protocol,
     final,
-    runtime_checkable,
 )
 
 import jax
@@ -38,7 +37,7 @@ from zstrat.variables import downcast_loss, is_weak, recorder
 from ._pickler import WIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable
     from contextlib import AbstractContextManager
 
     Buffer = bytes | memoryview
@@ -48,15 +47,6 @@ class Scoping(Protocol):
     """A strategy; unpickled on a worker it is the worker's stand-in for it."""
 
     def scope(self) -> AbstractContextManager[object]: ...
-
-
-@runtime_checkable
-class TakesValues(Protocol):
-    """A recorder that accepts values of variables of another process."""
-
-    def take_values(self, values: Mapping[int, Any]) -> None:
-        """Sets the values of variables, by key, for the whole step."""
-        ...
 
 
 @final
@@ -74,7 +64,7 @@ class CarriedValues:
     def give(self) -> None:
         """Gives the values to the recorder of the step that is being traced."""
         current = recorder.get()
-        assert isinstance(current, TakesValues), current
+        assert current is not None
         current.take_values(dict(zip(self.keys, self.values, strict=True)))
 
 

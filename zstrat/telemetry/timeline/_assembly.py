@@ -1,8 +1,8 @@
-"""Puts together what the tasks of a run have noted, each by its own clock.
+"""Combines the records of all tasks of a run, each with its own clock, to a time line.
 
-All becomes spans by the clock of the program. Of each step an arrow leads from the call
-that scheduled it to its run, from there to its push, and from that to what it became on
-each parameter server. A step that ran twice has two of these.
+Times are converted to the clock of the program. For each step, arrows lead from the
+call that scheduled it to its run, from there to its push, and from there to the updates
+on each parameter server. A step that ran twice has two such chains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BEFORE: Final[Mapping[str, str]] = {
     Phase.PUSH: Phase.COMPUTE,
     Phase.APPLY: Phase.PUSH,
 }
-"""From which kind of span an arrow leads to one of this kind."""
+"""Kind of span -> the kind from which an arrow leads to it."""
 
 
 def assemble(
@@ -46,16 +46,16 @@ def assemble(
     ended: float,
     about: Mapping[str, PictureValue],
 ) -> Timeline:
-    """The time line from the begin of the ``notes`` until ``ended``: what is outside
-    by more than the error of its clock is left out, and what reaches over an end is in
-    it whole.
+    """Makes the time line from the begin of the ``notes`` until ``ended``. Spans that
+    are outside by more than the error of their clock are dropped; spans that overlap an
+    end are kept as a whole.
 
     Args:
-        about: What the file says of itself beside clocks and what is missing.
+        about: Information for the file, in addition to clocks and missing records.
     """
     assembly = _Assembly(notes.began, ended, dict(about))
-    made = [assembly.program(notes), *[assembly.task(task) for task in tasks]]
-    return Timeline(made, list(assembly.arrows()), assembly.about)
+    shown = [assembly.program(notes), *[assembly.task(task) for task in tasks]]
+    return Timeline(shown, list(assembly.arrows()), assembly.about)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Assembly:
     def _placed(
         self, spans: Iterable[PhaseSpan], clock: ClockLine
     ) -> dict[str, list[TimelineSpan]]:
-        """The spans of the time line, by phase, in the order of phases."""
+        """Converts the spans within the time line, by phase, in the order of phases."""
         kinds: dict[str, list[TimelineSpan]] = {phase: [] for phase in Phase}
         for step, phase, start, end in spans:
             began, ended = clock.ours(start), clock.ours(end)
@@ -126,8 +126,8 @@ class _Assembly:
     def _computed(
         self, events: Iterable[JaxEvent], clock: ClockLine
     ) -> dict[str, list[TimelineSpan]]:
-        """What jax has noted of the worker, by what it ran on. An event within another
-        one is in the next row."""
+        """Converts the events of jax by their thread or device. Nested events are in
+        separate rows."""
         kinds: dict[str, list[TimelineSpan]] = {}
         for row, name, start, end in events:
             began, ended = clock.ours(start), clock.ours(end)
@@ -137,13 +137,14 @@ class _Assembly:
         return kinds
 
     def _may_meet(self, began: float, ended: float, clock: ClockLine) -> bool:
-        """Whether it may be within the time line, as far as the clock is known."""
+        """Whether an interval may overlap the time line, given the error of its
+        clock."""
         return ended >= self.began - clock.error and began <= self.ended + clock.error
 
     def _traffic(
         self, points: Sequence[TrafficPoint], clock: ClockLine
     ) -> list[TimelineCurve]:
-        """What the process got and sent, all connections together, since the begin."""
+        """Makes the curves of received and sent bytes of all connections."""
         got = TimelineCurve("received", "bytes")
         sent = TimelineCurve("sent", "bytes")
         for at, total_got, total_sent in sorted(points):
@@ -160,7 +161,7 @@ class _Assembly:
             rows, left = without_overlaps(kind, spans)
             task.rows += rows
             if left:
-                words = f"{len(left)} of {kind}, as {ROWS} others were under way"
+                words = f"{len(left)} of {kind}, as they overlap {ROWS} others"
                 self.about[f"{task.name}: {kind} not drawn"] = words
             for row in rows:
                 for span in row.spans:
@@ -170,7 +171,7 @@ class _Assembly:
 
 
 def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
-    """How many closures waited in the program, and how many were with workers."""
+    """Makes the curves of closures queued in the program and of those at workers."""
     changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
     changes += [(at, -count, count) for _, count, _, at in notes.dispatched]
     changes += [(at, 0, -count) for count, at in notes.ended]
@@ -179,13 +180,13 @@ def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
     for at, waiting, running in sorted(changes):
         for curve, change in ((waits, waiting), (runs, running)):
             if change:
-                # What was dispatched may be back in the queue, or have been cancelled.
+                # Dispatched closures may return to the queue or be cancelled.
                 curve.points.append((at, max(0.0, curve.points[-1][1] + change)))
     return [waits, runs]
 
 
 def _clock_words(clock: ClockLine) -> str:
     return (
-        f"{clock.first.offset * 1e3:+.3f} ms against the program's, "
-        f"wrong by {clock.error * 1e3:.3f} ms at most"
+        f"offset {clock.first.offset * 1e3:+.3f} ms to the program's, "
+        f"error at most {clock.error * 1e3:.3f} ms"
     )

@@ -1,13 +1,12 @@
-"""The file of a time line: JSON in the format of Chrome's traces, which Perfetto opens,
-and how it comes to be there whole.
+"""Writes a time line as JSON in the format of Chrome's traces, which Perfetto opens.
 
-What can be wrong with the place is found before anything is measured. What is written
-gets its name when it is complete, so that a full disk leaves what was there before.
+The path is checked before the measurement. The file is written under a temporary name
+and renamed when it is complete, so that a full disk keeps the previous file.
 
 The JSON is an array of events. A task is a process (``pid``), a row one of its threads
 (``tid``); a span is an event ``X``, a curve is events ``C``, and an arrow is a pair of
-``s`` and ``f``, each at the begin of its span, behind it in the file. Times are
-microseconds, from the first of them on, to the nanosecond.
+``s`` and ``f``, each at the begin of its span and after it in the file. Times are in
+microseconds since the earliest one, with a precision of a nanosecond.
 """
 
 from __future__ import annotations
@@ -38,42 +37,42 @@ SUFFIXES: Final = (".json", ".json.gz")
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Where the file will be, in full; its folder is made if it is not there.
+    """Returns the absolute path of the file, and creates its folder if necessary.
 
     Raises:
         ValueError: The name has another suffix.
-        OSError: No file can be made there.
+        OSError: The file cannot be created.
     """
-    place = Path(path).absolute()
-    if not place.name.endswith(SUFFIXES):
+    full = Path(path).absolute()
+    if not full.name.endswith(SUFFIXES):
         raise ValueError(
-            f"a time line is written to a file *{' or *'.join(SUFFIXES)}; got "
+            f"file of the time line: expected a name *{' or *'.join(SUFFIXES)}, got "
             f"{os.fspath(path)!r}"
         )
-    with explained("the time line", place):
-        if place.is_dir():
+    with explained("the time line", full):
+        if full.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place.parent):
+        full.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=full.parent):
             pass
-    return place
+    return full
 
 
-def write_timeline(timeline: Timeline, place: Path) -> int:
-    """Writes the file, compressed if its name says so; returns its bytes.
+def write_timeline(timeline: Timeline, path: Path) -> int:
+    """Writes the file, compressed if its name ends in .gz; returns its size in bytes.
 
     Raises:
-        OSError: It cannot be written; what was there before is there still.
+        OSError: The file cannot be written; a previous file is kept.
     """
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            _write(timeline, file, packs=place.name.endswith(".gz"))
-        os.replace(part, place)
+            _write(timeline, file, packs=path.name.endswith(".gz"))
+        os.replace(part, path)
     except BaseException:  # to the caller
         part.unlink(missing_ok=True)
         raise
-    return place.stat().st_size
+    return path.stat().st_size
 
 
 def _write(timeline: Timeline, file: BinaryIO, *, packs: bool) -> None:
@@ -150,7 +149,7 @@ def _meta(pid: int, tid: int, name: str, args: dict[str, Any]) -> Event:
 
 
 def _tips_of_arrows(timeline: Timeline) -> dict[int, list[Event]]:
-    """What follows each span, by its identity."""
+    """Returns the arrow events that follow each span, by the identity of the span."""
     tips: dict[int, list[Event]] = {}
 
     def add(span: TimelineSpan, event: Event) -> None:

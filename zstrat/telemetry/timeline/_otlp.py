@@ -1,9 +1,9 @@
-"""A time line as spans of OpenTelemetry's SDK, which is an extra.
+"""Converts a time line to spans of OpenTelemetry's SDK, an optional dependency.
 
-A task is a resource. What follows from a call that scheduled a step is one trace: an
-arrow makes the span that it leads from the parent, and a second arrow to the same span
-becomes a link. Times are those of the day, by the clock of the program. Curves are left
-out: OpenTelemetry has these as metrics.
+A task is a resource. The call that schedules a step and its consequences are one trace:
+an arrow makes its origin the parent of its target, and a second arrow to the same span
+becomes a link. Times are wall clock times of the program. Curves are omitted, as they
+are metrics in OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MISSING = "pip install 'zstrat[opentelemetry]'"
 
 
 def http_exporter() -> SpanExporter:
-    """The exporter for a collector at ``OTEL_EXPORTER_OTLP_ENDPOINT``.
+    """Makes the exporter for a collector at ``OTEL_EXPORTER_OTLP_ENDPOINT``.
 
     Raises:
-        ModuleNotFoundError: It is not installed.
+        ModuleNotFoundError: The exporter is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter
@@ -38,18 +38,17 @@ def http_exporter() -> SpanExporter:
 
 
 def has_arrived(exporter: SpanExporter, spans: list[ReadableSpan]) -> bool:
-    """Sends the spans; whether the collector has taken them. Blocks for as long as the
-    exporter does."""
+    """Exports the spans, blocking; returns whether the collector accepted them."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     return exporter.export(spans) is SpanExportResult.SUCCESS
 
 
 def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
-    """All spans, in the order of tasks and rows.
+    """Converts all spans, in the order of tasks and rows.
 
     Args:
-        day: The time of day, in seconds, when the clock of the time line was 0.
+        day: The wall clock time in seconds at time 0 of the time line.
 
     Raises:
         ModuleNotFoundError: The SDK is not installed.

@@ -1,8 +1,8 @@
-"""What a time line shows, in a file or as spans of OpenTelemetry.
+"""The contents of a time line, for a file or for OpenTelemetry.
 
-A *row* belongs to a task and has spans one after the other; what overlaps is put into
-several rows (`without_overlaps`). An arrow leads from one span to another one. A curve
-is a number that changes. All times are seconds by one clock.
+A *row* belongs to a task and has consecutive spans; overlapping spans are divided among
+several rows (`without_overlaps`). An arrow leads from one span to another. A curve is a
+number that changes over time. All times are in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PictureValue = str | int | float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimelineSpan:
-    """Something that took a while. ``details`` are shown when it is selected."""
+    """A named interval. ``details`` are shown when it is selected."""
 
     name: str
     began: float
@@ -29,7 +29,7 @@ class TimelineSpan:
 
 @dataclass(slots=True)
 class TimelineRow:
-    """Spans of which none begins before the one in front of it has ended."""
+    """Spans that do not overlap, in their order."""
 
     name: str
     spans: list[TimelineSpan] = field(default_factory=list)
@@ -37,7 +37,8 @@ class TimelineRow:
 
 @dataclass(slots=True)
 class TimelineCurve:
-    """A number, from each of these moments on. ``unit``: "bytes" or "count"."""
+    """Values of a number and the times from which they hold. ``unit``: "bytes" or
+    "count"."""
 
     name: str
     unit: str
@@ -46,7 +47,7 @@ class TimelineCurve:
 
 @dataclass(slots=True)
 class TimelineTask:
-    """One process. ``label``: what has to be known about it, such as its clock."""
+    """One process. ``label``: remarks, such as the error of its clock."""
 
     name: str
     label: str = ""
@@ -56,7 +57,7 @@ class TimelineTask:
 
 @dataclass(slots=True)
 class Timeline:
-    """A whole time line. ``about`` says what the file is, and what it lacks."""
+    """A whole time line. ``about``: information about the file and missing records."""
 
     tasks: list[TimelineTask] = field(default_factory=list)
     arrows: list[tuple[TimelineSpan, TimelineSpan]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Timeline:
 
 
 def earliest(timeline: Timeline) -> float:
-    """The first moment that is in it, from which its file counts; 0 if it is empty."""
+    """Returns the earliest time, which is time 0 of the file; 0 if it is empty."""
     begins = [
         span.began for task in timeline.tasks for row in task.rows for span in row.spans
     ]
@@ -75,8 +76,8 @@ def earliest(timeline: Timeline) -> float:
 
 
 def placed(row: TimelineRow, start: float) -> Iterator[tuple[TimelineSpan, int, int]]:
-    """The spans, each with its begin and end in nanoseconds since ``start``: none is
-    empty, as no arrow would find it, and none begins before the last one has ended."""
+    """Yields the spans with begin and end in nanoseconds since ``start``. Adjusts them
+    so that no span is empty, as arrows need a span, and none overlaps the previous."""
     end = 0
     for span in row.spans:
         begin = max(round((span.began - start) * 1e9), end)
@@ -85,20 +86,20 @@ def placed(row: TimelineRow, start: float) -> Iterator[tuple[TimelineSpan, int, 
 
 
 ROWS: Final = 8
-"""Of one kind and task. A worker that has a thousand closures waiting is understood
-from eight of them as well, and the curve beside them says how many there are."""
+"""Number of rows of one kind and task. Eight of a thousand waiting closures of a worker
+are enough to see, and a curve shows their number."""
 
 
 def without_overlaps(
     name: str, spans: Iterable[TimelineSpan], limit: int = ROWS
 ) -> tuple[list[TimelineRow], list[TimelineSpan]]:
-    """The spans in as few rows as there can be, the first row as full as it can be.
+    """Divides the spans among as few rows as possible, filling the first rows first.
 
-    Viewers of time lines draw the spans of one row as a stack of calls: one that begins
-    within another and ends after it would be drawn wrongly, or not at all.
+    Viewers draw the spans of one row as a stack of calls: a span that begins within
+    another one and ends after it would be drawn wrongly, or not at all.
 
     Returns:
-        The rows, and the spans for which there was no place in so many.
+        The rows, and the spans that did not fit.
     """
     rows: list[TimelineRow] = []
     left: list[TimelineSpan] = []

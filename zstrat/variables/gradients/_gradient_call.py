@@ -20,7 +20,7 @@ from zstrat.variables._table import Table
 from ._slots import OptimizerHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from zstrat.optimizers import (
         Binding,
@@ -107,6 +107,10 @@ class TraceRecorder:
         Raises:
             LoopsOverData: The step is being traced, which cannot tell.
         """
+
+    def take_values(self, values: Mapping[int, Any]) -> None:
+        """Sets values of variables of another process, by key, for the whole step."""
+        raise AssertionError(f"{self}: only captured steps take values")
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """Returns the copies of all replicas, ``[count, ...]``."""

@@ -1,11 +1,10 @@
-"""Which TPU is meant, where its hosts are, and how many devices each of them has.
+"""Determines the TPU to use, its hosts, and the number of devices of each host.
 
-What was said and what was found tell which TPU it is. Devices are counted as jax counts
-them: a device is one core of a v2, v3 or 7x chip, and one chip of the other
-generations, where both cores work as one.
+Devices are counted as in jax: a device is one core of a v2, v3 or 7x chip, and one chip
+of the other generations, whose two cores work as one.
 
-Law of the file: it decides and does no I/O; the environment and the answers of services
-come in as values.
+Law of the file: it does no I/O; the environment and the answers of services are
+arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PORT: Final = 8470
-"""Of a TPU's worker where none is said, as in TensorFlow."""
+"""The default port of a TPU's worker, as in TensorFlow."""
 
 _ENDPOINTS: Final = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
 _NAME: Final = "TPU_NAME"
@@ -33,13 +32,13 @@ LOCAL_NAME: Final = "local"
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTpu:
     """The TPU in this machine, used by this process alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TpuNode:
-    """A TPU that Google Cloud knows by name; None: as this machine's."""
+    """A TPU with a name in Google Cloud; None: the project and zone of this machine."""
 
     name: str
     project: str | None
@@ -53,29 +52,26 @@ class TpuHosts:
     addresses: tuple[str, ...]
     scheme: str = "grpc"
     own: int = 0
-    """Which of them this machine is."""
+    """The index of this machine among them."""
     accelerator: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaid:
-    """Nothing and nobody has said which TPU: this machine may be a host of one."""
+TpuSource = LocalTpu | TpuNode | TpuHosts
+"""The specification of a TPU."""
 
 
-Place = Local | TpuNode | TpuHosts | Unsaid
-
-
-def find_place(
+def find_tpu(
     tpu: str | list[str] | None,
     zone: str | None,
     project: str | None,
     env: Mapping[str, str],
-) -> Place:
-    """Which TPU is meant: by the argument, else by the variables of the environment.
+) -> TpuSource | None:
+    """Determines the TPU from the argument or else from the environment; None if they
+    specify none. (This machine may still be a host of one.)
 
     Raises:
-        ValueError: An empty list, or a variable that cannot be read.
-        NotImplementedError: Several TPUs.
+        ValueError: The list is empty, or a variable is invalid.
+        NotImplementedError: There are several TPUs.
     """
     if isinstance(tpu, list):
         if not tpu:
@@ -94,7 +90,7 @@ def find_place(
         name, source = said.get("tpu_node_name"), _CONFIG
         project, zone = project or said.get("project"), zone or said.get("zone")
     if name == LOCAL_NAME:
-        return Local()
+        return LocalTpu()
     if name:
         named = TpuNode(name, project, zone)
         return hosts_at(name, source) if "://" in name else named
@@ -102,24 +98,24 @@ def find_place(
         return hosts_of_machine(
             env[_WORKERS], env.get(_WORKER), env.get(_KIND), (_WORKERS, _WORKER)
         )
-    return Unsaid()
+    return None
 
 
 def hosts_at(endpoints: str, source: str) -> TpuHosts:
-    """Hosts of addresses such as ``grpc://10.0.0.1:8470,grpc://10.0.0.2:8470``.
+    """Parses addresses such as ``grpc://10.0.0.1:8470,grpc://10.0.0.2:8470``.
 
     Args:
-        source: Who has said so, for messages.
+        source: The origin of the addresses, for messages.
 
     Raises:
-        ValueError: One of them is empty, or has a port that is none.
+        ValueError: An address is empty or has an invalid port.
     """
     scheme, addresses = "grpc", []
     for endpoint in endpoints.split(","):
         before, separator, address = endpoint.strip().rpartition("://")
         if not _is_address(address):
             raise ValueError(
-                f"{source}: expected addresses of TPU hosts, as grpc://host:port, "
+                f"{source}: expected addresses of TPU hosts, such as grpc://host:port, "
                 f"got {endpoints!r:.80}"
             )
         scheme = before if separator else scheme
@@ -133,10 +129,11 @@ def hosts_of_machine(
     accelerator: str | None,
     sources: tuple[str, str],
 ) -> TpuHosts:
-    """Hosts as one of them is told: names, or ``name:id:address`` (the older form).
+    """Parses the hosts as one of them knows them: names, or ``name:id:address`` (an
+    older form).
 
     Args:
-        sources: Who has said the workers and the own number, for messages.
+        sources: The origins of ``workers`` and ``own``, for messages.
 
     Raises:
         ValueError: ``workers`` or ``own`` has another form.
@@ -153,14 +150,14 @@ def hosts_of_machine(
     number = own or "0"
     if number not in map(str, range(len(addresses))):
         raise ValueError(
-            f"{sources[1]}: expected the number of this host of {len(addresses)}, got "
-            f"{number!r:.80}"
+            f"{sources[1]}: expected the index of this host, below {len(addresses)}, "
+            f"got {number!r:.80}"
         )
     return TpuHosts(tuple(addresses), own=int(number), accelerator=accelerator or None)
 
 
 def hosts_of_node(name: str, node: Mapping[str, Any]) -> TpuHosts:
-    """Hosts as Google Cloud's TPU service describes them.
+    """Reads the hosts from an answer of Google Cloud's TPU service.
 
     Raises:
         RuntimeError: The TPU is not ready.
@@ -212,16 +209,17 @@ _DEVICES_OF_A_COUNT: Final = {
     "v5litepod": 1.0,
     "v6e": 1.0,
 }
-"""By the word before the number in the name of an accelerator. The number counts cores
-up to v5p, where two make a device since v4, and chips since v5e."""
+"""Generation in the name of an accelerator -> devices per unit of the number in it. The
+number counts cores up to v5p, of which two make a device since v4, and chips since
+v5e."""
 
 
 def devices_per_host(accelerator: str, hosts: int) -> int | None:
-    """Devices of each host of an accelerator such as "v4-32"; None for a name that is
-    newer than this file.
+    """Returns the number of devices per host of an accelerator such as "v4-32"; None
+    for an unknown generation.
 
     Raises:
-        RuntimeError: They are not the same on all hosts.
+        RuntimeError: The number is not the same on all hosts.
     """
     match = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,9})", accelerator)
     if match is None or match[1] not in _DEVICES_OF_A_COUNT:
@@ -230,6 +228,6 @@ def devices_per_host(accelerator: str, hosts: int) -> int | None:
     if hosts == 0 or devices % hosts:
         raise RuntimeError(
             f"TPU cores on each device is not the same: {devices} of {accelerator} on "
-            f"{hosts} hosts. Are all of its hosts listed?"
+            f"{hosts} hosts. Check that all of its hosts are listed"
         )
     return devices // hosts

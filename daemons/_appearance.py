@@ -1,0 +1,155 @@
+"""How a daemon appears to its operator: log lines, states for the service manager, and
+the name of its process.
+
+A log line has the time, the task and the incarnation of the task. A state is a datagram
+of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names (systemd's notify
+protocol); without that variable `Notifier` does nothing. The name of a process is what
+`ps`, `top` and `pgrep` show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.123Z I worker:0 1f00c0de message``."""
+
+    def __init__(self, task: str, incarnation: int) -> None:
+        super().__init__()
+        self._task, self._incarnation = task, short(incarnation)
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_time(record)} {record.levelname[0]} {self._task} {self._incarnation}"
+        return f"{head} {_escaped(record.getMessage() + _traceback(self, record))}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, for log collectors."""
+
+    def __init__(self, task: str, incarnation: int) -> None:
+        super().__init__()
+        self._task, self._incarnation = task, short(incarnation)
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "task": self._task,
+            "incarnation": self._incarnation,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if traceback := _traceback(self, record):
+            entry["traceback"] = traceback.strip()
+        return json.dumps(entry)
+
+
+def short(incarnation: int) -> str:
+    """The first eight hex digits of an incarnation, enough for people to compare."""
+    return f"{incarnation:016x}"[:8]
+
+
+def start_logging(task: str, incarnation: int, *, as_json: bool) -> None:
+    """Logs to standard error: zstrat from level INFO, other libraries from WARNING."""
+    formatter = JsonFormatter if as_json else LineFormatter
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(task, incarnation))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("zstrat").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
+
+
+def _escaped(text: str) -> str:
+    """Escapes control characters and indents all lines but the first: text from a peer
+    cannot forge a log entry or control the terminal."""
+    if text.isprintable():
+        return text
+    lines = text.split("\n")
+    return "\n    ".join(
+        "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in line)
+        for line in lines
+    )
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    if record.exc_info is None or record.exc_info[0] is None:
+        return ""
+    return "\n" + formatter.formatException(record.exc_info)
+
+
+class Notifier:
+    """Sends states to the service manager; never blocks and never raises."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        path = env.get("NOTIFY_SOCKET", "")
+        # "@" stands for the NUL byte of a name in the abstract namespace.
+        self._address = "\0" + path[1:] if path.startswith("@") else path
+        self._socket: socket.socket | None = None
+        if self._address:
+            kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+            self._socket = socket.socket(socket.AF_UNIX, kind)
+        self.watchdog = _interval(env.get("WATCHDOG_USEC", ""))
+        """Seconds between two pings, half of the manager's limit; 0: no watchdog."""
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    def send(self, *states: str) -> None:
+        """Sends lines such as ``READY=1`` in one datagram."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendto("\n".join(states).encode(), self._address)
+        except OSError:
+            # The manager has ended or its queue is full. A lost STATUS is harmless; a
+            # lost READY or WATCHDOG makes the manager restart us, which is right.
+            return
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _interval(microseconds: str) -> float:
+    return int(microseconds) / 2e6 if microseconds.isdecimal() else 0.0
+
+
+def show_as(name: str, *arguments: str) -> None:
+    """Makes `ps` and `top` show this command line in place of the real one, cut to the
+    bytes that the real one has (proc(5): ``arg_start`` and ``arg_end``)."""
+    command_line = "\0".join((name, *arguments)).encode()
+    with contextlib.suppress(OSError):  # no /proc, or it is read-only
+        Path("/proc/self/comm").write_text(name)
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = map(int, fields[45:47])
+        with open("/proc/self/mem", "r+b", 0) as memory:
+            memory.seek(start)
+            memory.write(command_line[: end - start - 1].ljust(end - start, b"\0"))
+
+
+def name_children(daemon: str) -> None:
+    """Renames the processes that user code forks in this daemon, so that somebody who
+    looks for the daemon, to kill it for instance, does not find them."""
+    os.register_at_fork(after_in_child=partial(show_as, "zstrat-forked", "by", daemon))
