@@ -157,7 +157,7 @@ def test_a_task_that_ends_is_not_ready_for_another_session():
         task = server._run.task
         assert task.readiness() == ""
         server.stop()
-        assert task.readiness() == "it ends: stopped by its program"
+        assert task.readiness() == "ending: stopped by its program"
 
 
 def test_a_member_of_groups_is_told_of_too(monkeypatch):

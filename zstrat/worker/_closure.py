@@ -217,7 +217,7 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
         decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
     except (TypeError, ValueError, errors.ProtocolError) as error:
         raise ValueError(
-            f"{what} whose description is too large: return fewer and larger arrays, "
+            f"{what} that cannot be described: return fewer and larger arrays, "
             "put numbers and texts into arrays, too, and nest them less deeply "
             f"({error})"
         ) from None
@@ -268,7 +268,7 @@ class ResultLayouts:
         """Returns the ending of a closure that succeeded.
 
         Raises:
-            ValueError: The description of the result is too large.
+            ValueError: The result cannot be described in a message.
         """
         leaves = result.leaves
         known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)

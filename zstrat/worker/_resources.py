@@ -201,7 +201,7 @@ class Resources:
         Raises:
             OutOfRangeError: The dataset is empty.
             TypeError, ValueError: The maker cannot be called, or its result has the
-                wrong type or too large a description.
+                wrong type or cannot be described.
             Exception: The error of the maker.
         """
         self.drop([order.resource])
