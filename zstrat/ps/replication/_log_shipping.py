@@ -397,6 +397,7 @@ class LogShipping:
 
     def _become_whole(self) -> None:
         self._pass_held()
+        self._require_wanted()  # a held change that cannot be sent has ended it
         self._stage = ShippingStage.WHOLE
         self._link.append(CopyWhole())
         # After `CopyWhole`: without it the backup cannot be promoted.
