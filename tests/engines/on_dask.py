@@ -50,7 +50,7 @@ def with_nannies():
         began = time.monotonic()
         with zs.launch.dask(client, num_ps=1, num_workers=2) as cluster:
             seconds, started = went_through(cluster, began)
-            again = Heard("worker:0", "was lost with its worker of Dask")
+            again = Heard("worker:0", "was lost with its Dask worker")
             killed = time.monotonic()
             kill_beside(client, "launched worker --index 0")
             again.wait()

@@ -170,7 +170,7 @@ def test_workers_on_one_host_divide_its_gpus(fake_ssh, tmp_path):
     env = {"JAX_PLATFORMS": ""}
     with ssh(file, program=str(fake_ssh), env=env, settings=QUICK) as fleet:
         said = [fleet.log(task) for task in fleet.tasks]
-    assert "on this host has" not in said[0]
+    assert "on this host uses" not in said[0]
     assert "worker 0 of 2 on this host uses GPU 4, 5\n" in said[1]
     assert "worker 1 of 2 on this host uses GPU 6, 7\n" in said[2]
 

@@ -108,7 +108,7 @@ def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(
         # A shuffled dataset: all are told to make it anew, and then read each row once.
         number = "1.1" if rank == lost else "1.2"
         assert f"this one begins {number} (distribution.pass)" in refused
-        assert "make the dataset anew in all of them, from shuffle() on" in refused
+        assert "make the dataset again in all of them, from shuffle() on" in refused
         all_drawn += drawn
         np.testing.assert_allclose(w, value, rtol=1e-5)
         for now, loss in found.items():

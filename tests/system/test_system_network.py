@@ -81,7 +81,7 @@ async def claim(address, index):
     now = asyncio.get_running_loop().time
     words, late = "", now() + 20
     try:
-        while "is here as the same task" not in words and now() < late:
+        while "is connected as the same task" not in words and now() < late:
             with pytest.raises(zs.DeadlineExceededError) as raised:
                 await link.wait_open(now() + 0.5)
             words = str(raised.value)
@@ -96,7 +96,7 @@ def test_nobody_else_takes_the_place_of_a_worker_that_trains(local):
         v, step = descend(strategy)
         coordinator.schedule(step).fetch()
         words = run(claim(local.spec.task_address("ps", 0), 0))
-        assert f"pid {local.pid('worker:0')}) is here as the same task" in words
+        assert f"pid {local.pid('worker:0')}) is connected as the same task" in words
         for _ in range(50):
             coordinator.schedule(step)
         coordinator.join()

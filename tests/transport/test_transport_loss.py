@@ -231,7 +231,7 @@ async def test_a_client_that_is_hasty_is_let_in_when_it_greets(net):
 async def refusal(link):
     """Why it is not let in: what it says of that once it has been told."""
     late, words = soon(20), ""
-    while "is here as the same task" not in words and soon(0) < late:
+    while "is connected as the same task" not in words and soon(0) < late:
         with pytest.raises(DeadlineExceededError) as raised:
             await link.wait_open(soon(0.5))
         words = str(raised.value)

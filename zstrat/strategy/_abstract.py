@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy as the code that runs under it sees it. `zs.distribute.Strategy` is
+    """A strategy as the code that runs under it sees it. `zs.Strategy` is
     the only subclass and documents the methods."""
 
     is_default: bool = False
