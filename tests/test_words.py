@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "daemons",
+    "docs",
     "zstrat/cli",
     "zstrat/cluster",
     "zstrat/config.py",
