@@ -151,7 +151,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
     """Gives ``path`` this content, whole or not at all, also over a crash.
 
     Args:
-        mark: Tells the temporary file from those of other writers.
+        mark: Distinguishes the temporary file from other writers' files.
     """
     temporary = f"{path}.{mark}.tmp"
     with blamed(path, "writing"):

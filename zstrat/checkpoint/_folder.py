@@ -39,7 +39,7 @@ log = logging.getLogger("zstrat.checkpoint")
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _TRIES: Final = 100
-"""Each lost race means that another writer came and went; so many are no chance."""
+"""Each lost race means that another writer came and went; so many are a fault."""
 
 
 class FolderLock:

@@ -93,7 +93,7 @@ class Allotment:
         return self.begin().elements()
 
     def begin(self, place: Position | None = None) -> Recipe:
-        """A pass, which begins now, whoever makes its elements, and when.
+        """Begins a pass now; its elements may be made later, in any process.
 
         Args:
             place: The pass is the one in which this is; None: a fresh one.

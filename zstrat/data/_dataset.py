@@ -1,8 +1,8 @@
 """`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
 
 Every tf.distribute program begins with one. The face checks arguments and speaks TF's
-words; `_passes` does the work. Whoever needs more (worker processes, weighted mixtures)
-gives a strategy a grain dataset or any generator instead.
+words; `_passes` does the work. A program that needs more (worker processes, weighted
+mixtures) gives a strategy a grain dataset or any generator instead.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Dataset(Sources):
 
         Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
         one after it again in each pass. Elements kept in memory cannot be written to.
-        Of a dataset that a strategy deals out by file or hint each worker keeps its
+        Of a dataset that a strategy shards by file or hint each worker keeps its
         own part, in a file ``filename-00000-of-00002``. Nobody looks whether a file
         still fits the dataset: remove it when that changes.
 

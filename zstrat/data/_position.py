@@ -84,7 +84,7 @@ class Position:
         sizes: How many elements there are, wherever that changes between the end of the
             recipe and its sources: they show that it is the same dataset. Empty: not
             to be compared.
-        operations: Those that decide which elements come when, in words, for the same
+        operations: Those that decide which elements come when, as text, for the same
             reason. None: not to be compared.
     """
 

@@ -232,7 +232,7 @@ class Interleaved(Derived):
                         if all(each is None for each in reading):
                             return
                         continue
-                    # Its number tells the orders of shuffles apart: a count that this
+                    # Shuffles get different orders by its number: a count that this
                     # advanced would make them depend on how far other passes are.
                     current = opened(number, element).again(number).elements()
                     if at < self.threads:

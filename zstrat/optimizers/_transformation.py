@@ -48,8 +48,8 @@ def takes_extras(transformation: Any) -> bool:
 
 @dataclass(frozen=True)
 class Extras:
-    """Further arguments of ``update``: a pytree of arrays by name, and what is no
-    array, as it is."""
+    """Further arguments of ``update``: a pytree of arrays by name, and others as
+    they are."""
 
     treedef: Any
     kinds: tuple[Shape, ...]

@@ -169,7 +169,7 @@ async def _write(
             _write_part(source, folder, number, pieces, seen, disk, progress)
             for number, (source, pieces) in enumerate(parts)
         ]
-        # All of them to their end, also when one fails: none writes any more when the
+        # All of them to their end, also when one fails: no write is under way when the
         # snapshot is let go and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}

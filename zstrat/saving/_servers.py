@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AskedCluster(Protocol):
-    """Whoever asks parameter servers."""
+    """A cluster whose parameter servers can be asked."""
 
     @property
     def client(self) -> PsClient:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import zmq
 
 # Before `_close_all` is registered, so that it ends after it: then it frees the memory
-# of messages that libzmq has not sent yet, whoever reads it then.
+# of messages that libzmq has not sent yet, whichever process reads it.
 import zmq.utils.garbage
 from zmq.backend import zmq_poll
 from zmq.utils import z85

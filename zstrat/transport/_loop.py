@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
-# memory of messages that libzmq has not sent yet, whoever reads it then.
+# memory of messages that libzmq has not sent yet, whichever process reads it.
 import zmq.utils.garbage  # noqa: F401
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError

@@ -64,7 +64,7 @@ INTERVAL: Final = 1e-3
 """Seconds that an ending may wait for company: 50 quick closures share one message, and
 nobody notices a millisecond."""
 PAUSE: Final = 10.0
-"""Seconds without a closure that are no gap between steps any more: the program does
+"""Seconds without a closure that are more than a gap between steps: the program does
 something else."""
 BUDGET: Final = 64 * 2**20
 """Bytes of values that may wait in the line before it grows no more; beyond, looking
@@ -111,7 +111,7 @@ class Pipeline:
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
         self.is_captured = False
-        """Each step is told with its number and its times, the quick ones, too. Anybody
+        """Each step is reported with its number and times, even quick ones. Any thread
         may set it."""
         self._waits: float | None = None
         """Since when there is nothing to do."""
@@ -328,7 +328,7 @@ class Pipeline:
         self._oldest = min(self._oldest, now)
 
     def under_way(self, heard: float) -> StepUnderWay | None:
-        """What the thread is at; None: nothing, or it cannot be told. The loop calls
+        """Returns what the thread runs; None: nothing, or unknown. The loop calls
         this while the executor changes the line. That is safe, as a deque is copied in
         one operation of the interpreter, but a step may have ended in that moment.
 
@@ -456,7 +456,7 @@ class Pipeline:
         match do:
             case Do.PREPARE | Do.ADVANCE:
                 assert step is not None
-                # A writer ends what may be pulled together: nothing can join any more.
+                # A writer ends what may be pulled together: nothing can join later.
                 if pulls and self._writer is not None:
                     return True
                 costs = step.costs

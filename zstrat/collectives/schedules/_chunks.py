@@ -12,7 +12,7 @@ before (the last law of `Schedule`).
 
 **What is sent.** A contribution travels in its own dtype, a partial sum in that of the
 accumulator, a finished block in that of the result. Contribution and result have the
-same length; the receiver tells them from a partial sum by the length.
+same length; the receiver distinguishes them from a partial sum by it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Block:
         self.at: list[int] = []
         """The action that each chunk stands before; -1: it has not begun."""
         self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk, once it is not the source any more. Of a
+        """What this rank has of each chunk, once that is no longer the source. Of a
         finished chunk: what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:

@@ -51,7 +51,7 @@ def progress_of(
         choices: The group's table of algorithms.
 
     Raises:
-        TypeError, ValueError: The call cannot be made, in words for its caller.
+        TypeError, ValueError: The call cannot be made; names the wrong argument.
     """
     algorithm = _algorithm(call, choices, size, one_host)
     schedule = _made(call.kind, algorithm, call.root, rank, size)

@@ -200,7 +200,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Whoever asks for the store finds it there now."""
+    """Publishes the address of the process that serves the store."""
 
     store: int
     view: int

@@ -303,7 +303,7 @@ def _rows(arrays: Element, path: str) -> int:
 
 
 def _require_alike(tables: Sequence[OpenTable]) -> None:
-    """Refuses rows that are no batch together.
+    """Refuses rows that are not a batch together.
 
     Raises:
         ValueError: The files differ in their arrays, in the shapes of their rows, or

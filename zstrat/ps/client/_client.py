@@ -87,7 +87,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         """Reads variables, and rows of variables: read-only arrays, first the values in
         the order of ``refs``, then ``[n, ...]`` for each of ``rows``.
 
-        Each is of one whole version of its variable; together they are no snapshot.
+        Each is of one whole version of its variable; together they are not a snapshot.
 
         Args:
             deadline: Loop time; None: the default of the link.
@@ -95,7 +95,7 @@ class PsClient(VariableCalls, SnapshotCalls):
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError: Indices are no integers, or of rows that are not
+            InvalidArgumentError: Indices are not integers, or of rows that are not
                 there; names the variable.
             NotFoundError, StaleSessionError: As the server says.
         """
@@ -188,8 +188,8 @@ class PsClient(VariableCalls, SnapshotCalls):
         return self._ask(parts, pushing.result)
 
     async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
-        """Returns what earlier runs of the step have pushed: names by part. They have
-        no effect any more.
+        """Returns what earlier runs of the step have pushed: names by part. These
+        runs have no further effect.
 
         Raises:
             PSUnavailableError: A parameter server is gone.

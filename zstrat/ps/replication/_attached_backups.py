@@ -168,7 +168,7 @@ class AttachedBackups:
             self._keep_ending(backup)
 
     def abandon(self) -> None:
-        """Ends the copies without a message, as another process goes on with the
+        """Ends the copies without a message, as another process takes over the
         store."""
         if (backup := self._take_backup()) is not None:
             backup.abandon()

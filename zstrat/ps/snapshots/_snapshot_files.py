@@ -135,8 +135,8 @@ BUFFERS: Final = 3
 
 
 class SnapshotWrite:
-    """Writes tensors of a snapshot to a file while requests go on; they are not kept
-    any more then.
+    """Writes tensors of a snapshot to a file while requests continue, and
+    unpins each piece of a tensor once it is queued for the disk.
 
     The loop copies a piece whenever its variable is free, and a thread writes, hashes
     and syncs. Three buffers: one is filled while another is written and a third one

@@ -226,7 +226,7 @@ def _finite(value: PlainTree) -> PlainTree:
 
 
 def _at(metrics: Metrics, otherwise: float) -> float:
-    """Seconds since the run began, by its own clock if it tells."""
+    """Seconds since the run began, by its own clock if it reports it."""
     return _number(metrics, "seconds") or otherwise
 
 
@@ -327,7 +327,7 @@ class RunWatch:
         """Server-sent events: a whole frame, and then what changes, each as soon as
         the one before was taken; at the end of this process the event "end".
 
-        Cancellation, and closing the generator: the page is no viewer any more.
+        Cancellation, and closing the generator: the page stops being a viewer.
         """
         self.begin()
         self._viewers += 1

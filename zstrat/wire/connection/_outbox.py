@@ -222,7 +222,7 @@ class Outbox:
         return waiting.frames
 
     def drop(self) -> None:
-        """Forgets all but what is urgent: nobody will take it any more."""
+        """Drops all but urgent messages, as the peer will not take the others."""
         self._ordered.clear()
         self.nbytes = 0
         self._body, self._chunk = None, _NO_CHUNK

@@ -1,11 +1,11 @@
 """One connection to one peer, without I/O: frames, commands and time in, orders out.
 
 Theory of operation. A connection is GREETING until both HELLOs are there, then OPEN,
-then CLOSED for ever; the next connection is another `Peer`. The side that connected is
+then CLOSED, finally; the next connection is another `Peer`. The side that connected is
 the initiator: it alone sends requests.
 
 *Haste.* What comes before the greeting was meant for an earlier connection: libzmq
-connects again by itself, and sends what it still had, before the peer hears that its
+connects again by itself, and sends what it still had, before the peer notices that its
 connection broke. It is dropped, and the peer keeps the time that it has to greet.
 
 *Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
