@@ -68,7 +68,8 @@ class FolderLock:
             write_all(descriptor, json.dumps(_myself()).encode())
 
     def release(self) -> None:
-        """May be called again; dropping the lock does it too."""
+        """Releases the lock. May be called again; deleting the `FolderLock` releases
+        it, too."""
         self._end()
 
     def forget(self) -> None:

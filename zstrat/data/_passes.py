@@ -221,7 +221,8 @@ class Counted(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Generated(Recipe):
-    """What a callable's iterable yields; it is called again for each pass."""
+    """A recipe whose elements come from an iterable that a callable returns; each pass
+    calls it again."""
 
     generator: Callable[..., Any]
     args: tuple[Any, ...]

@@ -176,8 +176,8 @@ class Position:
         return ""
 
     def passed(self, recipe: Recipe) -> Recipe:
-        """The whole pass, begun, in which this place is. Passes that are begun later
-        have later numbers."""
+        """Returns the pass of ``recipe`` that this position is in, from its first
+        element. Later passes of the recipe get later numbers."""
         orders = iter(self.orders)
 
         def ordered(each: Recipe, is_counted: bool = True) -> Recipe:

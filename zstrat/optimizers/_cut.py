@@ -48,8 +48,8 @@ that for every leaf would be a copy of the tree for each leaf of it."""
 
 @dataclass(frozen=True)
 class Coupling:
-    """Why a program is not by leaf: ``leaf`` depends on ``other``, or on something that
-    is of no leaf (None)."""
+    """Why an optimizer cannot be run leaf by leaf: the update of ``leaf`` depends on
+    leaf ``other``, or on state that belongs to no leaf (None)."""
 
     leaf: int
     other: int | None

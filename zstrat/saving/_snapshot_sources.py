@@ -42,7 +42,8 @@ AHEAD: Final = 4
 
 
 class SourceTensor(NamedTuple):
-    """A tensor that stays as it is. ``place`` is its number there."""
+    """A tensor of a snapshot, which updates do not change. ``place`` is its index in
+    ``source``."""
 
     source: SnapshotSource
     place: int

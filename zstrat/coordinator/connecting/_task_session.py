@@ -282,7 +282,8 @@ class TaskSession:
         )
 
     def reopen(self, reason: str) -> None:
-        """Enters the session again, as the task answers that it is not in it."""
+        """Opens the session on the task again, after the task answered that it is not
+        in it."""
         if self.is_ready:
             self._leave(reason)
             self._ask()

@@ -200,7 +200,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Publishes the address of the process that serves the store."""
+    """Publish the address of the process that serves the store."""
 
     store: int
     view: int
@@ -209,7 +209,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """No process serves the store. ``gone``: none ever will."""
+    """Mark the store as lost: no process serves it. ``gone``: it cannot come back."""
 
     store: int
     reason: str

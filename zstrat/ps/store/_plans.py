@@ -198,7 +198,8 @@ class PushPlan:
 def push_plan(
     push: Push, variables: HeldVariables, engine: OptimizerEngine
 ) -> PushPlan:
-    """A push that fits the variables that it names; touches nothing.
+    """Checks that a push fits the variables that it names, and returns its plan;
+    changes nothing.
 
     Raises:
         NotFoundError: A variable or optimizer does not exist.

@@ -191,8 +191,9 @@ class Outbox:
         )
 
     def credited(self, chunks: int) -> int:
-        """The other side has taken so many heavy messages and chunks, and takes as many
-        more; the number of the message to which the last of them belongs."""
+        """Frees ``chunks`` slots of the send window, as the peer has consumed as many
+        heavy messages and chunks. Returns the number of the message that the last of
+        them belongs to; 0 if none was in flight."""
         number = 0
         # No more than is under way, whatever it says.
         for _ in range(min(chunks, len(self._under_way))):

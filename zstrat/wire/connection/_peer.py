@@ -186,7 +186,8 @@ class Peer(Generic[Token]):
 
     @property
     def may_resume(self) -> bool:
-        """Whether there is something held back, and the peer has read enough."""
+        """Whether messages are held back, and the peer has read enough answers for them
+        to be handled."""
         return bool(self.held) and self.outbox.nbytes <= self._most_unread
 
     def resume(self) -> Sequence[Order[Token]]:
