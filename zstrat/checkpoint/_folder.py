@@ -99,7 +99,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _unlocked(path: str, descriptor: int) -> None:
-    # Before it is unlocked: who waits for the old file sees that it is gone.
+    # Before it is unlocked: waiters for the old file see that it is gone.
     with contextlib.suppress(OSError):
         os.unlink(path)
     os.close(descriptor)
@@ -212,7 +212,7 @@ class CheckpointFolder:
         return os.path.join(self.path, file)
 
     def show(self) -> str:
-        """Path of a new empty file, which only who shares this folder can see."""
+        """Path of a new empty file, which only users of this folder can see."""
         path = self.path_of(f"seen-{self.mark}")
         with blamed(path, "writing"):
             os.close(create(path))

@@ -70,7 +70,7 @@ class Allotment:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody but who draws it has the memory of an element."""
+        """Whether only the reader of an element has its memory."""
         return lineage.is_fresh(self.recipe)
 
     @property

@@ -109,7 +109,7 @@ class Dataset(Sources):
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, from element ``index`` on; straight behind
+        """Every ``num_shards``-th element, from element ``index`` on; right after
         `from_parquet` every such row group, if there are as many.
 
         With `SHARD_HINT` for both, a strategy that distributes the dataset under
@@ -385,7 +385,7 @@ class Dataset(Sources):
         lengths that differ.
 
         Known of arrays, files, numbers, a generator with a signature, and all that
-        keeps or stacks their elements. Where it is not (behind `map` and `interleave`,
+        keeps or stacks their elements. Where it is not (after `map` and `interleave`,
         of other generators) the first element is drawn, by a pass of its own that no
         other pass counts, and its lengths are reported unchanged.
 

@@ -232,7 +232,7 @@ def is_steady(recipe: Recipe) -> bool:
 
 
 def is_fresh(recipe: Recipe) -> bool:
-    """Whether nobody but who draws it has the memory of an element."""
+    """Whether only the reader of an element has its memory."""
     match recipe:
         case Batched():
             return True

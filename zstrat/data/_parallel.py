@@ -272,10 +272,10 @@ class Callers:
             thread.start()
 
     def call(self, results: _Results, function: Callable[..., Any], *args: Any) -> None:
-        """Begins a call, in the context of who asks; its result goes to ``results``."""
+        """Begins a call in the reader's context; its result goes to ``results``."""
         run = contextvars.copy_context().run  # of its own: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
-        if self._is_ended:  # behind the last look at the calls: nobody makes it
+        if self._is_ended:  # after the last look at the calls: no thread makes it
             results.put(_dropped())
 
     def end(self) -> bool:
@@ -309,10 +309,10 @@ class _Call(NamedTuple):
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (waiting := calls.get()) is not None:
         results, run = waiting
-        del waiting  # what it made may have no other owner than who reads
+        del waiting  # what it made may have no other owner than the reader
         try:
             results.put(_Result(run(), None))
-        except BaseException as error:  # goes to who draws the element
+        except BaseException as error:  # goes to the reader of the element
             results.put(_Result(None, error))
         del results, run
 

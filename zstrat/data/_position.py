@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN: Final = 2**53
-"""Elements, or steps, that a place may be behind: nobody draws more, and times so many
+"""Most elements, or steps, before a position: no program draws more, and times so many
 replicas it is a number of C."""
 
 
@@ -95,7 +95,7 @@ class Position:
 
     @classmethod
     def of(cls, begun: Recipe, drawn: int) -> Position:
-        """The place behind so many elements of a pass.
+        """Returns the position after ``drawn`` elements of a pass.
 
         Raises:
             InvalidArgumentError: Another pass may have another order.

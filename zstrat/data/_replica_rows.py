@@ -46,7 +46,7 @@ Cut = tuple[Piece, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Who draws: worker ``index`` of ``count``, each with ``replicas`` of its own."""
+    """The reader: worker ``index`` of ``count``, with ``replicas`` replicas each."""
 
     count: int = 1
     index: int = 0

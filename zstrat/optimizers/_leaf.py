@@ -282,7 +282,7 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
     """Does the same, traced and cut. If that is the only way to update rows of some
     leaf one by one, everything that depends on gradients alone is computed before.
 
-    It is decided by the tree, not by what a call brings, so that all who apply
+    It is decided by the tree, not by what a call brings, so that all that apply
     gradients to it decide alike; once, as each call outside of steps asks for it.
     """
     return tree.remembered(("for rows",), lambda: _cut_for_rows(tree))

@@ -72,7 +72,7 @@ async def save(
         ResourceExhaustedError: A disk is full.
         OSError: As the system says.
 
-    Cancellation, and all errors: the folder is what it was; or, cancelled behind the
+    Cancellation, and all errors: the folder is what it was; or, cancelled after the
     commit, the new checkpoint is there.
     """
     variables = saved_components(graph)

@@ -43,7 +43,7 @@ class AskedCluster(Protocol):
 
 class ClusterMoment(NamedTuple):
     """When the values of a cluster were saved or loaded: between which steps, and
-    behind how many restores of its servers."""
+    after how many restores of its servers."""
 
     cluster: ClusterSession
     cut: SessionCut | None

@@ -80,7 +80,7 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class DataMessage(NamedTuple):
-    """A message: who sent it, its header, and its bytes."""
+    """A message: its sender, its header, and its bytes."""
 
     member: int
     header: bytes
@@ -130,7 +130,7 @@ class DataConnections:
         self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
         self._sent = self._got = 0
         self.held = threading.Lock()
-        """Held by the thread that uses them just now, who is the only one."""
+        """Held by the only thread that uses them at present."""
         self._closing = threading.Lock()
         self._is_closed = False
         try:

@@ -165,7 +165,7 @@ class Arena:
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body (uint8 [n] each, aligned one behind the other) into the arena;
+        """Copies a body (uint8 [n] each, aligned one after the other) into the arena;
         its offset, or None if it does not fit now."""
         start = self._reserve(nbytes)
         if start is not None:

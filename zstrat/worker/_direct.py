@@ -3,7 +3,7 @@
 An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
 round trip at a time. Updates wait until the step reads or ends, and are pushed then:
 they are parts 0, 1, 2, … of the step, each applied once however often it runs. A step
-that makes its updates behind all reads has one part, and fails or succeeds with it.
+that makes its updates after all reads has one part, and fails or succeeds with it.
 
 When a step runs again, its earlier runs have no further effect, and what they had
 pushed stays: this run has to push the same, part by part, or it fails and says where.
@@ -178,7 +178,7 @@ class Direct:
         return self.read_many([variable])[0]
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """One request per server, behind what waits."""
+        """Sends one request per server, after those that wait."""
         self._push()
         specs = [_shared(variable) for variable in variables]
         refs = [Ref(spec.ps, spec.key) for spec in specs]

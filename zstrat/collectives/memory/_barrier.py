@@ -117,7 +117,7 @@ LOOKS: Final = 2000
 """60 µs: what a chunk of 1 MiB takes, and twice a sleep and a wake-up."""
 
 YIELDS: Final = 20
-"""Where ranks outnumber cores each look yields the core, to run who is waited for."""
+"""Where ranks outnumber cores each look yields the core to the awaited ranks."""
 
 SLOW: Final = 0.0005
 """Seconds of looking after which it was not the other rank that ran meanwhile."""
@@ -254,7 +254,7 @@ class ShmBarrier:
         self._error = self._error or error
         other = self._asleep
         if other is not None:
-            # On a thread of its own: it rings until it is heard, and who aborts must
+            # On a thread of its own: it rings until it is heard, and `abort` must
             # not wait.
             ring = threading.Thread(
                 target=self._ring, args=(other,), name="zstrat-ring", daemon=True

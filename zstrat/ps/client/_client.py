@@ -234,7 +234,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         deadline: float | None = None,
         clocks: tuple[Clocks, Clocks] | None = None,
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-        """`push`, and behind it `pull`, in half as many messages. Either may fail
+        """`push`, and after it `pull`, in half as many messages. Either may fail
         without the other, unless a server is gone.
 
         Args:

@@ -215,7 +215,7 @@ def check_rows(
     indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
 ) -> bool:
     """Whether ``indices`` name rows of a variable of this ``shape``, and an array of
-    the shape ``rows`` can hold them. ``who`` begins what is said if not.
+    the shape ``rows`` can hold them. ``who`` begins the error if not.
 
     Returns:
         Whether the indices are sorted and distinct.

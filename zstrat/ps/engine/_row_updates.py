@@ -1,4 +1,4 @@
-"""Gradients of some rows behind XLA: gathered, updated by a program, scattered back.
+"""Applies gradients of rows by XLA: gathers rows, updates them, scatters them back.
 
 The rows that a gradient names, of the value and of those slots that have rows, are
 gathered into pooled, aligned buffers that XLA reads without a copy; a program computes

@@ -122,7 +122,7 @@ class _Target:
 class Loading:
     """Loads values of variables and slots for one request, in three phases: ``prepare``
     runs on the optimizers' thread, ``compute`` on any thread, and ``commit`` on the
-    store's thread, even after a failure.
+    event loop, even after a failure.
 
     ``forgotten``: pairs of variable and optimizer whose slots are dropped, unless the
     request is refused. Loaded slots go to new ones.

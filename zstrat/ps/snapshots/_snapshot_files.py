@@ -176,7 +176,7 @@ class SnapshotWrite:
             await asyncio.gather(*self._writes)
             await self._disk.submit(file.finish)
         except BaseException:
-            # On its thread, behind what is queued for it there. Nobody waits: whatever
+            # On its thread, after what is queued for it there. Nobody waits: whatever
             # is wrong with the file is being reported already.
             with contextlib.suppress(ClosedError):
                 self._disk.submit(file.abort)

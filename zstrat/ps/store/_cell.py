@@ -344,7 +344,7 @@ class Cell:
 
     def replace(self, array: np.ndarray) -> None:
         """Makes ``array`` the value, which is nobody else's: writable, aligned, in C
-        order and of its shape and dtype. The old one is left to who still looks at it.
+        order and of its shape and dtype. The old one is left to its readers.
         """
         if self._buffer is not None:
             self._leave(self._buffer)

@@ -181,7 +181,7 @@ class PushPlan:
         return all(run.is_prepared for run in self.runs)
 
     def _reserve(self) -> None:
-        # The first updates of these: in place, so nothing changes for those behind.
+        # The first updates of these: in place, so nothing changes for those after.
         ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
         found: dict[int, tuple[Cell, list[Write]]] = {}
         for update in self.updates:

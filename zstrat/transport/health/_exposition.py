@@ -57,7 +57,7 @@ def exposition(
 
 
 class Sample(NamedTuple):
-    """One value of a family: what ``add_metric`` of prometheus_client takes behind the
+    """One value of a family: what ``add_metric`` of prometheus_client takes after the
     labels. ``kind`` None is an info. Its task is one more label, the first."""
 
     kind: Kind | None

@@ -4,8 +4,8 @@ It stands beside training, on the network, open to all that can reach it, and pr
 must work with nothing but zstrat installed. So it is not a framework: a request is a
 line and headers of 8 KiB together, which have five seconds to come, and there are at
 most 64 connections. When one more comes, the one goes that was waited for longest, for
-its request or for taking its answer: who only holds connections open cannot keep a
-probe out.
+its request or for taking its answer: a peer that only holds connections open cannot
+keep a probe out.
 
 An answer may be a stream, for a page that is open. Each of its pieces has five seconds
 to be taken, and the next is asked for then: a browser that is frozen holds one piece,
@@ -61,7 +61,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a request asks for: ``query`` is what stands behind the question mark, and
+    """What a request asks for: ``query`` is what follows the question mark, and
     ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
@@ -265,7 +265,7 @@ class HttpServer:
         self, writer: asyncio.StreamWriter, stream: HttpStream, is_head: bool
     ) -> None:
         """Sends the pieces. A client that does not take one is dropped."""
-        # Nothing is kept for who does not read, beside what the kernel keeps.
+        # Nothing is kept for a client that does not read, but what the kernel keeps.
         writer.transport.set_write_buffer_limits(0)
         await self._send(writer, _head_of(200, stream.kind))
         async with contextlib.aclosing(stream.pieces) as pieces:

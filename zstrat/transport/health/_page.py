@@ -5,10 +5,10 @@ this package, by their digests: whatever else got into the page, out of the name
 task or a line of a log, would not run, and could load nothing and send nothing
 anywhere.
 
-If other machines can reach the port, the page is for who has its token. That comes once
-in the address that its owner gives away (``/?token=...``); the page then moves it into
-a cookie, so that it stands in no history, no log of a proxy and no screenshot. Programs
-send ``Authorization: Bearer ...``.
+If other machines can reach the port, the page is for users who have its token. That
+comes once in the address that its owner gives away (``/?token=...``); the page then
+moves it into a cookie, so that it stands in no history, no log of a proxy and no
+screenshot. Programs send ``Authorization: Bearer ...``.
 
 Threats: guessing, so a token has to be long, and comparing takes the same time for all
 wrong ones; another site that uses the cookie, so that it is sent by navigation alone,

@@ -120,7 +120,7 @@ class Assembly:
             MemoryError: There is no memory for the body.
         """
         here = self._position
-        # Only the padding behind an array may be left out: a hole anywhere else would
+        # Only the padding after an array may be left out: a hole anywhere else would
         # hand stale memory to the reader.
         if offset != here and offset != self._jumps.get(here):
             raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")

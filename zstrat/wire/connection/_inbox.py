@@ -226,7 +226,7 @@ class Backlog:
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message unread, behind the others.
+        """Keeps a message unread, after the others.
 
         Raises:
             ProtocolError: More than ``most`` bytes would be kept.

@@ -122,7 +122,7 @@ class Outbox:
         self._urgent.append((encode(message)[0],))
 
     def put(self, message: Message, number: int) -> bool:
-        """Queues a message behind all others; whether its body goes in chunks.
+        """Queues a message last; returns whether its body goes in chunks.
 
         Raises:
             TypeError, ValueError: It cannot be sent; nothing was queued.

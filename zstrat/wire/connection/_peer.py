@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from ._deadlines import Waiting
 
 LONGEST_RETURN: Final = 86400.0
-"""Seconds that anybody is waited for who said goodbye."""
+"""Seconds to wait for a peer that said goodbye."""
 
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only a peer
@@ -135,7 +135,7 @@ class Peer(Generic[Token]):
         """Messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
-        """The second is what the other side's headers are held to: who is not trusted
+        """The second bounds the other side's headers: a peer that is not trusted
         yet, or has little to say, is given less."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
@@ -411,7 +411,7 @@ class Peer(Generic[Token]):
         kind = announced.message_kind
         if announced.outside:
             raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
-        if kind is Chunk and self.held:  # it stays behind the header of its body
+        if kind is Chunk and self.held:  # it stays after the header of its body
             self._backlog.keep(frames)
             return ()
         return self._outside(announced.build(()), frames[1:])
