@@ -4,7 +4,7 @@ name the file, and what to do.
 Law of the package: a file gets its final name only when its bytes are on the disk, or
 it is named by nobody (a part file, until a manifest is committed).
 
-Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker, who
+Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker: one who
 can write a checkpoint can write its manifest. At memory speed, so that nobody has a
 reason to leave them out.
 """

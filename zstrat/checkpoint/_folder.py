@@ -219,7 +219,8 @@ class CheckpointFolder:
         return path
 
     def commit(self, manifest: Manifest) -> None:
-        """From now on the folder is this checkpoint, also after a crash.
+        """Commits the manifest: once this returns, the folder is this checkpoint, even
+        after a crash.
 
         Raises: As `Manifest.commit`.
         """

@@ -101,8 +101,9 @@ class Allotment:
         return self.recipe.begun() if place is None else place.passed(self.recipe)
 
     def before(self, steps: int) -> tuple[int, int]:
-        """What comes before a step of a pass: so many batches, of which no rows are
-        left for later, and so many steps whose batches have to be seen."""
+        """Returns what comes before step ``steps`` of a pass: the number of batches
+        that it may skip whole, and the number of steps whose batches have to be
+        read."""
         size = self.batch_size
         if not size or isinstance(self.recipe, Foreign):  # may have empty ones, too
             return 0, steps

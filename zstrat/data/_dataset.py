@@ -140,7 +140,7 @@ class Dataset(Sources):
         function pass through, with a note of the line and the element.
 
         Args:
-            num_parallel_calls: So many elements are made at a time, on threads that end
+            num_parallel_calls: Number of elements made at a time, on threads that end
                 with the iterator; -1 (`AUTOTUNE`): one for each core, 16 at most. The
                 function must be safe to be called so, and threads help where it waits
                 for a disk, or computes in numpy.
@@ -184,7 +184,7 @@ class Dataset(Sources):
         for each element, and the same ones in each pass.
 
         Args:
-            num_parallel_calls: So many of the open datasets are read ahead, a block
+            num_parallel_calls: Number of open datasets to read ahead, a block
                 each, on threads of their own; -1 (`AUTOTUNE`): all.
 
         Raises:

@@ -30,7 +30,7 @@ def folded(
     initial: Any,
     function: Callable[[Any, Any], Any],
 ) -> Element:
-    """The state after the last element.
+    """Reduces the elements to one state by ``function``, and returns the last state.
 
     Raises:
         TypeError: The state became something else; says after which element.

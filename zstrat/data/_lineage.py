@@ -114,8 +114,8 @@ class KnownShapes:
 
     Args:
         batch_size: The rows of a whole batch, None if that is not known.
-        is_even: All batches have so many but for the last one.
-        is_whole: The last one has them, too.
+        is_even: All batches but the last have ``batch_size`` rows.
+        is_whole: The last batch has them, too.
         promised_rows: What all batches are promised to have; a function of ``map`` is
             taken to keep them.
         promise: Of all elements.

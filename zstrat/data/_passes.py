@@ -345,7 +345,8 @@ class Enumerated(Derived):
 
 
 class Batching(Derived):
-    """Batches of so many items. Subclasses are final, and say how one is made."""
+    """Batches of a fixed number of items. Subclasses are final, and say how one is
+    made."""
 
     __slots__ = ()
 

@@ -173,7 +173,7 @@ class ByPieces(Cutter):
     Args:
         is_shared: The workers read the same batches, and worker ``i`` takes pieces
             ``i``, ``i + workers``, …; else the batches are its own.
-        promised: Batches of so many rows are cut as `batch_sizes_for_worker` says.
+        promised: Batches of this size are cut as `batch_sizes_for_worker` says.
     """
 
     def __init__(

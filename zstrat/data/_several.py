@@ -201,8 +201,8 @@ class Interleaved(Derived):
     """Elements of the datasets that a function makes.
 
     Args:
-        threads: So many places read their datasets ahead, a block each; the order
-            stays the same.
+        threads: Number of places that read their datasets ahead, a block each; the
+            order stays the same.
         made: What the function has made, of all passes.
     """
 

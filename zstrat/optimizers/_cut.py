@@ -61,8 +61,8 @@ class Coupling:
 
 @dataclass(frozen=True)
 class LeafSlots:
-    """The leaves of the state that are kept beside a leaf, by number: its own, and its
-    copies of what is shared."""
+    """The numbers of the state leaves that are stored with a leaf: its own slots, and
+    its copies of shared state."""
 
     own: tuple[int, ...]
     shared: tuple[int, ...]

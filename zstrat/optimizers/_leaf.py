@@ -87,7 +87,7 @@ class LeafRule:
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
-        """Returns shapes and dtypes of new slots, of a leaf with so many rows."""
+        """Returns the shapes and dtypes of new slots for a leaf with ``size`` rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
 

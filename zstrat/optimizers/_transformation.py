@@ -144,7 +144,8 @@ class TreeTransformation:
         return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of new values, which replace others.
+        """Checks that new values fit the old ``values`` that they replace; returns
+        their leaves.
 
         Raises:
             InvalidArgumentError: They have another structure, or other shapes.

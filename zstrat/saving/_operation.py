@@ -233,7 +233,7 @@ class ProgressBar:
         self._has_written = False
 
     def add(self, size: int) -> None:
-        """Notes that so many bytes more are done."""
+        """Adds ``size`` bytes to those that are done."""
         self._done += size
         if self._is_shown and (now := time.monotonic()) >= self._next:
             self._next = now + _PAUSE

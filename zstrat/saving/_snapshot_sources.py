@@ -55,7 +55,7 @@ class SourceTensor(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What became of tensors in a file: a digest each, and its size in bytes."""
+    """The digests of the tensors in a written file, and its size in bytes."""
 
     digests: list[str]
     size: int

@@ -237,9 +237,9 @@ class DataConnections:
                 return DataMessage(member, frames[1].bytes, data)
 
     def wait(self, full: Iterable[int], seconds: float) -> bool:
-        """Waits until something comes, there may be room on one of the ``full``
-        connections, or `wake` is called; so many seconds at most, and no more than
-        `IDLE`. Whether any of that has happened."""
+        """Waits until something arrives, one of the ``full`` connections may have room,
+        or `wake` is called; at most ``seconds`` and `IDLE`. Returns whether any of
+        these happened."""
         wanted = self._wanted
         if full:
             wanted = [*wanted, *[(self._outward[member], _OUT) for member in full]]

@@ -119,7 +119,8 @@ class Quota:
         self._left, self._lock = most, threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Takes so many bytes; False, and nothing is taken, if fewer are left."""
+        """Takes ``nbytes`` bytes of the quota. Returns False, and takes nothing, if
+        fewer are left."""
         with self._lock:
             if nbytes > self._left:
                 return False

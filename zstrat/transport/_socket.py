@@ -49,7 +49,7 @@ _users = 0
 
 
 def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
-    """One whose sockets share so many I/O threads."""
+    """Returns a context whose sockets share ``threads`` I/O threads."""
     # glibc keeps blocks up to the size of the largest that was ever freed, and asks the
     # kernel for others each time: then every chunk that arrives is zeroed, faulted in
     # and given back, at half the throughput. No page of this block is touched.

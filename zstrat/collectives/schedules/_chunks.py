@@ -37,7 +37,7 @@ CHUNKS: Final = 2**20
 times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
 
 _GRAIN: Final = 64
-"""Chunks hold a multiple of so many elements: vector units like it."""
+"""Chunks hold a multiple of this number of elements, for vector units."""
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
 _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
@@ -113,7 +113,8 @@ class Block:
         finished chunk: what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:
-        """Cuts it into chunks of at most so many elements; how many there are."""
+        """Cuts the block into chunks of at most ``elements`` elements; returns the
+        number of chunks."""
         self.step, chunks = cut(self.count, elements)
         self.at, self.have = [-1] * chunks, [None] * chunks
         return chunks
@@ -153,10 +154,11 @@ class Codec(Protocol):
         """``values`` ``[n]`` as bytes, in new memory."""
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        """Bytes as values ``[count]`` of the accumulator's dtype, in new memory.
+        """Decodes bytes into ``[count]`` values of the accumulator's dtype, in new
+        memory.
 
         Raises:
-            ProtocolError: So many values are not encoded as such bytes.
+            ProtocolError: The bytes do not encode ``count`` values.
         """
 
 

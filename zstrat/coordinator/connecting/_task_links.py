@@ -48,7 +48,7 @@ def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
 def check_replicas(
     replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
 ) -> None:
-    """Checks that the cluster can have so many copies and stores.
+    """Checks that the cluster can have this number of replicas and of stores per ps.
 
     Args:
         ps: Number of parameter servers.

@@ -346,7 +346,8 @@ class TaskSession:
         self._life = other._life
 
     def keep_origin(self, origin: int) -> None:
-        """From now on opens a session whose keys are counted from ``origin``."""
+        """Makes later requests open a session whose keys are counted from
+        ``origin``."""
         self._request.keep_origin(origin)
 
     def say_goodbye(

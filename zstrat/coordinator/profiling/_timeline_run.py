@@ -224,7 +224,7 @@ class TimelineRun:
         self._enough.set()
 
     def give_up(self) -> None:
-        """Ends it soon, and has the next one wait for that."""
+        """Ends the recording soon; the next one waits until it has ended."""
         self._yields = True
         self.enough()
 

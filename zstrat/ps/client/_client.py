@@ -71,8 +71,8 @@ class PsClient(VariableCalls, SnapshotCalls):
         self._incarnations: list[int | None] = [None] * len(self.lines)
 
     def enter(self, session: int) -> None:
-        """From now on another session is open on all servers, with other values. What
-        is still read in the one before is not remembered."""
+        """Switches to another session, which is open on all servers. Results of reads
+        of the former session that are still under way are not cached."""
         self.session = session
         self._known = Known(self._memory)
 

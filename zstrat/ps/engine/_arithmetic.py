@@ -102,10 +102,10 @@ def bucket(rows: int, most: int) -> int:
 
 
 def sizes(rows: int, most: int) -> list[int]:
-    """Buckets of the calls that so many rows need (`pack`), which are full but for the
-    last one. Behind a full call it is an eighth of one at least: a smaller program
-    saves next to nothing there, and to compile it takes as long as a hundred calls.
-    """
+    """Returns the buckets of the calls that ``rows`` rows need (`pack`); all but the
+    last are full. After a full call the last is at least an eighth of one: a smaller
+    program saves next to nothing there, and takes as long to compile as a hundred
+    calls."""
     calls, rest = divmod(rows, most)
     if not calls:
         return [bucket(rows, most)]
@@ -122,7 +122,7 @@ class RowRun(NamedTuple):
 
 
 def pack(counts: Sequence[int], most: int) -> list[list[RowRun]]:
-    """Fills calls of at most ``most`` rows with updates of so many rows each, in order.
+    """Packs updates of ``counts`` rows into calls of at most ``most`` rows, in order.
 
     At least one call, though it may be empty: an update of no rows counts as well.
     """

@@ -130,7 +130,7 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """Returns the rows of the program of each call that so many rows need."""
+        """Returns the size of the program of each call that ``rows`` rows need."""
         return sizes(rows, self.most)
 
 

@@ -236,7 +236,8 @@ class Unbound(Slots):
                 )
 
     def taken(self, wanted: Sequence[Kind], who: str) -> tuple[Cell, ...]:
-        """The cells, in the order of what an optimizer wants.
+        """Returns the loaded cells, in the order of the leaves that an optimizer
+        expects.
 
         Raises:
             InvalidArgumentError: They look otherwise; says how, and what was wanted.

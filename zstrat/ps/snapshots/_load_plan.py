@@ -180,8 +180,8 @@ class Loading:
                 target.moves[0].held.version += 1
 
     def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
-        """What is where it was moved to, by targets, with the rows that are known of
-        it. After `commit`."""
+        """Yields for each target its moves, with their rows and the loaded values. Call
+        it after `commit`."""
         for target in self._targets or ():
             value = target.cell.lease()
             yield [

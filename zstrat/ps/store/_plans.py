@@ -93,7 +93,8 @@ class UpdateRun:
         return any(step.late for step in steps)
 
     def look(self) -> None:
-        """Finds out what there is to do, once."""
+        """Checks whether the row updates can be made in place, unless it is known
+        already."""
         if self.optimizer is not None and self.rows and self.ready is None:
             self.ready = self.optimizer.programs.rows.ready(self.rows)
 
