@@ -33,7 +33,7 @@ class ReduceOp(enum.Enum):
         """The member itself, or the one of that name in any case.
 
         Raises:
-            ValueError: There is none; says which ones there are.
+            ValueError: No member has that name; lists the members.
         """
         if isinstance(op, ReduceOp):
             return op

@@ -253,7 +253,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
     """Refuses the place of another dataset.
 
     Raises:
-        InvalidArgumentError: It is one.
+        InvalidArgumentError: The position is of another dataset.
     """
     if why := iterator.misfit(state):
         raise InvalidArgumentError(

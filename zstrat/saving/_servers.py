@@ -68,7 +68,7 @@ def cluster_of(variable: VariableHandle) -> ClusterSession | None:
 
 
 def clusters_of(variables: Iterable[VariableHandle]) -> list[ClusterSession]:
-    """The clusters that some of the variables live on, each once.
+    """Returns the clusters that store any of the variables, each once.
 
     Raises: As `cluster_of`.
     """

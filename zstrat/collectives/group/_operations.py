@@ -54,7 +54,7 @@ Finish = Callable[[], Any]
 Steps = Generator[list[CollectiveCall], None, Finish]
 
 ALONE: Final = 128 * 1024
-"""Arrays of this many bytes are sent unpacked: to copy them twice costs more than a
+"""Arrays of at least this size are not packed: to copy them twice costs more than a
 call."""
 
 PACK: Final = 4 * MiB

@@ -27,8 +27,8 @@ IN_FLIGHT: Final = 1024
 
 
 class OperationScheduler:
-    """A generation, and what carries its operations out: ``messages``, and ``engine``
-    if all ranks have one."""
+    """Launches the operations of one generation: by ``engine`` if all ranks have one,
+    else by ``messages``."""
 
     def __init__(
         self,

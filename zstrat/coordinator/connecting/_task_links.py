@@ -55,7 +55,7 @@ def check_replicas(
         stores_per_ps: Stores of each of them.
 
     Raises:
-        ValueError: It cannot; says why.
+        ValueError: The cluster cannot have them; says why.
     """
     if not replicas and stores_per_ps == 1:
         return

@@ -181,10 +181,10 @@ def is_floating(dtype: np.dtype) -> bool:
 def check(
     op: UpdateOp, operands: Operands, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> None:
-    """Whether a plain update fits a variable. Cost: one pass over the indices.
+    """Checks that a plain update fits a variable. Cost: one pass over the indices.
 
     Raises:
-        InvalidArgumentError: It does not; says what was expected and what came.
+        InvalidArgumentError: The update does not fit; says what was expected.
     """
     want = 2 if op in SCATTERS else 1
     if len(operands) != want:
