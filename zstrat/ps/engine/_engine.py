@@ -52,7 +52,8 @@ class Registered:
     programs: UpdatePrograms
 
     def make_slots(self, held: HeldVariable) -> Slots | None:
-        """New slots for a variable, if it is known yet what moves it.
+        """Makes new slots for a variable; None if no tree of the optimizer has the
+        variable yet.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to this shape.

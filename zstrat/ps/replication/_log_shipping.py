@@ -248,7 +248,8 @@ class LogShipping:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """Ends the log shipping, as the primary goes on alone: what waits may leave."""
+        """Ends the log shipping and releases the answers that wait for the backup, as
+        the primary continues alone."""
         for future, message in self._end():
             if not future.done():
                 future.set_result(message)
