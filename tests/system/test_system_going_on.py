@@ -87,11 +87,13 @@ def test_a_server_that_is_killed_later_has_nothing(local):
     restarted(local, "ps:0")
     a.assign_add(np.ones(2**17))
     assert a.numpy()[0] == 2
-    before = local.log("ps:0").count("goes on with")
+    before = local.log("ps:0").count("takes over what the process before has left")
     assert before
     local.kill("ps:0")
     local.restart("ps:0")
-    assert local.log("ps:0").count("goes on with") == before
+    assert (
+        local.log("ps:0").count("takes over what the process before has left") == before
+    )
     with pytest.raises(zs.errors.PSUnavailableError, match="task:0"):
         a.numpy()
     with full_disk(2**18, local.pid("ps:1")):
