@@ -244,7 +244,7 @@ def relinked(text: str, uri: str) -> str:
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """Changes what is no fenced code; a fence keeps its language alone, as
+    """Changes all but fenced code; a fence keeps its language alone, as
     "```python servers" is one of Python here."""
     return "".join(
         re.sub(r"\A(`{3,}\w*)[^\n]*", r"\1", part) if is_code else change(part)

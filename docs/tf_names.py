@@ -46,7 +46,7 @@ def wrong(inventory: Names, names: Names) -> list[str]:
     lines = [
         f"  {fact.owner} {fact.name}: {problem}"
         for fact in facts
-        if not _is_told(_first(fact, inventory), instead)
+        if not _is_covered(_first(fact, inventory), instead)
         and (problem := _missing(fact, names))
     ]
     lines += [
@@ -76,8 +76,8 @@ def _instead(names: Names) -> Iterator[Fact]:
         yield from (Fact(owner, name) for owner in owners)
 
 
-def _is_told(fact: Fact, instead: set[Fact]) -> bool:
-    """Of itself, of what it belongs to, or of the member whose argument it is."""
+def _is_covered(fact: Fact, instead: set[Fact]) -> bool:
+    """Whether `instead` covers the fact, its owner, or the member that has it."""
     member = fact.name.partition("(")[0]
     above = {Fact(fact.owner), Fact(fact.owner, member)} if fact.name else set()
     return not instead.isdisjoint({fact, *above})

@@ -22,19 +22,25 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "daemons",
+    "docs",
+    "zstrat/checkpoint",
     "zstrat/cli",
     "zstrat/cluster",
+    "zstrat/collectives",
     "zstrat/config.py",
     "zstrat/doors.py",
     "zstrat/errors.py",
     "zstrat/launch",
+    "zstrat/optimizers",
     "zstrat/paths.py",
+    "zstrat/saving",
     "zstrat/signals.py",
     "zstrat/streams.py",
     "zstrat/telemetry",
     "zstrat/testing",
     "zstrat/threads.py",
     "zstrat/tpu",
+    "zstrat/worker",
 )
 """Folders and files without the phrases of `GONE`. Add each that is rewritten."""
 

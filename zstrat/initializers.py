@@ -56,7 +56,7 @@ class Initializer(abc.ABC):
         """Refuses a dtype that does not hold what is made, if that is known before.
 
         Raises:
-            ValueError: It does not.
+            ValueError: The dtype does not fit.
         """
         del dtype  # any will do
 

@@ -18,6 +18,7 @@ from zstrat.wire import (
     ArraySpec,
     AskParts,
     BackupLost,
+    CopyParts,
     CreateOptimizer,
     DetachBackup,
     Done,
@@ -232,6 +233,32 @@ async def test_what_comes_while_a_copy_is_made_is_in_it(copies):
     other = await copies.ask(pull(5), copies.backup)
     assert other.versions == [one.versions[0] + JUMP]
     assert (one.arrays[0] == other.arrays[0]).all()
+
+
+async def test_a_copy_whose_last_change_cannot_be_sent_ends_before_it_is_whole(copies):
+    """Nobody waits for it: it is not attached."""
+    copies.holds = True
+    attaching = asyncio.ensure_future(copies.attach())
+    await turns()
+    link, notify = copies.link, copies.link.notify
+
+    def notify_none(message):
+        if isinstance(message, Push):
+            raise ValueError("it does not fit into a header")
+        if isinstance(message, CopyParts):
+            link.hold()
+        notify(message)
+
+    link.notify = notify_none
+    link.release()
+    await turns()
+    assert await copies.ask(push(0)) == Pushed(True, [1])  # after all others were sent
+    link.release()
+    with pytest.raises(UnavailableError, match="does not fit"):
+        await attaching
+    copies.holds = False
+    assert copies.primary.statistics()["replication"]["backup"] == ""
+    assert await copies.ask(push(1)) == Pushed(True, [2])
 
 
 async def test_a_copy_that_fails_is_told_and_training_goes_on(copies):

@@ -4,7 +4,7 @@ name the file, and what to do.
 Law of the package: a file gets its final name only when its bytes are on the disk, or
 it is named by nobody (a part file, until a manifest is committed).
 
-Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker, as who
+Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker: one who
 can write a checkpoint can write its manifest. At memory speed, so that nobody has a
 reason to leave them out.
 """
@@ -151,7 +151,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
     """Gives ``path`` this content, whole or not at all, also over a crash.
 
     Args:
-        mark: Tells the temporary file from those of other writers.
+        mark: Distinguishes the temporary file from other writers' files.
     """
     temporary = f"{path}.{mark}.tmp"
     with blamed(path, "writing"):

@@ -39,7 +39,7 @@ log = logging.getLogger("zstrat.checkpoint")
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _TRIES: Final = 100
-"""Each lost race means that another writer came and went; so many are no chance."""
+"""Each lost race means that another writer came and went; so many are a fault."""
 
 
 class FolderLock:
@@ -68,7 +68,8 @@ class FolderLock:
             write_all(descriptor, json.dumps(_myself()).encode())
 
     def release(self) -> None:
-        """May be called again; dropping the lock does it too."""
+        """Releases the lock. May be called again; deleting the `FolderLock` releases
+        it, too."""
         self._end()
 
     def forget(self) -> None:
@@ -98,7 +99,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _unlocked(path: str, descriptor: int) -> None:
-    # Before it is unlocked: who waits for the old file sees that it is gone.
+    # Before it is unlocked: waiters for the old file see that it is gone.
     with contextlib.suppress(OSError):
         os.unlink(path)
     os.close(descriptor)
@@ -211,14 +212,15 @@ class CheckpointFolder:
         return os.path.join(self.path, file)
 
     def show(self) -> str:
-        """Path of a new empty file, which only who shares this folder can see."""
+        """Path of a new empty file, which only users of this folder can see."""
         path = self.path_of(f"seen-{self.mark}")
         with blamed(path, "writing"):
             os.close(create(path))
         return path
 
     def commit(self, manifest: Manifest) -> None:
-        """From now on the folder is this checkpoint, also after a crash.
+        """Commits the manifest: once this returns, the folder is this checkpoint, even
+        after a crash.
 
         Raises: As `Manifest.commit`.
         """

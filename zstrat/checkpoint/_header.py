@@ -148,7 +148,7 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
     """
     if len(prefix) < PREFIX.size:
         raise DataLossError(
-            file, "", f"cut short: {size} bytes are no safetensors file"
+            file, "", f"cut short: {size} bytes are not a safetensors file"
         )
     length: int = PREFIX.unpack(prefix[: PREFIX.size])[0]
     if length > MAX_HEADER:

@@ -143,7 +143,7 @@ class TensorReader:
             at, left = at + len(part), left - len(part)
 
     def checked(self, name: str, digest: str) -> Iterator[memoryview]:
-        """`parts`; behind the last one it is known whether all are what was written.
+        """`parts`; after the last one it is known whether all are as written.
 
         Raises:
             NotFoundError: The file has no such tensor.

@@ -13,7 +13,7 @@ disk decides how fast it is.
 
 Such transfers take whole blocks, from memory and to places that are multiples of one.
 Law of `AppendedFile`: as long as it is direct, it has a whole number of blocks, and
-what comes behind them waits in the *stage*. Aligned data goes to the disk from
+what comes after them waits in the *stage*. Aligned data goes to the disk from
 where it is; all other data through the stage. What cannot be direct is not: a small
 file, the end of one, a file system that refuses.
 """
@@ -58,7 +58,7 @@ class AppendedFile:
     """Creates ``path``, which will have ``size`` bytes. For any thread, one at a time.
 
     Raises, all methods: As `zstrat.checkpoint._disk.blamed` says; the file is removed.
-        AlreadyExistsError: It exists: who creates a file is the only one to write it.
+        AlreadyExistsError: It exists: only the writer that creates a file writes it.
     """
 
     def __init__(self, path: str, size: int) -> None:
@@ -193,7 +193,7 @@ class TensorWriter:
     Used as a context manager it aborts what was not finished.
 
     Args:
-        path: Must not exist: who creates the file is the only one that writes it.
+        path: Must not exist: only the writer that creates the file writes it.
         metadata: Texts for ``__metadata__``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who is in a cluster, and where a process learns it."""
+"""Specs of clusters, and resolvers that find the tasks of one."""
 
 from zstrat.doors import fetched_late
 

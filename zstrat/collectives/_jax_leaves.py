@@ -21,7 +21,7 @@ def flatten(
     tree: Any, is_leaf: Callable[[Any], bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
     """Leaves of a pytree, what makes the same pytree of others, and where the leaves
-    are, in words that are alike in every process."""
+    are, as text that is equal in every process."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_leaf)
     rebuild = partial(jax.tree_util.tree_unflatten, structure)
     try:

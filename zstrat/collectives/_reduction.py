@@ -33,7 +33,7 @@ class ReduceOp(enum.Enum):
         """The member itself, or the one of that name in any case.
 
         Raises:
-            ValueError: There is none; says which ones there are.
+            ValueError: No member has that name; lists the members.
         """
         if isinstance(op, ReduceOp):
             return op
@@ -48,7 +48,7 @@ class ReduceOp(enum.Enum):
         """The member of the same name as a `zstrat.VariableAggregation`.
 
         Raises:
-            ValueError: NONE and ONLY_FIRST_REPLICA are no reductions.
+            ValueError: NONE and ONLY_FIRST_REPLICA are not reductions.
         """
         if aggregation.name in ("SUM", "MEAN"):
             return ReduceOp[aggregation.name]
@@ -189,7 +189,7 @@ _ALLOWED: Final = {
 }
 _WORDS: Final = {
     ReduceOp.SUM: "floating, complex or integer numbers",
-    ReduceOp.MEAN: "floating or complex numbers (the mean of integers is none)",
+    ReduceOp.MEAN: "floating or complex numbers (not integers)",
     ReduceOp.MIN: "floating numbers, integers or bool",
     ReduceOp.MAX: "floating numbers, integers or bool",
 }

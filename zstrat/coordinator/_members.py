@@ -133,7 +133,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission to send so many closures to a member; ``alone``: one suspect."""
+    """Permission to send a number of closures to a member; ``alone``: one suspect
+    closure."""
 
     member: Member
     count: int
@@ -273,15 +274,16 @@ class Members:
             member.round_trip = round_trip
 
     def build(self, place: int, count: int = 1) -> None:
-        """Notes that the worker builds so many resources; it gets no closure before."""
+        """Notes that the worker builds ``count`` resources; it gets no closure before
+        they are built."""
         member = self._at[place]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
         member.state = MemberState.BUILDING
 
     def built(self, place: int, epoch: int, count: int = 1) -> None:
-        """Notes that so many resources are built or have failed; the last one opens the
-        worker."""
+        """Notes that ``count`` resources are built or have failed; after the last one
+        the worker may get closures."""
         member = self._at[place]
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
@@ -350,7 +352,7 @@ class Members:
         *,
         alone: bool = False,
     ) -> None:
-        """Notes closures that are being sent to the member."""
+        """Notes that these closures are being sent to the member."""
         assert member.state is MemberState.OPEN, member
         assert not member.alone, member
         assert not (alone and member.in_flight), member
@@ -363,8 +365,8 @@ class Members:
             member.in_flight[closure.step] = closure
 
     def ended(self, member: Member, count: int, now: float) -> None:
-        """Notes that so many closures of the member ended. To be called whenever it has
-        fewer in flight, as it may have room then."""
+        """Notes that ``count`` closures of the member ended. Call this whenever it has
+        fewer in flight, as it may take more then."""
         self._roomy[member.place] = member
         if not member.in_flight:
             member.alone = False

@@ -133,8 +133,8 @@ class Ended:
 
 
 class Effect(NamedTuple):
-    """What is known of the updates of a step whose worker was lost, and whether a
-    server confirmed that it applied some."""
+    """What is known of the updates of a step whose worker was lost: whether a server
+    confirmed that it applied some."""
 
     words: str
     is_certain: bool
@@ -249,7 +249,8 @@ class Queue:
 
     @property
     def doubtful(self) -> list[int]:
-        """Steps that may have been applied, and that no worker has."""
+        """Returns the steps of doubtful closures: no worker has them, but they may have
+        been applied."""
         return [closure.step for closure in self._doubtful]
 
     def fence(self) -> list[int]:

@@ -324,7 +324,7 @@ class Builder:
         positions of `states`.
 
         Raises:
-            InvalidArgumentError: One cannot; says why.
+            InvalidArgumentError: An iterator cannot continue there; says why.
         """
         deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
         pairs = (

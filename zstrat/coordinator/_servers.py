@@ -316,7 +316,7 @@ class ParameterServers:
         """Waits until the program that opened the session has created these.
 
         Raises:
-            DeadlineExceededError: It did not; names what a server does not have.
+            DeadlineExceededError: Something was not created in time; names it.
             InvalidArgumentError: It created something else in their place.
         """
         client, session = self.client, self._cluster.session

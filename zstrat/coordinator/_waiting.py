@@ -260,7 +260,7 @@ class Waiters:
 
 
 def _deadline(timeout: float | None) -> float | None:
-    """Returns the time after so many seconds; None: no deadline.
+    """Returns the time ``timeout`` seconds from now; None: no deadline.
 
     Raises:
         TypeError: The timeout is not a number.

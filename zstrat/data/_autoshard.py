@@ -70,7 +70,7 @@ class Allotment:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody but who draws it has the memory of an element."""
+        """Whether only the reader of an element has its memory."""
         return lineage.is_fresh(self.recipe)
 
     @property
@@ -93,7 +93,7 @@ class Allotment:
         return self.begin().elements()
 
     def begin(self, place: Position | None = None) -> Recipe:
-        """A pass, which begins now, whoever makes its elements, and when.
+        """Begins a pass now; its elements may be made later, in any process.
 
         Args:
             place: The pass is the one in which this is; None: a fresh one.
@@ -101,8 +101,9 @@ class Allotment:
         return self.recipe.begun() if place is None else place.passed(self.recipe)
 
     def before(self, steps: int) -> tuple[int, int]:
-        """What comes before a step of a pass: so many batches, of which no rows are
-        left for later, and so many steps whose batches have to be seen."""
+        """Returns what comes before step ``steps`` of a pass: the number of batches
+        that it may skip whole, and the number of steps whose batches have to be
+        read."""
         size = self.batch_size
         if not size or isinstance(self.recipe, Foreign):  # may have empty ones, too
             return 0, steps

@@ -5,7 +5,7 @@ of several at once the first that comes to its end is kept. What stands before t
 is always passed over as in its first pass, so all passes, of all processes, see the
 shuffles there in one order, whichever of them filled the cache.
 
-A file has arrays as they are in memory, each element behind a line that says what
+A file has arrays as they are in memory, each element after a line that says what
 follows. No pickles: reading a file runs no code. What has no place in it is refused
 when it is written: named tuples, dtypes of several fields or of other libraries.
 """

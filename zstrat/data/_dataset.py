@@ -1,8 +1,8 @@
 """`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
 
 Every tf.distribute program begins with one. The face checks arguments and speaks TF's
-words; `_passes` does the work. Whoever needs more (worker processes, weighted mixtures)
-gives a strategy a grain dataset or any generator instead.
+words; `_passes` does the work. A program that needs more (worker processes, weighted
+mixtures) gives a strategy a grain dataset or any generator instead.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Dataset(Sources):
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, from element ``index`` on; straight behind
+        """Every ``num_shards``-th element, from element ``index`` on; right after
         `from_parquet` every such row group, if there are as many.
 
         With `SHARD_HINT` for both, a strategy that distributes the dataset under
@@ -140,7 +140,7 @@ class Dataset(Sources):
         function pass through, with a note of the line and the element.
 
         Args:
-            num_parallel_calls: So many elements are made at a time, on threads that end
+            num_parallel_calls: Number of elements made at a time, on threads that end
                 with the iterator; -1 (`AUTOTUNE`): one for each core, 16 at most. The
                 function must be safe to be called so, and threads help where it waits
                 for a disk, or computes in numpy.
@@ -184,7 +184,7 @@ class Dataset(Sources):
         for each element, and the same ones in each pass.
 
         Args:
-            num_parallel_calls: So many of the open datasets are read ahead, a block
+            num_parallel_calls: Number of open datasets to read ahead, a block
                 each, on threads of their own; -1 (`AUTOTUNE`): all.
 
         Raises:
@@ -239,7 +239,7 @@ class Dataset(Sources):
 
         Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
         one after it again in each pass. Elements kept in memory cannot be written to.
-        Of a dataset that a strategy deals out by file or hint each worker keeps its
+        Of a dataset that a strategy shards by file or hint each worker keeps its
         own part, in a file ``filename-00000-of-00002``. Nobody looks whether a file
         still fits the dataset: remove it when that changes.
 
@@ -385,7 +385,7 @@ class Dataset(Sources):
         lengths that differ.
 
         Known of arrays, files, numbers, a generator with a signature, and all that
-        keeps or stacks their elements. Where it is not (behind `map` and `interleave`,
+        keeps or stacks their elements. Where it is not (after `map` and `interleave`,
         of other generators) the first element is drawn, by a pass of its own that no
         other pass counts, and its lengths are reported unchanged.
 

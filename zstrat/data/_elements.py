@@ -130,7 +130,7 @@ class Elements(Generic[T]):
             self._source.close()
 
     def replace(self, source: Iterator[T]) -> None:
-        """Goes on with another source; what was drawn ahead of this one is dropped.
+        """Switches to another source; drops elements prefetched from this one.
         Not after `close`."""
         self._ready.clear()
         self._broken, self._ended = None, False

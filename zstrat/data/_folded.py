@@ -30,7 +30,7 @@ def folded(
     initial: Any,
     function: Callable[[Any, Any], Any],
 ) -> Element:
-    """The state after the last element.
+    """Reduces the elements to one state by ``function``, and returns the last state.
 
     Raises:
         TypeError: The state became something else; says after which element.
@@ -81,7 +81,8 @@ def _dtype(leaf: Any) -> Any:
 
 
 def looked_at(recipe: Recipe) -> Spec:
-    """Describes the first element, of a pass that others do not count.
+    """Returns the spec of the dataset's first element, drawn from a pass of its own
+    that does not change the order of later passes.
 
     Raises:
         OutOfRangeError: There is no element.

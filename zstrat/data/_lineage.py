@@ -114,8 +114,8 @@ class KnownShapes:
 
     Args:
         batch_size: The rows of a whole batch, None if that is not known.
-        is_even: All batches have so many but for the last one.
-        is_whole: The last one has them, too.
+        is_even: All batches but the last have ``batch_size`` rows.
+        is_whole: The last batch has them, too.
         promised_rows: What all batches are promised to have; a function of ``map`` is
             taken to keep them.
         promise: Of all elements.
@@ -232,7 +232,7 @@ def is_steady(recipe: Recipe) -> bool:
 
 
 def is_fresh(recipe: Recipe) -> bool:
-    """Whether nobody but who draws it has the memory of an element."""
+    """Whether only the reader of an element has its memory."""
     match recipe:
         case Batched():
             return True
@@ -301,9 +301,9 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
-    """Counts the operations, from the last one, that come after the one whose elements
-    workers deal out by number, so that they have to see them in one order; None: they
-    deal out none."""
+    """Counts, from the last operation, those after the one whose elements are sharded
+    by number, so that all workers have to see these in one order; None: no elements
+    are."""
     if policy is AutoShardPolicy.HINT:
         hints = (n for n, each in enumerate(_line(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
@@ -311,15 +311,15 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
 
 
 def order_differs(recipe: Recipe, sharded_at: int) -> bool:
-    """Whether each worker sees in another order what several deal out by number, so
-    that some elements are read twice, and others by nobody."""
+    """Whether workers see elements that are sharded by number in different orders, so
+    that some elements are read twice, and others never."""
     return any(
         not each.is_the_same_everywhere for each in _shuffled(recipe, sharded_at)
     )
 
 
 def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
-    """Whether what workers deal out by number comes as it is made, in any order."""
+    """Whether elements that are sharded by number come in no fixed order."""
     return any(
         isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
         for each in itertools.islice(walk(recipe), sharded_at, None)

@@ -3,7 +3,7 @@
 Options, in TF's words, are written by the user, attribute by attribute, and copied when
 they are attached to a dataset: what is changed afterwards changes nothing.
 
-The context of a dataset function is a plain value: who calls fills it with the real
+The context of a dataset function is a plain value: the caller fills it with the real
 index and count of the worker, and the function shards or seeds its data by them.
 """
 

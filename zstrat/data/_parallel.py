@@ -6,7 +6,7 @@ collected, and its end closes the buffer and thereby ends the thread. The source
 runs, fails and is closed on that thread alone.
 
 `in_order` calls a user's function for several elements at a time, on as many threads as
-it was told. The source is drawn by who reads, so it needs no thread and no lock;
+are configured. The reader draws from the source, so it needs no thread and no lock;
 elements that were drawn and not yielded are as many as threads, and one more for each
 that waits for its turn.
 """
@@ -272,14 +272,14 @@ class Callers:
             thread.start()
 
     def call(self, results: _Results, function: Callable[..., Any], *args: Any) -> None:
-        """Begins a call, in the context of who asks; its result goes to ``results``."""
+        """Begins a call in the reader's context; its result goes to ``results``."""
         run = contextvars.copy_context().run  # of its own: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
-        if self._is_ended:  # behind the last look at the calls: nobody makes it
+        if self._is_ended:  # after the last look at the calls: no thread makes it
             results.put(_dropped())
 
     def end(self) -> bool:
-        """Tells the threads to end after the call that they are in; False if they were
+        """Asks the threads to end after their present call; False if they were
         stopped before, as all are when the interpreter ends."""
         if self._is_ended:
             return False
@@ -309,10 +309,10 @@ class _Call(NamedTuple):
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (waiting := calls.get()) is not None:
         results, run = waiting
-        del waiting  # what it made may have no other owner than who reads
+        del waiting  # what it made may have no other owner than the reader
         try:
             results.put(_Result(run(), None))
-        except BaseException as error:  # goes to who draws the element
+        except BaseException as error:  # goes to the reader of the element
             results.put(_Result(None, error))
         del results, run
 
@@ -382,5 +382,5 @@ def _described(element: Any) -> str:
         return f"{element!r:.100}"
     try:
         return f"{spec_of(as_element(element))!r:.300}"
-    except (TypeError, ValueError):  # somebody else's, whose leaves are no arrays
+    except (TypeError, ValueError):  # a user's class, whose leaves are not arrays
         return f"a {type(element).__name__}"

@@ -51,7 +51,7 @@ class Recipe(abc.ABC):
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
     def spec(self, look: Look) -> Spec:
-        """Describes an element without a pass; who does not know asks
+        """Describes an element without a pass; a recipe that does not know asks
         ``look``, which may draw one."""
         return look(self)
 
@@ -221,7 +221,8 @@ class Counted(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Generated(Recipe):
-    """What a callable's iterable yields; it is called again for each pass."""
+    """A recipe whose elements come from an iterable that a callable returns; each pass
+    calls it again."""
 
     generator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -248,7 +249,7 @@ class MappedPass(Derived):
     """A function of each element.
 
     Args:
-        threads: How many elements are made at a time; 0: by who reads, one by one.
+        threads: How many elements are made at a time; 0: by the reader, one by one.
         in_order: The results come in the order of the elements, not as they are made.
         start: The number of the first element, for messages.
     """
@@ -344,7 +345,8 @@ class Enumerated(Derived):
 
 
 class Batching(Derived):
-    """Batches of so many items. Subclasses are final, and say how one is made."""
+    """Batches of a fixed number of items. Subclasses are final, and say how one is
+    made."""
 
     __slots__ = ()
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN: Final = 2**53
-"""Elements, or steps, that a place may be behind: nobody draws more, and times so many
+"""Most elements, or steps, before a position: no program draws more, and times so many
 replicas it is a number of C."""
 
 
@@ -84,7 +84,7 @@ class Position:
         sizes: How many elements there are, wherever that changes between the end of the
             recipe and its sources: they show that it is the same dataset. Empty: not
             to be compared.
-        operations: Those that decide which elements come when, in words, for the same
+        operations: Those that decide which elements come when, as text, for the same
             reason. None: not to be compared.
     """
 
@@ -95,7 +95,7 @@ class Position:
 
     @classmethod
     def of(cls, begun: Recipe, drawn: int) -> Position:
-        """The place behind so many elements of a pass.
+        """Returns the position after ``drawn`` elements of a pass.
 
         Raises:
             InvalidArgumentError: Another pass may have another order.
@@ -176,8 +176,8 @@ class Position:
         return ""
 
     def passed(self, recipe: Recipe) -> Recipe:
-        """The whole pass, begun, in which this place is. Passes that are begun later
-        have later numbers."""
+        """Returns the pass of ``recipe`` that this position is in, from its first
+        element. Later passes of the recipe get later numbers."""
         orders = iter(self.orders)
 
         def ordered(each: Recipe, is_counted: bool = True) -> Recipe:
@@ -253,7 +253,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
     """Refuses the place of another dataset.
 
     Raises:
-        InvalidArgumentError: It is one.
+        InvalidArgumentError: The position is of another dataset.
     """
     if why := iterator.misfit(state):
         raise InvalidArgumentError(

@@ -46,7 +46,7 @@ Cut = tuple[Piece, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Who draws: worker ``index`` of ``count``, each with ``replicas`` of its own."""
+    """The reader: worker ``index`` of ``count``, with ``replicas`` replicas each."""
 
     count: int = 1
     index: int = 0
@@ -173,7 +173,7 @@ class ByPieces(Cutter):
     Args:
         is_shared: The workers read the same batches, and worker ``i`` takes pieces
             ``i``, ``i + workers``, …; else the batches are its own.
-        promised: Batches of so many rows are cut as `batch_sizes_for_worker` says.
+        promised: Batches of this size are cut as `batch_sizes_for_worker` says.
     """
 
     def __init__(

@@ -201,8 +201,8 @@ class Interleaved(Derived):
     """Elements of the datasets that a function makes.
 
     Args:
-        threads: So many places read their datasets ahead, a block each; the order
-            stays the same.
+        threads: Number of places that read their datasets ahead, a block each; the
+            order stays the same.
         made: What the function has made, of all passes.
     """
 
@@ -232,7 +232,7 @@ class Interleaved(Derived):
                         if all(each is None for each in reading):
                             return
                         continue
-                    # Its number tells the orders of shuffles apart: a count that this
+                    # Shuffles get different orders by its number: a count that this
                     # advanced would make them depend on how far other passes are.
                     current = opened(number, element).again(number).elements()
                     if at < self.threads:

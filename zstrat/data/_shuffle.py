@@ -26,7 +26,7 @@ class PassCounter:
     """Numbers the passes over one `Shuffled`, so that each has an order of its own.
 
     A copy begins at the first pass again: what a dataset yields where it was shipped to
-    does not depend on who looked into it before.
+    does not depend on earlier reads.
 
     Args:
         first: What the numbers of all passes here begin with.
@@ -98,7 +98,7 @@ class Shuffled(Reordered):
     def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
         """The pass of this number; ``seed``: what was drawn for it, if it was."""
         if order == self.order and seed in (None, self.seed):
-            return self  # a cache behind it stays the one of this recipe
+            return self  # a cache after it stays the one of this recipe
         if seed is None:
             return replace(self, order=order)
         return replace(self, order=order, seed=seed, is_drawn=True)

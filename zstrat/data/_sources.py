@@ -269,7 +269,7 @@ def _require_fixed(given: object) -> None:
     it is, whatever is assigned later.
 
     Raises:
-        TypeError: There is one.
+        TypeError: The argument contains a variable.
     """
     if isinstance(given, dict | tuple | list):
         inner = given.values() if isinstance(given, dict) else given

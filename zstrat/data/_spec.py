@@ -1,7 +1,7 @@
 """What an element looks like: the shape and dtype of each leaf.
 
 A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
-what they know without a pass; who wants to know more draws one element (`Look`).
+what they know without a pass; to know more, draw one element (`Look`).
 
 Law of the file: a spec is never a guess. What no recipe knows is None, until somebody
 looks at an element.

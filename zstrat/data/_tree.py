@@ -286,7 +286,8 @@ def _same_shape(arrays: Sequence[Any], path: str) -> None:
 
 
 def is_record(leaf: object) -> bool:
-    """Whether it is `bytes`; an element of an array of numpy's strings is an array."""
+    """Whether a leaf is plain `bytes`. numpy's byte strings (`np.bytes_`) count as
+    arrays."""
     return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
 
 

@@ -144,7 +144,7 @@ class WorkerJoin:
     def _link(self, server: str, index: int) -> Link:
         """Makes a new link for each report, as the keys may have changed. Its handshake
         has no index unless the key is bound to one: the program decides which worker
-        has an index, not the server by who connected first."""
+        has an index, not the order of connections."""
         security = load_keys(self._settings.keys, Job.WORKER, index)
         if security is None or security.index is None:
             index = UNNUMBERED

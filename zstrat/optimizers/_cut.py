@@ -48,8 +48,8 @@ that for every leaf would be a copy of the tree for each leaf of it."""
 
 @dataclass(frozen=True)
 class Coupling:
-    """Why a program is not by leaf: ``leaf`` depends on ``other``, or on something that
-    is of no leaf (None)."""
+    """Why an optimizer cannot be run leaf by leaf: the update of ``leaf`` depends on
+    leaf ``other``, or on state that belongs to no leaf (None)."""
 
     leaf: int
     other: int | None
@@ -61,8 +61,8 @@ class Coupling:
 
 @dataclass(frozen=True)
 class LeafSlots:
-    """The leaves of the state that are kept beside a leaf, by number: its own, and its
-    copies of what is shared."""
+    """The numbers of the state leaves that are stored with a leaf: its own slots, and
+    its copies of shared state."""
 
     own: tuple[int, ...]
     shared: tuple[int, ...]

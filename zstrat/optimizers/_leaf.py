@@ -87,7 +87,7 @@ class LeafRule:
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
-        """Returns shapes and dtypes of new slots, of a leaf with so many rows."""
+        """Returns the shapes and dtypes of new slots for a leaf with ``size`` rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
 
@@ -282,7 +282,7 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
     """Does the same, traced and cut. If that is the only way to update rows of some
     leaf one by one, everything that depends on gradients alone is computed before.
 
-    It is decided by the tree, not by what a call brings, so that all who apply
+    It is decided by the tree, not by what a call brings, so that all that apply
     gradients to it decide alike; once, as each call outside of steps asks for it.
     """
     return tree.remembered(("for rows",), lambda: _cut_for_rows(tree))

@@ -89,7 +89,7 @@ class TreeStructure:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a tree that was told as data is this very tree: without a `Mirror`
+        """Whether `from_plain` rebuilds exactly this tree, without a `Mirror`
         in place of a container of another class."""
         return TreeStructure.from_plain(self.plain()) == self
 

@@ -48,8 +48,8 @@ def takes_extras(transformation: Any) -> bool:
 
 @dataclass(frozen=True)
 class Extras:
-    """Further arguments of ``update``: a pytree of arrays by name, and what is no
-    array, as it is."""
+    """Further arguments of ``update``: a pytree of arrays by name, and others as
+    they are."""
 
     treedef: Any
     kinds: tuple[Shape, ...]
@@ -144,7 +144,8 @@ class TreeTransformation:
         return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of new values, which replace others.
+        """Checks that new values fit the old ``values`` that they replace; returns
+        their leaves.
 
         Raises:
             InvalidArgumentError: They have another structure, or other shapes.

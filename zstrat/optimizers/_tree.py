@@ -133,8 +133,8 @@ class TreeRule(TreeTransformation):
         )
 
     def steady(self, generation: int) -> tuple[Any, ...] | None:
-        """Returns the dtypes of the leaves of the state after so many updates:
-        gradients of float32 make moments of a bfloat16 variable float32."""
+        """Returns the dtypes of the leaves of the state after ``generation`` updates:
+        float32 gradients turn the moments of a bfloat16 variable into float32."""
         if not generation:
             return None
         before = self.steady(generation - 1)

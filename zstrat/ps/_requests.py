@@ -201,7 +201,7 @@ def exchange(
     check: Callable[[int], None],
     refuse: Callable[[Exception], PlainTree],
 ) -> Running[Exchanged | Again]:
-    """Serves a push and the pull behind it in one message, a training step of a worker.
+    """Serves a push and the pull after it in one message, a training step of a worker.
 
     An exchange means what a `Push` followed by a `PullRows` means, and is not a third
     thing: the pull reads what the push wrote, a push that is refused or was applied
@@ -312,7 +312,7 @@ def _names_of_push(
 ) -> list[Hashable]:
     names: list[Hashable] = [update.key for update in updates]
     names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
-    # The same push that comes twice takes its turn behind itself, as a duplicate.
+    # The same push that comes twice takes its turn after itself, as a duplicate.
     if step != UNNAMED:
         names.append(("step", writer, step, part))
     return names

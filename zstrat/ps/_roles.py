@@ -73,7 +73,7 @@ def check_role(task: str, remote: Caller, message: Message) -> None:
     Raises:
         PermissionDeniedError: It is not for peers of this role, or it is a push that
             claims to be another process's own.
-        StaleSessionError: Whoever was the primary before opens its log here.
+        StaleSessionError: The former primary of the store opens its log here.
     """
     roles = ROLES.get(type(message), _COORDINATOR)
     if isinstance(message, OpenLog):

@@ -131,8 +131,8 @@ class ServerSession:
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
-        """Ends the session, and drops all that it had here. It is no error if no
-        session is open.
+        """Ends the session and drops its state here. Does nothing if no session is
+        open.
 
         Raises:
             StaleSessionError: Another session is open, or this one was opened again.

@@ -211,7 +211,8 @@ class PsService:
 
     @property
     def owner(self) -> Owner | None:
-        """Whose session is open, whether connected or not."""
+        """The owner of the open session, connected or not; None if no session is
+        open."""
         return self._ownership.owner
 
     def handle(

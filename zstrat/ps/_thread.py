@@ -35,7 +35,8 @@ class JobThread(Protocol):
         ...
 
     async def close(self, deadline: float) -> bool:
-        """Ends it after the jobs that wait; whether it has by ``deadline``."""
+        """Stops the thread after its queued jobs; returns whether it stopped by
+        ``deadline``."""
         ...
 
 

@@ -130,7 +130,7 @@ class Checkpoint(Tracked):
         Cancellation: nothing was saved, and what was before is as it was; or, at the
         very end, it was saved and does not count: the next one takes its place.
         """
-        # As by TF: what is behind the last slash is the beginning of a name, or none.
+        # As by TF: what follows the last slash is the beginning of a name, or empty.
         above, prefix = os.path.split(local_path(file_prefix))
         directory = absolute(above)
         async with in_turn(self), FileThread() as disk:

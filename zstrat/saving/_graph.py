@@ -199,7 +199,7 @@ def _require_all(given: dict[Any, Any], children: dict[str, Any]) -> None:
     stands for: a plain one beside a variable whose key has the same text.
 
     Raises:
-        TypeError: There is one; says which key.
+        TypeError: The container has such a value; names its key.
     """
     for key, each in given.items():
         if each is not None and children[str(key)] is not each:

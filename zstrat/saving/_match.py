@@ -363,7 +363,7 @@ def _of_others(
     names: Mapping[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
     """The slots whose states are of another class in the checkpoint, and both classes
-    in words. Adam and AdaBelief, say, give their fields the same names.
+    as text. Adam and AdaBelief, say, give their fields the same names.
 
     Args:
         names: The stored slot for each slot.

@@ -143,7 +143,8 @@ class MetricsExport:
 
 
 class _Guarded:
-    """A writer whose errors are logged, the first of several alike alone."""
+    """Wraps a metrics writer and logs its errors; of consecutive failures it logs only
+    the first."""
 
     def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer

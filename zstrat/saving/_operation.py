@@ -4,14 +4,14 @@ One coroutine serves both forms of a call. The blocking form runs it to its end 
 loop on its own thread: a notebook's thread has a loop already, and Ctrl-C in the
 middle of a loop could lose the next step of a task, which would then be waited for in
 vain. It cancels the coroutine, which cleans up as a cancelled task does. Files are
-touched on one named thread an operation, one call after the other. Who waits at a
+touched on one named thread an operation, one call after the other. A waiter at a
 terminal shows how far it is (`ProgressBar`).
 
 Saves and restores of the same objects are made one after the other (`in_turn`). Two
 that run side by side, in threads or in tasks, would mix: a save would take some values
 of before a restore and some of after it, and two saves would take one number.
 
-Law of turns: who comes later waits for those alone that came before and have an object
+Law of turns: an operation waits only for those that came before and have an object
 in common with it, so no two wait for each other. A turn may be waited for from any
 thread and any event loop.
 """
@@ -233,7 +233,7 @@ class ProgressBar:
         self._has_written = False
 
     def add(self, size: int) -> None:
-        """Notes that so many bytes more are done."""
+        """Adds ``size`` bytes to those that are done."""
         self._done += size
         if self._is_shown and (now := time.monotonic()) >= self._next:
             self._next = now + _PAUSE

@@ -95,7 +95,7 @@ class Restore:
 
     def refresh(self) -> list[str]:
         """Loads what appeared in containers meanwhile; returns what the program has
-        and the checkpoint does not, in words."""
+        and the checkpoint does not, as text."""
         if self._matching is None:
             return []
         found = self._matching.find(self._root, 0)

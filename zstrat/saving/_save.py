@@ -72,7 +72,7 @@ async def save(
         ResourceExhaustedError: A disk is full.
         OSError: As the system says.
 
-    Cancellation, and all errors: the folder is what it was; or, cancelled behind the
+    Cancellation, and all errors: the folder is what it was; or, cancelled after the
     commit, the new checkpoint is there.
     """
     variables = saved_components(graph)
@@ -169,7 +169,7 @@ async def _write(
             _write_part(source, folder, number, pieces, seen, disk, progress)
             for number, (source, pieces) in enumerate(parts)
         ]
-        # All of them to their end, also when one fails: none writes any more when the
+        # All of them to their end, also when one fails: no write is under way when the
         # snapshot is let go and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AskedCluster(Protocol):
-    """Whoever asks parameter servers."""
+    """A cluster whose parameter servers can be asked."""
 
     @property
     def client(self) -> PsClient:
@@ -43,7 +43,7 @@ class AskedCluster(Protocol):
 
 class ClusterMoment(NamedTuple):
     """When the values of a cluster were saved or loaded: between which steps, and
-    behind how many restores of its servers."""
+    after how many restores of its servers."""
 
     cluster: ClusterSession
     cut: SessionCut | None
@@ -68,7 +68,7 @@ def cluster_of(variable: VariableHandle) -> ClusterSession | None:
 
 
 def clusters_of(variables: Iterable[VariableHandle]) -> list[ClusterSession]:
-    """The clusters that some of the variables live on, each once.
+    """Returns the clusters that store any of the variables, each once.
 
     Raises: As `cluster_of`.
     """

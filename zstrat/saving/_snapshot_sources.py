@@ -42,7 +42,8 @@ AHEAD: Final = 4
 
 
 class SourceTensor(NamedTuple):
-    """A tensor that stays as it is. ``place`` is its number there."""
+    """A tensor of a snapshot, which updates do not change. ``place`` is its index in
+    ``source``."""
 
     source: SnapshotSource
     place: int
@@ -54,7 +55,7 @@ class SourceTensor(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What became of tensors in a file: a digest each, and its size in bytes."""
+    """The digests of the tensors in a written file, and its size in bytes."""
 
     digests: list[str]
     size: int

@@ -120,8 +120,8 @@ class ReplicaContext(AbstractReplicaContext):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """TF's name of this replica's device. A function that asks for it runs in
-        turns, replica by replica: one program has them all.
+        """TF's name of this replica's device. A function that asks for it runs
+        sequentially, replica by replica: one program has them all.
 
         Raises:
             RuntimeError: This is not the replica context that is current.

@@ -28,10 +28,10 @@ _LOCAL: Final = ("localhost", "worker", "chief")
 
 
 def device_named(name: str | jax.Device) -> jax.Device:
-    """Returns the device of this process that a name means.
+    """Returns the device of this process that has the given name.
 
     Args:
-        name: The name of TF, or a device, which is returned as it is.
+        name: TF's name of the device, or a device, which is returned as it is.
 
     Raises:
         ValueError: It is not the name of a device, or there is no such device; lists

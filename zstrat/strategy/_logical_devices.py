@@ -153,14 +153,8 @@ def _named(extents: Sequence[int], split: Sequence[int]) -> Any:
 def require_split(
     shape: Sequence[int], partition_dimensions: Any, count: int
 ) -> tuple[int, ...]:
-    """Checks and returns the split of an array of that shape over so many logical
-    devices.
-
-    Raises:
-        ValueError: It is not a list of positive integers, one for each dimension; an
-            entry does not divide its dimension; or it makes more or fewer tiles than
-            there are devices. Checked in this order.
-    """
+    """Checks and returns the split of an array of this shape over ``count`` logical
+    devices."""
     splits = _integers(partition_dimensions)
     if len(splits) != len(shape):
         raise ValueError(

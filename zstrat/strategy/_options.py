@@ -49,8 +49,8 @@ class CommunicationOptions:
     """Options of collectives between processes.
 
     Args:
-        bytes_per_pack: Small arrays are sent in packs; one that is larger than this
-            takes no more. 0: the group decides.
+        bytes_per_pack: Small arrays are sent in packs; one that has reached this size
+            gets no further array. 0: the group decides.
         timeout_seconds: How long one collective may wait for the other processes; None
             for the default of the group.
         implementation: A `CommunicationImplementation`, or its name in any case.

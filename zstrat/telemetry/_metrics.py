@@ -77,8 +77,8 @@ def _read(table: str) -> tuple[Metric, ...]:
     Args:
         table: "[jobs] part" heads the numbers of one part of what these jobs report. A
             number is a line: where it is in the part, with a + before it if it is a
-            counter, a * if it is histograms, and its unit behind a colon if it does
-            not just count; what Prometheus calls it behind ``zstrat_``, or -; and the
+            counter, a * if it is histograms, and its unit after a colon if it does
+            not just count; what Prometheus calls it after ``zstrat_``, or -; and the
             help.
     """
     found, jobs, part = [], "", ""

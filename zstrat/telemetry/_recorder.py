@@ -88,7 +88,7 @@ class EagerTimes(NamedTuple):
 @final
 @dataclass(slots=True)
 class StepTimes:
-    """Steps that ran, number behind number."""
+    """Steps that ran, as flat lists of numbers."""
 
     quick: list[float] = field(default_factory=list)
     """`QUICK` numbers for each."""

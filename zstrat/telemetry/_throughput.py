@@ -70,13 +70,13 @@ class Throughput:
         """From now on what is counted is to be followed by a `mark`."""
 
     def mark(self, now: float, before: float, after: float) -> None:
-        """Just now it has become more."""
+        """Marks that the counter has grown from ``before`` to ``after`` just now."""
         self._marks.append(_Mark(now, before, after))
         self.next_mark = now + MARK
 
     def rate(self, now: float, total: float) -> float:
-        """Per second, when there is so much by now, in a `window`; 0 if nothing came
-        for longer than that."""
+        """Returns the rate per second over the last `window`, given the ``total`` by
+        now; 0 if nothing came for longer than a window."""
         marks = list(self._marks)
         times = [mark.at for mark in marks]
         span, gap = window(times, now), usual_gap(times, now)

@@ -68,7 +68,7 @@ def check_address(text: str) -> None:
     """Checks that the text is an address with a port.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The text is not an address with a port.
     """
     address = parse(text)
     if address.scheme == "tcp" and not address.port:

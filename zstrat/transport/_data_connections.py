@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import zmq
 
 # Before `_close_all` is registered, so that it ends after it: then it frees the memory
-# of messages that libzmq has not sent yet, whoever reads it then.
+# of messages that libzmq has not sent yet, whichever process reads it.
 import zmq.utils.garbage
 from zmq.backend import zmq_poll
 from zmq.utils import z85
@@ -80,7 +80,7 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class DataMessage(NamedTuple):
-    """A message: who sent it, its header, and its bytes."""
+    """A message: its sender, its header, and its bytes."""
 
     member: int
     header: bytes
@@ -130,7 +130,7 @@ class DataConnections:
         self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
         self._sent = self._got = 0
         self.held = threading.Lock()
-        """Held by the thread that uses them just now, who is the only one."""
+        """Held by the only thread that uses them at present."""
         self._closing = threading.Lock()
         self._is_closed = False
         try:
@@ -237,9 +237,9 @@ class DataConnections:
                 return DataMessage(member, frames[1].bytes, data)
 
     def wait(self, full: Iterable[int], seconds: float) -> bool:
-        """Waits until something comes, there may be room on one of the ``full``
-        connections, or `wake` is called; so many seconds at most, and no more than
-        `IDLE`. Whether any of that has happened."""
+        """Waits until something arrives, one of the ``full`` connections may have room,
+        or `wake` is called; at most ``seconds`` and `IDLE`. Returns whether any of
+        these happened."""
         wanted = self._wanted
         if full:
             wanted = [*wanted, *[(self._outward[member], _OUT) for member in full]]

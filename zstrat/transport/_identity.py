@@ -1,4 +1,4 @@
-"""Who this process is, as it says in its HELLO."""
+"""The identity of this process, as it sends it in its HELLO."""
 
 from __future__ import annotations
 

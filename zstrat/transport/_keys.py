@@ -322,11 +322,11 @@ class Secrecy:
     A folder that ``zstrat keygen`` made belongs to one user alone. Where an engine lays
     the keys out, a Secret of Kubernetes for one, it looks otherwise: a folder of mode
     1777 with links, files 0440 with a group that the pod alone has. That is as safe if
-    nothing can be written there (a read-only mount), because whoever adds a public key
-    to a folder may join the cluster; and if "others" cannot read the secret, and its
-    group is one of this process in which the system knows nobody else. Whoever reads
-    files as another user of this group, or as root, is one that the engine has let in:
-    both are true for the keys of one user, too.
+    nothing can be written there (a read-only mount), because a user who adds a public
+    key to a folder may join the cluster; and if "others" cannot read the secret, and
+    its group is one of this process in which the system knows nobody else. A process
+    that reads files as another user of this group, or as root, was let in by the
+    engine: both are true for the keys of one user, too.
     """
 
     file: int

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
-# memory of messages that libzmq has not sent yet, whoever reads it then.
+# memory of messages that libzmq has not sent yet, whichever process reads it.
 import zmq.utils.garbage  # noqa: F401
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
@@ -398,7 +398,7 @@ class LoopCall(Generic[T]):
     def _end(self, task: asyncio.Task[T]) -> None:
         self._is_over = True
         if not task.cancelled():
-            task.exception()  # who has given it up does not ask
+            task.exception()  # a caller that gave up does not ask
         if self._bell is not None:
             self._bell.ring()
 
@@ -414,7 +414,7 @@ class LoopCall(Generic[T]):
         return ClosedError(f"{self._what}: {self._ended}")
 
     def _give_up(self) -> None:
-        """Posted behind the beginning; if there was none, nothing is left to begin."""
+        """Posted after the beginning; if there was none, nothing is left to begin."""
         _under_way.discard(self)
         if not self._is_over:
             with contextlib.suppress(ClosedError):
@@ -432,7 +432,7 @@ _under_way: Final[set[LoopCall[Any]]] = set()
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop is closed: wakes who waits for what was asked of it behind the last look
+    """The loop is closed: wakes the waiters of calls posted after the last look
     at its tasks, or did not end when it was cancelled."""
     for call in list(_under_way):
         call.abandon_if_of(loop)

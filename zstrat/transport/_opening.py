@@ -1,4 +1,4 @@
-"""The task at the far end of a link: who waits for its greeting, and when it is lost.
+"""The greeting of the task at the far end of a link, its waiters, and its loss.
 
 Callers that wait in vain for the greeting get an error that says what is known of the
 cause. A broken connection is not yet a lost task: the same incarnation may come back

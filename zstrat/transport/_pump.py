@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class TransportTraffic:
-    """The bytes of one transport. Whoever moves bytes adds to them, on the loop."""
+    """Counts the bytes of one transport; its channels add to them, on the loop."""
 
     __slots__ = ("got", "sent")
 
@@ -232,8 +232,8 @@ class Outlet:
 
     Args:
         on_flushed: Called after each flush: there may be room for more.
-        on_waited: Called with two times of the loop when nothing waits any more, if
-            something did: for the peer to read, or for its place in memory.
+        on_waited: Called with two times of the loop when nothing waits, if
+            something did before: for the peer to read, or for its place in memory.
     """
 
     __slots__ = (

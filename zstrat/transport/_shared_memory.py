@@ -7,11 +7,11 @@ kernel, and nothing has a name in a file system: when both processes are dead, h
 they died, the memory is gone.
 
 Threats: a peer proves that it shares the host and the user by a random text that only
-the mapped memory contains; whoever cannot read ``/proc/PID/fd`` of this process cannot
-map it, and nothing is put there for him. What all arenas of the process take together
-is bounded, for peers that never say that they have read. A peer may change what it has
-sent while we read it, as it may send anything in the first place; it cannot touch
-memory that is not its own arena.
+the mapped memory contains; a peer that cannot read ``/proc/PID/fd`` of this process
+cannot map it, and nothing is put there for it. What all arenas of the process take
+together is bounded, for peers that never say that they have read. A peer may change
+what it has sent while we read it, as it may send anything in the first place; it cannot
+touch memory that is not its own arena.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ to be read, which costs far more than a message."""
 _PHYSICAL: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A file that shrinks kills whoever reads its mapping; a sealed one cannot."""
+"""A file that shrinks kills a process that reads its mapping; a sealed one cannot."""
 
 
 class Blocks:
@@ -119,7 +119,8 @@ class Quota:
         self._left, self._lock = most, threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Takes so many bytes; False, and nothing is taken, if fewer are left."""
+        """Takes ``nbytes`` bytes of the quota. Returns False, and takes nothing, if
+        fewer are left."""
         with self._lock:
             if nbytes > self._left:
                 return False
@@ -138,8 +139,8 @@ QUOTA: Final = Quota(max(CAPACITY // 4, _PHYSICAL // 4))
 class Arena:
     """What this process shares with its peers: it writes, they read.
 
-    ``memory`` (uint8 [capacity]) begins with the word that tells the peer that it has
-    mapped the right file, and the proof that tells us that it has.
+    ``memory`` (uint8 [capacity]) begins with the word by which the peer knows that it
+    has mapped the right file, and the proof for this process that the peer has.
     """
 
     def __init__(self, capacity: int = CAPACITY, quota: Quota = QUOTA) -> None:
@@ -165,7 +166,7 @@ class Arena:
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body (uint8 [n] each, aligned one behind the other) into the arena;
+        """Copies a body (uint8 [n] each, aligned one after the other) into the arena;
         its offset, or None if it does not fit now."""
         start = self._reserve(nbytes)
         if start is not None:

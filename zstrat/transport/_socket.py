@@ -49,7 +49,7 @@ _users = 0
 
 
 def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
-    """One whose sockets share so many I/O threads."""
+    """Returns a context whose sockets share ``threads`` I/O threads."""
     # glibc keeps blocks up to the size of the largest that was ever freed, and asks the
     # kernel for others each time: then every chunk that arrives is zeroed, faulted in
     # and given back, at half the throughput. No page of this block is touched.
@@ -98,8 +98,8 @@ os.register_at_fork(after_in_child=_forget)
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Waits until the closed sockets of ``context`` are gone: at most `LINGER`.
 
-    The loop goes on meanwhile, except at the end of the program, when Python starts no
-    thread any more.
+    The loop runs meanwhile, except at the end of the program, when Python starts no new
+    thread.
 
     Cancellation: the context ends by itself all the same.
     """
@@ -108,13 +108,13 @@ async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
     def term() -> None:
         context.term()
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        with suppress(RuntimeError):  # the loop is gone: nobody waits
             loop.call_soon_threadsafe(ended.set)
 
     thread = threading.Thread(target=term, name="zstrat-zmq-term", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # Python 3.12 on makes none any more when a program ends
+    except RuntimeError:  # Python >= 3.12 starts none when a program ends
         context.term()
         return
     await ended.wait()
@@ -137,8 +137,8 @@ def new_socket(
     socket.handshake_ivl = int(times.handshake * 1000)
     # ZeroMQ's own heartbeats stay off. When a peer has reset its connection while more
     # than `rcvhwm` of its messages wait, their timer finds a failed engine, and libzmq
-    # 4.3.5 aborts the process. Our beats tell us that a peer is gone, and `hang_up`
-    # ends its connection; beneath them TCP finds machines that have vanished.
+    # 4.3.5 aborts the process. Our heartbeats show that a peer is gone, and `hang_up`
+    # ends its connection; below them TCP finds machines that have vanished.
     timeout = math.ceil(times.liveness)
     socket.tcp_keepalive = 1
     # The peer must not be given up before we would give it up. The kernel takes no more

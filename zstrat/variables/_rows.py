@@ -186,9 +186,9 @@ def integers(ids: Any, what: str) -> np.ndarray:
 
 
 def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:
-    """Converts indices of the table to rows of one component.
+    """Converts row indices of a table to row indices of one component.
 
-    Indices of other components become one after its last row.
+    Indices that belong to other components become the index after its last row.
     """
     height = table.components[component].shape[0]
     indices = reaching(indices)

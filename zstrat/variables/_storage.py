@@ -298,7 +298,7 @@ class DevicePool(abc.ABC):
         """
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        """Sends pytrees of arrays that are kept here to where a step runs.
+        """Moves pytrees of arrays of this pool to the devices where a step runs.
 
         ``shardings`` is a prefix of the trees.
         """

@@ -96,7 +96,7 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     """Name of the dtype and dims, as they go into the header.
 
     Raises:
-        TypeError: It is no array, or one of objects, texts, dates or records.
+        TypeError: It is not an array, or one of objects, texts, dates or records.
     """
     if type(array) is not np.ndarray:
         _check_class(array)
@@ -169,7 +169,7 @@ def check_specs(announced: Any) -> list[ArraySpec]:
 
 _REMEMBERED: Final = 4096
 """Specs that are remembered, as a model announces the same arrays at each step. When
-there are more, all are forgotten: a hostile peer can name new shapes for ever."""
+there are more, all are forgotten: a hostile peer can name new shapes forever."""
 
 _seen: Final[dict[tuple[Any, ...], ArraySpec]] = {}
 _dims: Final = itemgetter(1)

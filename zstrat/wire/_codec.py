@@ -4,7 +4,7 @@ A message is one header frame and any number of raw frames. The header is a msgp
 array ``[kind, request, field, ...]``, fields in the order of the dataclass. In the
 place of ``arrays`` stands ``[[dtype, dims], ...]`` and each array is a raw frame. A
 ``bytes`` field above `INLINE` leaves its length in the header and travels as one more
-raw frame behind the arrays, so that a header stays small whatever is shipped.
+raw frame after the arrays, so that a header stays small whatever is shipped.
 
 Everything that arrives is hostile until it is checked: `decode_header` raises
 `ProtocolError` and nothing else, and what it allocates is bounded by the size of the
@@ -72,7 +72,7 @@ class Announced(NamedTuple):
     """A message whose raw frames are still to come, all else checked.
 
     ``message_kind`` is the class of the message, ``outside`` the places of the bytes
-    among the ``fields`` that follow in frames, behind the arrays.
+    among the ``fields`` that follow in frames, after the arrays.
     """
 
     request: int

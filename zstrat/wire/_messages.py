@@ -3,7 +3,7 @@
 Peers of different roles meet here and nowhere else: the contract is data. A message is
 a frozen dataclass of ints, strings, bytes and arrays; `_codec` derives the layout on
 the wire and the validation from the annotations, so a field that is added is checked. A
-field ``arrays`` travels as raw buffer frames behind the header.
+field ``arrays`` travels as raw buffer frames after the header.
 
 The messages are by subject, a file for each, whose last lines list them: of connections
 (`_link_messages`), of any task (`_task_messages`), of variables, snapshots, replicas,

@@ -273,7 +273,7 @@ def _check_keys(value: dict[Any, Any]) -> None:
 
 def _scalar(kind: type) -> Check:
     def check(value: Any) -> Any:
-        if type(value) is not kind:  # bool is a subclass of int, and is no int here
+        if type(value) is not kind:  # bool is a subclass of int, and not an int here
             raise Mismatch(_NAMES[kind], value)
         return value
 

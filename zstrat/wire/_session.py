@@ -220,7 +220,7 @@ class Ownership:
         return [link for link in self._links if link is not peer]
 
     def close(self, session: int, sent: float = math.inf) -> bool:
-        """Ends the session; False if none was open (closing twice is no error).
+        """Ends the session; False if none was open (it may be closed twice).
 
         Args:
             sent: When its coordinator sent the order, by the clock of `Owner.sent`.

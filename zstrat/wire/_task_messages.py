@@ -200,7 +200,7 @@ class AskClock:
 
 @message
 class ClockTime:
-    """Seconds of the monotonic clock of the process that answers."""
+    """The answering process's monotonic clock, in seconds."""
 
     kind: ClassVar = 107
     now: float

@@ -210,7 +210,7 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
     before a step has an effect, as a step that fails must not have one.
 
     Raises:
-        ValueError: It does not; says what to return instead.
+        ValueError: The coordinator would refuse it; says what to return.
     """
     message = Completions(0, [], [layout], b"")
     try:

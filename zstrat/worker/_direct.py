@@ -3,12 +3,12 @@
 An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
 round trip at a time. Updates wait until the step reads or ends, and are pushed then:
 they are parts 0, 1, 2, … of the step, each applied once however often it runs. A step
-that makes its updates behind all reads has one part, and fails or succeeds with it.
+that makes its updates after all reads has one part, and fails or succeeds with it.
 
-When a step runs again, its earlier runs have no effect any more, and what they had
+When a step runs again, its earlier runs have no further effect, and what they had
 pushed stays: this run has to push the same, part by part, or it fails and says where.
-An update has a name by which it is told from others: where in the user's code it was
-made, for which time, and what it does. The operands are no part of it, nor is which
+An update has a name that distinguishes it from others: where in the user's code it was
+made, for which time, and what it does. It includes neither the operands nor which
 rows and components are updated: another run of the step may have other data, and is the
 same run all the same.
 """
@@ -178,7 +178,7 @@ class Direct:
         return self.read_many([variable])[0]
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """One request per server, behind what waits."""
+        """Sends one request per server, after those that wait."""
         self._push()
         specs = [_shared(variable) for variable in variables]
         refs = [Ref(spec.ps, spec.key) for spec in specs]
@@ -286,10 +286,10 @@ class Direct:
 
 
 def bind(ask: Asking, call: GradientCall) -> None:
-    """Tells the parameter servers of the tree of an optimizer; blocks.
+    """Sends the tree of an optimizer to the parameter servers; blocks.
 
     Raises:
-        ValueError: It cannot be told, or a server refuses it; says why.
+        ValueError: It cannot be encoded, or a server refuses it; says why.
     """
     number, data = call.optimizer.id, encoded(call)
     ask(lambda client: asyncio.ensure_future(client.bind(number, data)))
@@ -322,5 +322,5 @@ def _named(*specs: VariableSpec) -> Iterator[None]:
 def _not_here(*variables: VariableHandle) -> RuntimeError:
     names = ", ".join([str(variable.spec) for variable in variables])
     return RuntimeError(
-        f"{names}: a step is no coroutine: use the blocking forms in it"
+        f"{names}: a step is not a coroutine: use the blocking forms in it"
     )

@@ -9,7 +9,7 @@ Theory of operation:
 - Order. Closures run in the order of dispatch. A closure reads what those before it
   wrote: its pull is posted only after their pushes, on the same links, which keep
   order. So of the line everything up to the first *writer* may be pulled, and one
-  closure behind it may be prepared while the writer waits or runs (``_held``). When
+  closure after it may be prepared while the writer waits or runs (``_held``). When
   the writer has run, its push and the pull of the next one leave in one post: a
   training step costs one hop each way and one round trip.
 - With a ``prefetch`` of n, steps that only feed optimizers do not wait for each other's
@@ -24,12 +24,12 @@ Theory of operation:
   read by it is as fresh as its own pull could promise. Rows are never shared.
 - The values that wait in the line, and the rows that steps have made of answers when
   they advanced, are bounded: beyond ``budget`` nothing is prepared or
-  advanced but what the head needs, and the one step behind it.
+  advanced but what the head needs, and the one step after it.
 - Elements are drawn in the order of the closures. A step whose values do not come gives
-  its element back, so those behind it that failed with it give theirs back first, and
+  its element back, so those after it that failed with it give theirs back first, and
   the others are prepared once more (`put_back`).
 - A closure that cannot be prepared ends when those before it have run, and nothing is
-  prepared behind it until then: a dataset that has ended must not cost the closures
+  prepared after it until then: a dataset that has ended must not cost the closures
   that still had an element.
 - An outbox is posted when nothing else can be done, when a pull in it is what the
   head of the line waits for, or when the next piece of work would end after the oldest
@@ -64,7 +64,7 @@ INTERVAL: Final = 1e-3
 """Seconds that an ending may wait for company: 50 quick closures share one message, and
 nobody notices a millisecond."""
 PAUSE: Final = 10.0
-"""Seconds without a closure that are no gap between steps any more: the program does
+"""Seconds without a closure that are more than a gap between steps: the program does
 something else."""
 BUDGET: Final = 64 * 2**20
 """Bytes of values that may wait in the line before it grows no more; beyond, looking
@@ -98,20 +98,20 @@ class Pipeline:
         self._writer: ClosureStep | None = None
         """First of the line that writes."""
         self._behind = 0
-        """Steps of the line behind the writer, fetched before its push,"""
+        """Steps of the line after the writer, fetched before its push,"""
         self._held: ClosureStep | None = None
         """but for the last one if this is it: its pull waits for all their pushes."""
         self._answered: Final[deque[ClosureStep]] = deque()
         """Steps that have to advance before they can be pulled again."""
         self._stuck = False
-        """The first of the queue was refused, and ends behind the line."""
+        """The first of the queue was refused, and ends after the line."""
         self._bytes = 0
         self._refilling = False
         self._outbox = Post()
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
         self.is_captured = False
-        """Each step is told with its number and its times, the quick ones, too. Anybody
+        """Each step is reported with its number and times, even quick ones. Any thread
         may set it."""
         self._waits: float | None = None
         """Since when there is nothing to do."""
@@ -127,7 +127,7 @@ class Pipeline:
     def dispatched(
         self, task: Any, costs: Costs, numbers: Iterable[int], now: float
     ) -> None:
-        """Closures came; they run behind all that came before."""
+        """Adds closures, to run after all that came before."""
         if self._waits is not None and not self._line:
             idle, self._waits = now - self._waits, None
             self._outbox.times.idle += idle if idle < PAUSE else 0.0
@@ -301,11 +301,11 @@ class Pipeline:
 
     def put_back(self) -> list[ClosureStep]:
         """What the head has drawn goes back to its dataset, as its values did not come:
-        so must go first what those behind it have drawn. These are queued again, but
+        so must go first what those after it have drawn. These are queued again, but
         for those next to it whose values did not come either.
 
         Returns:
-            The steps behind the head whose elements go back, last one first.
+            The steps after the head whose elements go back, last one first.
         """
         line, failed = self._line, 1
         while failed < len(line) and line[failed].error is not None:
@@ -328,7 +328,7 @@ class Pipeline:
         self._oldest = min(self._oldest, now)
 
     def under_way(self, heard: float) -> StepUnderWay | None:
-        """What the thread is at; None: nothing, or it cannot be told. The loop calls
+        """Returns what the thread runs; None: nothing, or unknown. The loop calls
         this while the executor changes the line. That is safe, as a deque is copied in
         one operation of the interpreter, but a step may have ended in that moment.
 
@@ -421,7 +421,7 @@ class Pipeline:
         if self._writer is None:
             return len(self._line) < self._window and self._bytes <= self._budget
         if not self._behind:
-            return True  # one step behind the writer is allowed whatever it holds
+            return True  # one step after the writer is allowed whatever it holds
         more = self._held is None and self._behind < self._depth
         return more and self._bytes <= self._budget
 
@@ -439,7 +439,7 @@ class Pipeline:
         return self._refilling
 
     def _looks_ahead(self, head: ClosureStep) -> bool:
-        """Whether to prepare a step behind an optimizer step before that runs, so that
+        """Whether to prepare a step after an optimizer step before that runs, so that
         its pull is under way meanwhile: values that came early would else make every
         second round trip visible."""
         return (
@@ -456,7 +456,7 @@ class Pipeline:
         match do:
             case Do.PREPARE | Do.ADVANCE:
                 assert step is not None
-                # A writer ends what may be pulled together: nothing can join any more.
+                # A writer ends what may be pulled together: nothing can join later.
                 if pulls and self._writer is not None:
                     return True
                 costs = step.costs
@@ -506,7 +506,7 @@ class Pipeline:
             times.stalls[last] = times.stalls.get(last, 0.0) + seconds
 
     def _release(self, now: float) -> None:
-        """The line has run: what could not be prepared behind it ends."""
+        """The line has run: what could not be prepared after it ends."""
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
 

@@ -1,6 +1,6 @@
 """The ways of a worker's session to the parameter servers, which may move.
 
-Who has the session of the cluster decides where a server is; a worker that cannot reach
+The owner of the cluster's session decides where a server is; a worker that cannot reach
 one, or finds another process in its place, waits for a word of that for a while.
 """
 

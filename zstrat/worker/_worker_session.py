@@ -1,10 +1,10 @@
 """The session of one coordinator on this worker, as the loop sees it.
 
-It owns the links to the parameter servers, carries out the posts of the executor thread
-(pushes, then pulls, then endings) and tells the coordinator how its closures ended.
+It owns the links to the parameter servers, carries out what the executor thread posts
+(pushes, then pulls, then endings) and reports the outcome of closures.
 Whatever unpickles or runs user code goes to the executor thread, in the order of its
 arrival, so that a closure meets what was shipped before it. Which closures are open,
-and what the coordinator has heard of them, is kept by `Reports`.
+and which of them the coordinator knows, is kept by `Reports`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operations of a group: each checks its arguments, describes the call as text,
 and gives the steps that carry it out.
 
-A request has no number yet, and nothing is sent: no other rank ever hears of what is
+A request has no number yet, and nothing is sent: no other rank receives what is
 refused here. The words are what ranks compare, so they hold all that has to be alike.
 
 A step is a list of calls that go out together; the next step begins when all of them
@@ -54,7 +54,7 @@ Finish = Callable[[], Any]
 Steps = Generator[list[CollectiveCall], None, Finish]
 
 ALONE: Final = 128 * 1024
-"""Arrays of so many bytes travel by themselves: to copy them twice costs more than a
+"""Arrays of at least this size are not packed: to copy them twice costs more than a
 call."""
 
 PACK: Final = 4 * MiB
@@ -186,7 +186,7 @@ def _all_reduce_array(
     options: CallOptions,
 ) -> OperationRequest:
     """`all_reduce` of one array in C order, where there is nothing to pack."""
-    # Text, as it is a key: what is none is refused with words that name it.
+    # Text, as it is a key; an unknown name is refused by an error that has it.
     compression = None if options.compression is None else str(options.compression)
     algorithm = None if options.algorithm is None else str(options.algorithm)
     words = _array_words(size, array.dtype, array.shape, op, compression, algorithm)

@@ -24,8 +24,8 @@ class Pending(Generic[T]):
     what was given to it must be left alone until it is over.
 
     Args:
-        words: What is under way, for people.
-        over: Called once, when it is over and before anybody who waits hears of it.
+        words: The operation that runs, as text for logs and errors.
+        over: Called once when the operation is over, before its waiters wake up.
     """
 
     __slots__ = (

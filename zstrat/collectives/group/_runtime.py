@@ -178,7 +178,7 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
             runtime.users += 1
             counted = runtime
         return runtime
-    except BaseException:  # to whoever makes a group; of Ctrl-C
+    except BaseException:  # to the caller that makes a group; of Ctrl-C
         if counted is not None:
             counted.release()
         raise

@@ -27,8 +27,8 @@ IN_FLIGHT: Final = 1024
 
 
 class OperationScheduler:
-    """A generation, and what carries its operations out: ``messages``, and ``engine``
-    if all ranks have one."""
+    """Launches the operations of one generation: by ``engine`` if all ranks have one,
+    else by ``messages``."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OperationScheduler:
         """
         try:
             return self._launch(request, blocking=blocking)
-        except Exception:  # to the caller: the others have heard of it, if it began
+        except Exception:  # to the caller; if it began, the other ranks know
             raise
         except BaseException:  # Ctrl-C, to the caller: its turn may have been lost
             self.interrupt(request.words)
@@ -158,5 +158,5 @@ class OperationScheduler:
         if turn is not None:
             assert self._by_engine is not None
             self._by_engine.drop(turn)
-            with turn:  # or whoever has drawn the next one waits for ever
+            with turn:  # or the thread with the next turn waits forever
                 pass

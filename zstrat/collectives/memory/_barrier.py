@@ -7,9 +7,9 @@ it takes in turn. One law makes every collective here safe, whatever was called 
 
     the slot of step s is read by others only before they post step s + 1.
 
-So whoever has seen all post s + 1 may write the slot of step s + 2, which is that of
-step s. All ranks make the same calls of the same sizes, hence the same steps; what is
-called is compared at the first step of each call.
+So a rank that has seen all post s + 1 may write the slot of step s + 2, which is that
+of step s. All ranks make the same calls of the same sizes, hence the same steps; what
+is called is compared at the first step of each call.
 
 A wait looks for a moment, as the others are mostly just as far (`SpinPolicy`), and then
 sleeps on the word of the rank that it waits for. A rank that dies wakes nobody: the
@@ -117,7 +117,7 @@ LOOKS: Final = 2000
 """60 µs: what a chunk of 1 MiB takes, and twice a sleep and a wake-up."""
 
 YIELDS: Final = 20
-"""Where ranks outnumber cores each look yields the core, to run who is waited for."""
+"""Where ranks outnumber cores each look yields the core to the awaited ranks."""
 
 SLOW: Final = 0.0005
 """Seconds of looking after which it was not the other rank that ran meanwhile."""
@@ -181,7 +181,7 @@ class ShmBarrier:
         self._mine, self._others = mine, tuple(others)
         self._spin = SpinPolicy(is_crowded=len(others) >= cores)
         self.step = 0
-        """The last step that this rank has posted; its parity tells the slot."""
+        """The last step that this rank has posted; its parity selects the slot."""
         self._calls, self._about, self._is_checked = 0, 0, True
         self._deadline = math.inf
         self._error: Exception | None = None
@@ -218,7 +218,7 @@ class ShmBarrier:
         """This rank's slot is written; the next one may be written after `wait`."""
         self.step += 1
         fence()
-        # Behind the fence: whoever sees the step has to see the slot, too.
+        # After the fence: a rank that sees the step has to see the slot, too.
         self._mine.words[0] = self.step
         wake(self._mine.address)
 
@@ -254,7 +254,7 @@ class ShmBarrier:
         self._error = self._error or error
         other = self._asleep
         if other is not None:
-            # On a thread of its own: it rings until it is heard, and who aborts must
+            # On a thread of its own: it rings until it is heard, and `abort` must
             # not wait.
             ring = threading.Thread(
                 target=self._ring, args=(other,), name="zstrat-ring", daemon=True

@@ -34,7 +34,7 @@ SLOT: Final = 2**20
 smaller ones meet more often, larger ones go through memory."""
 
 _WORDS: Final = 64
-"""Where the control words are, a cache line behind the proof of the arena."""
+"""Offset of the control words, a cache line after the proof of the arena."""
 _WORDS_BYTES: Final = 64
 _SLOTS: Final = 4096
 

@@ -83,7 +83,7 @@ def algorithm_named(call: str, name: str) -> Algorithm:
     """The algorithm that carries out ``call`` ("all_reduce", ...) by that name.
 
     Raises:
-        ValueError: There is none; says which ones there are.
+        ValueError: No algorithm has that name; lists those of ``call``.
     """
     named = ALGORITHMS.get(call)
     if named is None:

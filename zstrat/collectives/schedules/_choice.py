@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
 _WORTH: Final = 1.05
-"""Another algorithm has to be so many times as fast to take over at the next size:
+"""Another algorithm has to be faster by this factor to take over at the next size:
 less is noise."""
 
 _FIELDS: Final = ("call", "algorithm", "ranks", "bytes", "one_host")

@@ -12,7 +12,7 @@ before (the last law of `Schedule`).
 
 **What is sent.** A contribution travels in its own dtype, a partial sum in that of the
 accumulator, a finished block in that of the result. Contribution and result have the
-same length; the receiver tells them from a partial sum by the length.
+same length; the receiver distinguishes them from a partial sum by it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHUNKS: Final = 2**20
 times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
 
 _GRAIN: Final = 64
-"""Chunks hold a multiple of so many elements: vector units like it."""
+"""Chunks hold a multiple of this number of elements, for vector units."""
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
 _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
@@ -109,11 +109,12 @@ class Block:
         self.at: list[int] = []
         """The action that each chunk stands before; -1: it has not begun."""
         self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk, once it is not the source any more. Of a
+        """What this rank has of each chunk, once that is no longer the source. Of a
         finished chunk: what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:
-        """Cuts it into chunks of at most so many elements; how many there are."""
+        """Cuts the block into chunks of at most ``elements`` elements; returns the
+        number of chunks."""
         self.step, chunks = cut(self.count, elements)
         self.at, self.have = [-1] * chunks, [None] * chunks
         return chunks
@@ -153,10 +154,11 @@ class Codec(Protocol):
         """``values`` ``[n]`` as bytes, in new memory."""
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        """Bytes as values ``[count]`` of the accumulator's dtype, in new memory.
+        """Decodes bytes into ``[count]`` values of the accumulator's dtype, in new
+        memory.
 
         Raises:
-            ProtocolError: So many values are not encoded as such bytes.
+            ProtocolError: The bytes do not encode ``count`` values.
         """
 
 

@@ -98,7 +98,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
 def dissemination_barrier(rank: int, size: int) -> Schedule:
     """One block of nothing: no rank is through before all have begun.
 
-    At step k every rank tells the rank 2^k after it what it knows.
+    At step k every rank sends what it knows to the rank 2^k after it.
 
     Cost: ceil(log2(size)) steps; as many empty hops from each rank.
     Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.

@@ -129,6 +129,6 @@ def _reduces(rank: int, size: int) -> Iterator[Action]:
 
 
 def _sends(rank: int, size: int, places: int) -> Iterator[Action]:
-    """To all others: first to the rank after this one."""
+    """Yields a send to each other rank, starting at the rank after this one."""
     for step in range(1, size):
         yield Action(Act.SEND, (rank + step) % size, places + step)

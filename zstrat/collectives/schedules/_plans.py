@@ -28,7 +28,7 @@ _EXPERIENCE: Final = Choices()
 _NOTHING: Final = np.empty(0, np.uint8)
 
 _WHOLE: Final = 512 * 1024
-"""Blocks of so many bytes are not cut: a hop costs its ranks more than the overlap of
+"""Blocks up to this size are not cut: a hop costs its ranks more than the overlap of
 two halves gains."""
 
 _TRICKY: Final = 256 * 1024
@@ -51,7 +51,7 @@ def progress_of(
         choices: The group's table of algorithms.
 
     Raises:
-        TypeError, ValueError: The call cannot be made, in words for its caller.
+        TypeError, ValueError: The call cannot be made; names the wrong argument.
     """
     algorithm = _algorithm(call, choices, size, one_host)
     schedule = _made(call.kind, algorithm, call.root, rank, size)
@@ -140,8 +140,8 @@ def _crossing(call: CollectiveCall, rank: int, size: int) -> Blocks:
 
 
 def chunk_of(block: int) -> int:
-    """Bytes per chunk for blocks of at most so many: enough chunks to keep lines and
-    ranks busy, none so small that its price matters."""
+    """Returns the bytes per chunk for blocks of at most ``block`` bytes: enough chunks
+    to keep connections and ranks busy, none so small that its overhead matters."""
     return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
 
 

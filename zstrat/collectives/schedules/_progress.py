@@ -99,7 +99,7 @@ class ScheduleProgress:
 
     @property
     def waits(self) -> frozenset[int]:
-        """The ranks whose hops it could go on with."""
+        """The ranks whose hops would let it advance."""
         return frozenset(
             block.actions[at].peer
             for block in self._blocks
@@ -143,7 +143,7 @@ class ScheduleProgress:
         return self._advance(block, chunk)
 
     def _advance(self, block: Block, chunk: int) -> list[Send]:
-        """Goes on with a chunk until it has to wait, or is through."""
+        """Advances a chunk until it has to wait, or is finished."""
         sends: list[Send] = []
         actions, values = block.actions, self._values
         while (at := block.at[chunk]) < len(actions):

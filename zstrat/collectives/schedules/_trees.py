@@ -1,7 +1,7 @@
 """Trees: what is reduced goes up, what is finished comes down.
 
 Law: children are reduced in a fixed order, so that the same values always give the same
-bytes, whoever comes first.
+bytes, in whichever order they arrive.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ParameterServerStrategy(DistributionStrategy):
             jax's; 0: one tower on the CPU.
 
     Raises:
-        ValueError: There are not so many devices.
+        ValueError: There are fewer devices.
     """
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:

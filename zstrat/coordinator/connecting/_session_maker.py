@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How a program uses its cluster."""
+    """Options of a program's session on its cluster."""
 
     prefetch: int = 0
     """Optimizer steps that workers fetch ahead."""

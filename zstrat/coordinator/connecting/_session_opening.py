@@ -166,7 +166,8 @@ def _taken(
     make: MakeTaskLink,
     options: SessionOptions,
 ) -> ClusterSession:
-    """Opens a session that has its tasks for this program, or for several."""
+    """Opens a session whose tasks are already assigned, to this program alone or to
+    several."""
 
     async def cluster() -> Cluster:
         return Cluster(session, ps, workers, settings.timeouts, make, options)

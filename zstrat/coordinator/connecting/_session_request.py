@@ -89,12 +89,13 @@ class SessionRequest:
         return self._sent is not None
 
     def keep_origin(self, origin: int) -> None:
-        """From now on opens a session whose keys are counted from ``origin``."""
+        """Makes later requests open a session whose keys are counted from
+        ``origin``."""
         assert isinstance(self._opening, OpenSession), self._opening
         self._opening = self._reopening = replace(self._opening, origin=origin)
 
     def enter(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """From now on opens another session.
+        """Makes later requests open another session.
 
         Args:
             close_messages: Close the sessions before.

@@ -48,14 +48,14 @@ def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
 def check_replicas(
     replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
 ) -> None:
-    """Checks that the cluster can have so many copies and stores.
+    """Checks that the cluster can have this number of replicas and of stores per ps.
 
     Args:
         ps: Number of parameter servers.
         stores_per_ps: Stores of each of them.
 
     Raises:
-        ValueError: It cannot; says why.
+        ValueError: The cluster cannot have them; says why.
     """
     if not replicas and stores_per_ps == 1:
         return

@@ -282,7 +282,8 @@ class TaskSession:
         )
 
     def reopen(self, reason: str) -> None:
-        """Enters the session again, as the task answers that it is not in it."""
+        """Opens the session on the task again, after the task answered that it is not
+        in it."""
         if self.is_ready:
             self._leave(reason)
             self._ask()
@@ -345,7 +346,8 @@ class TaskSession:
         self._life = other._life
 
     def keep_origin(self, origin: int) -> None:
-        """From now on opens a session whose keys are counted from ``origin``."""
+        """Makes later requests open a session whose keys are counted from
+        ``origin``."""
         self._request.keep_origin(origin)
 
     def say_goodbye(

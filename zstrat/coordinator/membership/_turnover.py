@@ -243,7 +243,7 @@ class Turnover:
             log.info("%s", error)  # it was removed meanwhile
 
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
-        """Starts to ask the resolver every so many seconds."""
+        """Starts to call the resolver every ``every`` seconds."""
         self._watch = ResolverWatch(ask, every, self._answered)
         self._watch.start()
 

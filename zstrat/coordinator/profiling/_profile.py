@@ -243,8 +243,8 @@ def profile(
     Args:
         path: ``*.json`` (Chrome's trace events), or ``*.json.gz``, compressed. Its
             folder is created if needed.
-        steps: Record until so many closures have ended.
-        seconds: Record for so long at most.
+        steps: Record until this number of closures has ended.
+        seconds: Record for at most this long.
         max_bytes: The approximate size of the file, before compression. A task with
             more keeps its last spans, and the file says so.
         jax_profile: Also profile each worker's process with jax, into a folder on the

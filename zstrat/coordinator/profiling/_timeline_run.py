@@ -224,7 +224,7 @@ class TimelineRun:
         self._enough.set()
 
     def give_up(self) -> None:
-        """Ends it soon, and has the next one wait for that."""
+        """Ends the recording soon; the next one waits until it has ended."""
         self._yields = True
         self.enough()
 
@@ -276,8 +276,8 @@ class TimelineRun:
 
     @property
     def _room(self) -> int:
-        """The most spans of each task, and of the program. A task may have as many
-        events of jax again."""
+        """Returns the most spans that each task, and the program, may keep. With a
+        profile, each task may keep as many events of jax as well."""
         spans = self._bounds.nbytes // BYTES_OF_SPAN
         parts = len(self._tasks) * (2 if self._bounds.profile else 1) + 1
         return max(1, spans // parts)

@@ -266,7 +266,7 @@ class Recovery:
         """Returns the newest checkpoint that is complete and readable.
 
         Raises:
-            PSUnavailableError: There is none; says why.
+            PSUnavailableError: No checkpoint is complete and readable; says why.
         """
         reasons = []
         for each in reversed(self._points):

@@ -30,7 +30,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 
 class RenewedCluster(ClusterTasks, Protocol):
-    """What has the number of the session (`Cluster`)."""
+    """The part of a `Cluster` that depends on the session number."""
 
     @property
     def fences(self) -> Fences: ...

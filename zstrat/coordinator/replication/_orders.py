@@ -33,7 +33,8 @@ from typing import Final
 
 
 class CopyPhase(enum.Enum):
-    """What is asked for a store now."""
+    """The state of a store's copies: the order that is under way, or what is
+    reached."""
 
     CREATING = "creating"
     ALONE = "alone"
@@ -132,8 +133,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The process is to keep a backup, empty for now. ``beside``: a third copy, which
-    counts for nothing yet."""
+    """Make the process host an empty backup. ``beside``: as a third copy, which does
+    not count as a replica yet."""
 
     store: int
     view: int
@@ -152,8 +153,8 @@ class Establish:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The primary is to fill the backup, and to keep it equal. ``beside``: so with its
-    other backup, too, which ends when this one is named without that."""
+    """Make the primary fill the backup, and keep it equal from then on. ``beside``:
+    keep its other backup, too, until this one is attached without ``beside``."""
 
     store: int
     view: int
@@ -163,7 +164,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """The primary is to go on alone."""
+    """Make the primary continue without a backup."""
 
     store: int
     view: int
@@ -181,7 +182,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """The backup is to be the primary. ``partner`` has the same, and is its backup."""
+    """Make the backup the primary. ``partner`` has the same changes, and becomes its
+    backup."""
 
     store: int
     view: int
@@ -191,7 +193,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The process need not keep the copy that it may have."""
+    """Let the process drop its copy of the store, if it has one."""
 
     store: int
     view: int
@@ -200,7 +202,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Whoever asks for the store finds it there now."""
+    """Publish the address of the process that serves the store."""
 
     store: int
     view: int
@@ -209,7 +211,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """No process serves the store. ``gone``: none ever will."""
+    """Mark the store as lost: no process serves it. ``gone``: it cannot come back."""
 
     store: int
     reason: str

@@ -2,8 +2,8 @@
 has its phases and their drawing.
 
 A store is *served* at its primary's address. Its *view* grows with each order that
-changes who has a copy, and each order carries it: a server refuses an order of an
-earlier view, and the answer to one is ignored (`StorePlacement`).
+changes which processes have copies, and each order carries it: a server refuses an
+order of an earlier view, and the answer to one is ignored (`StorePlacement`).
 
 The law of this file: a copy is only promoted, and a primary only continues alone, if no
 other copy can have acknowledged what it lacks. So while one of the two is asked, and

@@ -163,10 +163,10 @@ class OpenTable:
 
 
 def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
-    """The names as strings; one name is a list of one.
+    """Returns the file names as strings; a single name counts as a list of one.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There are no names.
         TypeError: One is not a path.
     """
     if isinstance(filenames, str | bytes | os.PathLike):
@@ -182,7 +182,7 @@ def matching(file_pattern: Path | Sequence[Path]) -> tuple[str, ...]:
     several patterns comes as often.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No file matches.
     """
     patterns = paths_of(file_pattern)
     found = sorted(path for pattern in patterns for path in glob.glob(pattern))
@@ -303,7 +303,7 @@ def _rows(arrays: Element, path: str) -> int:
 
 
 def _require_alike(tables: Sequence[OpenTable]) -> None:
-    """Refuses rows that are no batch together.
+    """Refuses rows that are not a batch together.
 
     Raises:
         ValueError: The files differ in their arrays, in the shapes of their rows, or

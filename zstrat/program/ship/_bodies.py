@@ -69,7 +69,8 @@ class Body(NamedTuple):
     generated: dict[str, Any]
 
     def statement(self) -> tuple[Any, ...]:
-        """Returns the parts that running the statement needs."""
+        """Returns the parts that are needed to run the class statement again, without
+        attributes that were added after it."""
         return tuple(self._replace(later={}, generated={}))
 
     def without_values(self) -> Body:

@@ -380,8 +380,8 @@ def is_file_of_users(module: object) -> bool:
 
 
 def _wide(value: Any) -> jax.Array:
-    """Makes an array of 64 bits also where jax computes with 32: parameter servers run
-    optimizers of programs that compute with 64."""
+    """Makes a 64-bit array even where jax is limited to 32 bits: parameter servers also
+    run the optimizers of programs that use 64 bits."""
     with jax.enable_x64(True):
         return jnp.asarray(value)
 

@@ -63,7 +63,7 @@ class PlannedUpdate:
 
     @property
     def spec(self) -> VariableSpec:
-        """The updated variable, or the first component."""
+        """The spec of the updated variable; of a table, that of its first component."""
         return self.specs[0]
 
 

@@ -164,7 +164,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses hashable objects that cannot be arguments of a step. Once per trace.
 
     Raises:
-        TypeError: There is one; names the argument.
+        TypeError: An argument is such an object; names it.
     """
     for place, leaf in places(args, kwargs):
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):

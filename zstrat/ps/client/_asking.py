@@ -165,8 +165,8 @@ class ServerCall(Generic[T]):
 
 @final
 class CallPart(Generic[M]):
-    """One message of a call, to the server ``ps``. ``take`` is given the answer; it
-    raises ValueError or StopIteration if that is none."""
+    """One message of a call, to the server ``ps``. ``take`` receives the answer; it
+    raises ValueError or StopIteration if that is malformed."""
 
     __slots__ = ("_want", "message", "ps", "take")
 

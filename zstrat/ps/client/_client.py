@@ -71,8 +71,8 @@ class PsClient(VariableCalls, SnapshotCalls):
         self._incarnations: list[int | None] = [None] * len(self.lines)
 
     def enter(self, session: int) -> None:
-        """From now on another session is open on all servers, with other values. What
-        is still read in the one before is not remembered."""
+        """Switches to another session, which is open on all servers. Results of reads
+        of the former session that are still under way are not cached."""
         self.session = session
         self._known = Known(self._memory)
 
@@ -87,7 +87,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         """Reads variables, and rows of variables: read-only arrays, first the values in
         the order of ``refs``, then ``[n, ...]`` for each of ``rows``.
 
-        Each is of one whole version of its variable; together they are no snapshot.
+        Each is of one whole version of its variable; together they are not a snapshot.
 
         Args:
             deadline: Loop time; None: the default of the link.
@@ -95,7 +95,7 @@ class PsClient(VariableCalls, SnapshotCalls):
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError: Indices are no integers, or of rows that are not
+            InvalidArgumentError: Indices are not integers, or of rows that are not
                 there; names the variable.
             NotFoundError, StaleSessionError: As the server says.
         """
@@ -188,8 +188,8 @@ class PsClient(VariableCalls, SnapshotCalls):
         return self._ask(parts, pushing.result)
 
     async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
-        """Returns what earlier runs of the step have pushed: names by part. They have
-        no effect any more.
+        """Returns what earlier runs of the step have pushed: names by part. These
+        runs have no further effect.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
@@ -234,7 +234,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         deadline: float | None = None,
         clocks: tuple[Clocks, Clocks] | None = None,
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-        """`push`, and behind it `pull`, in half as many messages. Either may fail
+        """`push`, and after it `pull`, in half as many messages. Either may fail
         without the other, unless a server is gone.
 
         Args:

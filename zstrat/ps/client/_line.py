@@ -13,7 +13,7 @@ state of before. Until the owner first calls `resume`, `lose` or `move`, request
 straight to the link and end with its connection.
 
 A server that has a second copy may go on in another process (`move`). Requests under
-way are then sent again to that process, as behind a connection that broke. So are
+way are then sent again to that process, as after a connection that broke. So are
 requests that a process refused because it is not the primary (`NotPrimaryError`).
 """
 
@@ -143,9 +143,9 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`TaskLink.submit`, or later if the server is away. Who asks gives an outcome
-        that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at once is not
-        kept here, which costs every request less than a callback."""
+        """`TaskLink.submit`, or later if the server is away. The caller gives an
+        outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at
+        once is not kept here, which costs every request less than a callback."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():

@@ -120,7 +120,7 @@ def exchange(
     reading: Reading,
     deadline: float | None,
 ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-    """Sends all messages of a push and of the pull behind it; returns the future of
+    """Sends all messages of a push and of the pull after it; returns the future of
     each."""
     left, asked = dict(pushing.messages), list(reading.messages())
     both = _Both(

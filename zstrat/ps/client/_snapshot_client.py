@@ -68,7 +68,7 @@ class SnapshotCalls(AskedServers):
         arrives: on each server at one moment.
 
         Returns:
-            By server, in the order of ``refs``: each value, and behind it the slots
+            By server, in the order of ``refs``: each value, and after it the slots
             that are there. Slots appear with the first gradient.
 
         Raises:

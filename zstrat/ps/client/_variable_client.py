@@ -163,7 +163,7 @@ class VariableCalls(AskedServers, abc.ABC):
 
 
 def _batches(pairs: Iterable[tuple[int, T]]) -> Iterator[tuple[int, list[T]]]:
-    """Items by server, so many at a time as one message takes."""
+    """Groups items by server, in batches that fit one message."""
     for ps, items in by_server(pairs).items():
         for at in range(0, len(items), BATCH):
             yield ps, items[at : at + BATCH]

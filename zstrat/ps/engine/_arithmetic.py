@@ -102,10 +102,10 @@ def bucket(rows: int, most: int) -> int:
 
 
 def sizes(rows: int, most: int) -> list[int]:
-    """Buckets of the calls that so many rows need (`pack`), which are full but for the
-    last one. Behind a full call it is an eighth of one at least: a smaller program
-    saves next to nothing there, and to compile it takes as long as a hundred calls.
-    """
+    """Returns the buckets of the calls that ``rows`` rows need (`pack`); all but the
+    last are full. After a full call the last is at least an eighth of one: a smaller
+    program saves next to nothing there, and takes as long to compile as a hundred
+    calls."""
     calls, rest = divmod(rows, most)
     if not calls:
         return [bucket(rows, most)]
@@ -122,7 +122,7 @@ class RowRun(NamedTuple):
 
 
 def pack(counts: Sequence[int], most: int) -> list[list[RowRun]]:
-    """Fills calls of at most ``most`` rows with updates of so many rows each, in order.
+    """Packs updates of ``counts`` rows into calls of at most ``most`` rows, in order.
 
     At least one call, though it may be empty: an update of no rows counts as well.
     """
@@ -181,10 +181,10 @@ def is_floating(dtype: np.dtype) -> bool:
 def check(
     op: UpdateOp, operands: Operands, shape: tuple[int, ...], dtype: np.dtype, name: str
 ) -> None:
-    """Whether a plain update fits a variable. Cost: one pass over the indices.
+    """Checks that a plain update fits a variable. Cost: one pass over the indices.
 
     Raises:
-        InvalidArgumentError: It does not; says what was expected and what came.
+        InvalidArgumentError: The update does not fit; says what was expected.
     """
     want = 2 if op in SCATTERS else 1
     if len(operands) != want:
@@ -215,7 +215,7 @@ def check_rows(
     indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
 ) -> bool:
     """Whether ``indices`` name rows of a variable of this ``shape``, and an array of
-    the shape ``rows`` can hold them. ``who`` begins what is said if not.
+    the shape ``rows`` can hold them. ``who`` begins the error if not.
 
     Returns:
         Whether the indices are sorted and distinct.

@@ -5,7 +5,7 @@ the sender of gradients (`zstrat.optimizers.Binding`), and traced again here. Le
 that are moved alike, as tables of different heights are, get one *representative*, so
 that they share slots' layouts, programs and calls.
 
-`Bindings.trace` runs where optimizers do, all else where the store lives; whoever calls
+`Bindings.trace` runs where optimizers do, all else where the store lives; the caller of
 either has the optimizer's turn.
 """
 

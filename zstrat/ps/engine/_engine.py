@@ -52,7 +52,8 @@ class Registered:
     programs: UpdatePrograms
 
     def make_slots(self, held: HeldVariable) -> Slots | None:
-        """New slots for a variable, if it is known yet what moves it.
+        """Makes new slots for a variable; None if no tree of the optimizer has the
+        variable yet.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to this shape.
@@ -238,8 +239,8 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
     want = np.dtype(bound.leaf.rule.gradient)
     if got != want and (not is_wide(got) or _narrow(got) != want):
         raise InvalidArgumentError(
-            f"{who}: expected a gradient of {want.name}, as the tree says that the "
-            f"optimizer has in its tree, got {got.name}"
+            f"{who}: expected a gradient of {want.name}, as in the tree that was bound "
+            f"to the optimizer, got {got.name}"
         )
 
 

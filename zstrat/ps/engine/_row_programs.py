@@ -130,7 +130,7 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """Returns the rows of the program of each call that so many rows need."""
+        """Returns the size of the program of each call that ``rows`` rows need."""
         return sizes(rows, self.most)
 
 
@@ -354,7 +354,7 @@ def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
     the safe side: what an inner function returns is taken to depend on all that it is
     given."""
     shared = len(layout.shared) + len(layout.rule.uses)
-    first = len(layout.gathered) - 1  # value and slots come before, gradient behind
+    first = len(layout.gathered) - 1  # value and slots come before, the gradient after
     tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
     for equation in jaxpr.eqns:
         variables = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]

@@ -1,4 +1,4 @@
-"""Gradients of some rows behind XLA: gathered, updated by a program, scattered back.
+"""Applies gradients of rows by XLA: gathers rows, updates them, scatters them back.
 
 The rows that a gradient names, of the value and of those slots that have rows, are
 gathered into pooled, aligned buffers that XLA reads without a copy; a program computes
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class RowCalls(NamedTuple):
-    """Updates that share calls of the programs of one kind. A call sees the rows of as
-    many updates as fit into it, one behind the other, whatever tables they are of.
+    """Row updates of one kind that share calls of its programs. A call gets the rows of
+    as many updates as fit into it, concatenated, from any tables.
 
     ``tables``: for each update the rows of value and slots, as opaque vectors, that are
-    written where they are; None if that is not known before its turn comes.
+    written in place; None if they are known only when the update runs.
     """
 
     kind: RowKind
@@ -73,11 +73,12 @@ class RowUpdates:
         return self._kinds.count
 
     def ready(self, steps: Sequence[RowStep]) -> list[RowCalls] | None:
-        """The calls that update these rows where they are, if that is all there is to
-        do: programs and slots are there, no reader has a value, nothing is late.
+        """Returns the calls that update these rows in place, or None if that is not
+        possible at once: a program or slots are missing, a reader holds a value, or an
+        update is late.
 
-        Most updates are such, and one look at each table replaces the five of
-        `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
+        Most updates can be made in place, and one check of each table replaces the five
+        of `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
         """
         kinds, tables = [], []
         for step in steps:

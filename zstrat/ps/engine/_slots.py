@@ -89,12 +89,12 @@ class HeldVariable:
 
 
 class SlotStep(NamedTuple):
-    """One gradient for one variable. ``slots`` is the variable's, by optimizer.
-    ``rule`` stands for all that are moved alike (`_bindings`), ``operands``
-    are what it takes besides.
+    """One gradient to apply to one variable. ``slots`` holds the variable's slots by
+    optimizer. ``rule`` is shared by all variables that are updated by the same
+    computation (`_bindings`); ``operands`` are its further inputs.
 
-    ``late``: an earlier update of the same push changes the variable, so that its slots
-    are made, and get their dtypes, when its turn comes.
+    ``late``: an earlier update of the same push changes this variable, so its slots are
+    made, and get their dtypes, only when this update runs.
     """
 
     cell: Cell
@@ -236,7 +236,8 @@ class Unbound(Slots):
                 )
 
     def taken(self, wanted: Sequence[Kind], who: str) -> tuple[Cell, ...]:
-        """The cells, in the order of what an optimizer wants.
+        """Returns the loaded cells, in the order of the leaves that an optimizer
+        expects.
 
         Raises:
             InvalidArgumentError: They look otherwise; says how, and what was wanted.

@@ -1,4 +1,4 @@
-"""Whole gradients behind XLA. Imported with the first optimizer, never at start-up.
+"""Applies whole gradients by XLA. Imported with the first optimizer, never at start-up.
 
 `UpdatePrograms` holds what one optimizer has compiled. A program updates one variable:
 ``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is

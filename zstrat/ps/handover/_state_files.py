@@ -57,7 +57,7 @@ class StateReader:
 
     def parts(self, number: int) -> Iterator[memoryview]:
         """The bytes of an array, a few MiB at a time. Each part is overwritten by the
-        next one, and only behind the last is it known that the array is intact.
+        next one, and only after the last is it known that the array is intact.
 
         Raises: As `read`.
         """

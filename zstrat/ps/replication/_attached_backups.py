@@ -156,7 +156,8 @@ class AttachedBackups:
         self._keep_ending(backup)
 
     def detach(self) -> None:
-        """Ends the copies, as the primary goes on alone: what waits may leave."""
+        """Ends the copies and releases the answers that wait for them, as the primary
+        continues alone."""
         if (backup := self._take_backup()) is not None:
             backup.release()
             self._keep_ending(backup)
@@ -168,7 +169,7 @@ class AttachedBackups:
             self._keep_ending(backup)
 
     def abandon(self) -> None:
-        """Ends the copies without a message, as another process goes on with the
+        """Ends the copies without a message, as another process takes over the
         store."""
         if (backup := self._take_backup()) is not None:
             backup.abandon()

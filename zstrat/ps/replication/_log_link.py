@@ -121,8 +121,8 @@ class ReplicationLog:
             self._under_way -= change.nbytes
 
     def resume(self, number: int) -> None:
-        """Starts to send what comes after this change, which the backup has; again, if
-        it was sent already.
+        """Restarts sending after change ``number``, the last one that the backup has;
+        later changes are sent again.
 
         Raises:
             ProtocolError: It was not sent, or is older than what was acknowledged.

@@ -248,7 +248,8 @@ class LogShipping:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """Ends the log shipping, as the primary goes on alone: what waits may leave."""
+        """Ends the log shipping and releases the answers that wait for the backup, as
+        the primary continues alone."""
         for future, message in self._end():
             if not future.done():
                 future.set_result(message)
@@ -397,6 +398,7 @@ class LogShipping:
 
     def _become_whole(self) -> None:
         self._pass_held()
+        self._require_wanted()  # a held change that cannot be sent has ended it
         self._stage = ShippingStage.WHOLE
         self._link.append(CopyWhole())
         # After `CopyWhole`: without it the backup cannot be promoted.

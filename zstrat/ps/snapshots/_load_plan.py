@@ -120,11 +120,12 @@ class _Target:
 
 @dataclass(slots=True)
 class Loading:
-    """All moves of one request. ``prepare`` runs where optimizers do, ``compute`` on
-    any thread, ``commit`` where the store lives, also after a failure.
+    """Loads values of variables and slots for one request, in three phases: ``prepare``
+    runs on the optimizers' thread, ``compute`` on any thread, and ``commit`` on the
+    event loop, even after a failure.
 
-    ``forgotten``: variables and optimizers whose slots are dropped, unless all of it is
-    refused; moves go to new ones.
+    ``forgotten``: pairs of variable and optimizer whose slots are dropped, unless the
+    request is refused. Loaded slots go to new ones.
     """
 
     moves: Sequence[Move]
@@ -179,8 +180,8 @@ class Loading:
                 target.moves[0].held.version += 1
 
     def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
-        """What is where it was moved to, by targets, with the rows that are known of
-        it. After `commit`."""
+        """Yields for each target its moves, with their rows and the loaded values. Call
+        it after `commit`."""
         for target in self._targets or ():
             value = target.cell.lease()
             yield [
@@ -209,9 +210,9 @@ class Loading:
         return moves, rows
 
     def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
-        """The slots that a move goes to: those of the variable, or new ones, which are
-        kept in ``made``. If it is not known yet what the optimizer keeps, the new ones
-        have the leaves that come."""
+        """Returns the slots that ``move`` writes: the variable's, or new ones, which
+        are kept in ``made``. If the optimizer's state is not traced yet, the new slots
+        have only the leaves that are loaded."""
         assert move.optimizer is not None
         number, held = move.optimizer.optimizer, move.held
         key = (held.entry.key, number)

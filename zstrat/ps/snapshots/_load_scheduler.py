@@ -162,7 +162,7 @@ class Loads:
 def _log_loading(
     log: ChangeLog, loading: Loading, forgotten: Sequence[LoadEntry], *, whole: bool
 ) -> None:
-    """Tells the second copy what was loaded, as values: files may be seen by this
+    """Sends the backup what was loaded, as values: files may be visible to this
     server alone."""
     if not whole:
         log.mark_diverged("a load failed half way")

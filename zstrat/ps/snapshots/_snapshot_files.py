@@ -135,8 +135,8 @@ BUFFERS: Final = 3
 
 
 class SnapshotWrite:
-    """Writes tensors of a snapshot to a file while requests go on; they are not kept
-    any more then.
+    """Writes tensors of a snapshot to a file while requests continue, and
+    unpins each piece of a tensor once it is queued for the disk.
 
     The loop copies a piece whenever its variable is free, and a thread writes, hashes
     and syncs. Three buffers: one is filled while another is written and a third one
@@ -176,7 +176,7 @@ class SnapshotWrite:
             await asyncio.gather(*self._writes)
             await self._disk.submit(file.finish)
         except BaseException:
-            # On its thread, behind what is queued for it there. Nobody waits: whatever
+            # On its thread, after what is queued for it there. Nobody waits: whatever
             # is wrong with the file is being reported already.
             with contextlib.suppress(ClosedError):
                 self._disk.submit(file.abort)

@@ -19,8 +19,8 @@ A cell is in one of two states:
 A lease of a host buffer is a view of a *window*, an array over a read-only memoryview
 of the buffer. numpy makes a view of a view point at the array that owns the memory,
 which would hide views from a weak reference; but it stops at an array whose own base is
-no ndarray (``PyArray_SetBaseObject``). So every view derived from a lease, by anybody,
-keeps the window alive, and one weak reference shows whether a reader has it.
+not an ndarray (``PyArray_SetBaseObject``). So every view derived from a lease, by
+anybody, keeps the window alive, and one weak reference shows whether a reader has it.
 
 A host buffer that goes to XLA is read there, never donated: donation of memory that
 numpy owns is declined by XLA, and afterwards the cell is in the device state, where
@@ -344,7 +344,7 @@ class Cell:
 
     def replace(self, array: np.ndarray) -> None:
         """Makes ``array`` the value, which is nobody else's: writable, aligned, in C
-        order and of its shape and dtype. The old one is left to who still looks at it.
+        order and of its shape and dtype. The old one is left to its readers.
         """
         if self._buffer is not None:
             self._leave(self._buffer)

@@ -90,7 +90,8 @@ def with_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog:
 
 
 def without_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
-    """Returns ``present`` without ``log``, which need not be part of it."""
+    """Removes ``log`` from the change logs ``present``, if it is among them; None if no
+    log is left."""
     if present is log:
         return None
     if isinstance(present, TwoLogs) and log in present.logs:

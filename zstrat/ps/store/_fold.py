@@ -6,7 +6,7 @@ there, and read from memory again what has just been written. A *fold* computes
 memory becomes the value. Nobody is kept waiting meanwhile. If another push changes the
 variable in between, which its version tells, that push wins: the fold kept no copy of
 the chunks that it took, so its own push has to be sent `Again`, and then is taken as it
-is. So that senders who cross each other do not always send everything twice, nothing
+is. So that senders that cross each other do not always send everything twice, nothing
 is folded into such a variable for `NOT_FOLDED_AFTER` updates after that.
 
 One at a time per variable, in memory that the connection lends for the body. If the

@@ -69,7 +69,7 @@ def rows_plan(
 
     Raises:
         NotFoundError: No variable has one of the keys.
-        InvalidArgumentError: Some indices are none of the variable's rows, they are not
+        InvalidArgumentError: Some indices are outside the variable's rows, they are not
             one array per variable, or the answer would be too large.
         ResourceExhaustedError: The machine has not four times the memory for it.
     """

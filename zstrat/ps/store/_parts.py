@@ -1,7 +1,7 @@
 """What the runs of eager steps have done here, so that no two runs of one are mixed.
 
 An eager step pushes as it goes, in *parts*. A part that was applied stays, whatever
-becomes of the worker; so the next run has to do the same in the same place, and is told
+becomes of the worker; so the next run has to do the same in the same place, and fails
 if it does not. Each update of a part has a name that says where in the user's code it
 was made, for which time, and what it does; operands are not part of it, as another
 worker has other data.
@@ -131,7 +131,7 @@ class Parts:
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
         """Yields what is known: (step, attempt, part, names). Each step comes first
-        with the part -1, which has no names, so that one without parts is told, too."""
+        with the part -1, which has no names, so that one without parts is listed."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
             for part, names in runs.names.items():

@@ -93,7 +93,8 @@ class UpdateRun:
         return any(step.late for step in steps)
 
     def look(self) -> None:
-        """Finds out what there is to do, once."""
+        """Checks whether the row updates can be made in place, unless it is known
+        already."""
         if self.optimizer is not None and self.rows and self.ready is None:
             self.ready = self.optimizer.programs.rows.ready(self.rows)
 
@@ -181,7 +182,7 @@ class PushPlan:
         return all(run.is_prepared for run in self.runs)
 
     def _reserve(self) -> None:
-        # The first updates of these: in place, so nothing changes for those behind.
+        # The first updates of these: in place, so nothing changes for those after.
         ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
         found: dict[int, tuple[Cell, list[Write]]] = {}
         for update in self.updates:
@@ -198,7 +199,8 @@ class PushPlan:
 def push_plan(
     push: Push, variables: HeldVariables, engine: OptimizerEngine
 ) -> PushPlan:
-    """A push that fits the variables that it names; touches nothing.
+    """Checks that a push fits the variables that it names, and returns its plan;
+    changes nothing.
 
     Raises:
         NotFoundError: A variable or optimizer does not exist.

@@ -77,7 +77,8 @@ class HeldVariables(dict[int, HeldVariable]):
             del self[key]
 
     def jump(self, by: int) -> None:
-        """Raises all versions by so much, those of variables to come as well."""
+        """Raises the versions of all variables, and of variables that are created
+        later, by ``by``."""
         self.first_version += by
         for held in self.values():
             held.version += by

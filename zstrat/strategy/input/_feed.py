@@ -220,7 +220,7 @@ class DatasetPass:
         return self._maker.spec
 
     def close(self) -> None:
-        """Ends it and what it reads from."""
+        """Closes the pass and the iterator that it reads from."""
         self._drawn.close()
 
 

@@ -107,8 +107,8 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 
 
 def reducible(op: ReduceOp, tree: Any) -> Any:
-    """Replaces variables of a pytree by the values of the replicas, to be reduced. For
-    a mean it takes one of several equal values."""
+    """Replaces variables in a pytree by their values on each replica, ready to be
+    reduced. For a mean, a mirrored variable is replaced by one of its equal values."""
     result = by_copies(tree)
     if op is not ReduceOp.MEAN:
         return result

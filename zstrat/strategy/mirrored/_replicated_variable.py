@@ -133,7 +133,7 @@ class MirroredVariable(ReplicatedVariable):
         """Refuses to sum a number that is the same on several replicas.
 
         Raises:
-            ValueError: It is.
+            ValueError: The number is the same on several replicas.
         """
         team = self._team
         is_sum = self.aggregation is VariableAggregation.SUM

@@ -127,7 +127,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
     """Returns the axes, if a value of this shape has all of them.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The value lacks one of the axes.
     """
     rank = len(shape)
     for axis in axes:

@@ -275,7 +275,7 @@ class _Given:
     def feed(
         self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
     ) -> Replay:
-        """Returns the values that the function reads."""
+        """Returns a replay that gives the traced function the values that it reads."""
         return Replay("strategy.run", self._known(values, own_arrays), (), rows)
 
     def named(

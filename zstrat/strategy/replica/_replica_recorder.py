@@ -79,8 +79,8 @@ class ReplicaRecorder(TraceRecorder, abc.ABC):
         self.outer.require_known_end(name)
 
     def _is_own(self, update: VariableUpdate) -> bool:
-        """Returns whether this replica alone has the value of an update without an
-        optimizer."""
+        """Returns whether an update without an optimizer changes only this replica's
+        copy of the variable, so that it need not be reduced over the replicas."""
         if isinstance(update.target, Table):
             return False  # rows over several variables are always combined
         return updates_copies(update.variable, self._team.local)

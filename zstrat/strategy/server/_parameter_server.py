@@ -129,7 +129,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             before calls raise `PSUnavailableError`. Default: 600.
         replicas: 1: what each ps holds is in the memory of another one, too, and no
             update is acknowledged that only one of them has. Any one ps may be killed,
-            frozen or cut off, then: the other copy takes its place within the patience,
+            frozen or cut off, then: the other copy takes its place within the timeout,
             nothing is raised, and no update is lost or applied twice. A ps that comes
             back, empty or not, takes the copy that is missing while training goes on.
             Until then there is one copy: a warning of logging says so, and
@@ -266,7 +266,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def resumed(self) -> bool:
-        """Whether variables go on with what another program has left (``resume``)."""
+        """Whether the variables are those that another program left (``resume``)."""
         return self._session.resumed
 
     @property

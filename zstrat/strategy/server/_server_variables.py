@@ -152,8 +152,8 @@ class ServerVariables(StrategyCreator):
         none is, and the next ones are counted as if nothing had been requested.
 
         Raises:
-            ValueError: A request has no initial value, or the partitioner's answer is
-                none.
+            ValueError: A request has no initial value, or the partitioner returned no
+                partition.
             PSUnavailableError: A ps is gone.
         """
         beside = _colocated.get()

@@ -133,7 +133,7 @@ class ProgramNotes:
             self.dispatched.append((worker, closures, began, ended))
 
     def end(self, closures: int, now: float) -> None:
-        """Notes that a worker has reported so many closures as ended."""
+        """Notes that a worker has reported ``closures`` closures as ended."""
         if self._is_over:
             return
         self.steps += closures

@@ -25,7 +25,7 @@ TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
 """The name of a task, and its statistics."""
 
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
-"""What tells the histograms of a metric apart."""
+"""The label by which the histograms of a metric differ."""
 _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
 """Where their buckets end, as powers of two. Ours are four times as fine; each bucket
 is a series of its own there, and there is none for what hardly any step takes."""
@@ -57,7 +57,7 @@ def exposition(
 
 
 class Sample(NamedTuple):
-    """One value of a family: what ``add_metric`` of prometheus_client takes behind the
+    """One value of a family: what ``add_metric`` of prometheus_client takes after the
     labels. ``kind`` None is an info. Its task is one more label, the first."""
 
     kind: Kind | None

@@ -1,15 +1,15 @@
 """A very small HTTP server: GET and HEAD, one request a connection, everything bounded.
 
-It stands beside training, on the network, in front of whoever can reach it, and probes
-must work with nothing but zstrat installed. So it is no framework: a request is a line
-and headers of 8 KiB together, which have five seconds to come, and there are at most
-64 connections. When one more comes, the one goes that was waited for longest, for
-its request or for taking its answer: who only holds connections open cannot keep a
-probe out.
+It stands beside training, on the network, open to all that can reach it, and probes
+must work with nothing but zstrat installed. So it is not a framework: a request is a
+line and headers of 8 KiB together, which have five seconds to come, and there are at
+most 64 connections. When one more comes, the one goes that was waited for longest, for
+its request or for taking its answer: a peer that only holds connections open cannot
+keep a probe out.
 
 An answer may be a stream, for a page that is open. Each of its pieces has five seconds
 to be taken, and the next is asked for then: a browser that is frozen holds one piece,
-and is dropped. How many streams there are is bounded by whoever makes them.
+and is dropped. The number of streams is bounded by their source.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a request asks for: ``query`` is what stands behind the question mark, and
+    """What a request asks for: ``query`` is what follows the question mark, and
     ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
@@ -105,7 +105,7 @@ def parse_request(head: bytes) -> HttpRequest:
     """The request that these bytes are, up to the empty line.
 
     Raises:
-        BadRequest: They are no request, or none that is answered here; says why.
+        BadRequest: They are not a request, or not one that this server answers.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     line = _LINE.fullmatch(first)
@@ -264,8 +264,8 @@ class HttpServer:
     async def _stream(
         self, writer: asyncio.StreamWriter, stream: HttpStream, is_head: bool
     ) -> None:
-        """Sends the pieces. Whoever does not take one is dropped with it."""
-        # Nothing is kept for who does not read, beside what the kernel keeps.
+        """Sends the pieces. A client that does not take one is dropped."""
+        # Nothing is kept for a client that does not read, but what the kernel keeps.
         writer.transport.set_write_buffer_limits(0)
         await self._send(writer, _head_of(200, stream.kind))
         async with contextlib.aclosing(stream.pieces) as pieces:
@@ -281,7 +281,7 @@ class HttpServer:
     @contextlib.asynccontextmanager
     async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
         """Runs a block that waits for the other side, ``arrival`` seconds at most.
-        Meanwhile it is known who waits, so that whoever does longest can be dropped.
+        Registers the wait, so that the connection that waits longest can be dropped.
 
         Raises:
             ConnectionResetError: The other side has gone.

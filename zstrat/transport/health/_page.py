@@ -5,15 +5,15 @@ this package, by their digests: whatever else got into the page, out of the name
 task or a line of a log, would not run, and could load nothing and send nothing
 anywhere.
 
-If other machines can reach the port, the page is for who has its token. That comes once
-in the address that its owner gives away (``/?token=...``); the page then moves it into
-a cookie, so that it stands in no history, no log of a proxy and no screenshot. Programs
-send ``Authorization: Bearer ...``.
+If other machines can reach the port, the page is for users who have its token. That
+comes once in the address that its owner gives away (``/?token=...``); the page then
+moves it into a cookie, so that it stands in no history, no log of a proxy and no
+screenshot. Programs send ``Authorization: Bearer ...``.
 
 Threats: guessing, so a token has to be long, and comparing takes the same time for all
 wrong ones; another site that uses the cookie, so that it is sent by navigation alone,
 nothing here changes anything, and no other site can read an answer. A connection is not
-encrypted: whoever can read the network between can read the token, too. Use ``ssh -L``
+encrypted: anyone who can read the network between can read the token. Use ``ssh -L``
 there.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _FORM: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
-"""What is no special character in an address and a cookie. 16 of them are 96 bits."""
+"""Characters that are not special in an address or a cookie. 16 of them are 96 bits."""
 
 
 @final

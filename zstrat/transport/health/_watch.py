@@ -128,7 +128,7 @@ class RunPicture:
         self._only_grew &= not is_another
 
     def frame(self, after: int) -> str:
-        """The frame for who has seen that of number ``after``, 0 for none."""
+        """The frame after the one with number ``after`` (0: none was seen)."""
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
         if only_new:
@@ -182,7 +182,7 @@ class RunPicture:
 
 
 def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
-    """The rows that came behind ``before``, of which the oldest may be gone from
+    """Returns the rows that came after ``before``, of which the oldest may be gone from
     ``now``. Rows are the same if their first ``columns`` are, None: if all are."""
     old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
     for common in range(min(len(old), len(new)), 0, -1):
@@ -226,7 +226,7 @@ def _finite(value: PlainTree) -> PlainTree:
 
 
 def _at(metrics: Metrics, otherwise: float) -> float:
-    """Seconds since the run began, by its own clock if it tells."""
+    """Seconds since the run began, by its own clock if it reports it."""
     return _number(metrics, "seconds") or otherwise
 
 
@@ -272,7 +272,7 @@ _PARTING: Final = 2.0
 """Seconds for the pages to take the word that this process ends."""
 
 PROGRAMS: Final = ("chief:", "program:", "observer:")
-"""Who sees a whole run. A task sees itself."""
+"""Prefixes of the tasks that see a whole run; other tasks see only themselves."""
 
 log = logging.getLogger("zstrat.transport.health")
 
@@ -327,7 +327,7 @@ class RunWatch:
         """Server-sent events: a whole frame, and then what changes, each as soon as
         the one before was taken; at the end of this process the event "end".
 
-        Cancellation, and closing the generator: the page is no viewer any more.
+        Cancellation, and closing the generator: the page stops being a viewer.
         """
         self.begin()
         self._viewers += 1

@@ -336,7 +336,8 @@ class TreeStep:
 
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
-    """Computes what the optimizer needs of several gradients and further arguments."""
+    """Computes the inputs of the leaf programs that depend on gradients of several
+    leaves or on further arguments."""
     whole: TreeCut = tree.cut()
     if not whole.operands:
         return []

@@ -12,7 +12,7 @@ A body in chunks is copied into memory, and the message handed on when it is who
 *sink* works on the body while it arrives: it does something else with each chunk, which
 is still in the processor's cache, so what has been worked on by then need not be read
 again. It gets the same memory to work in, and gives the answer when the body is whole;
-if that never happens, it is forgotten with its memory, and nobody is told. A sink has
+if that never happens, the sink is dropped with its memory, without a call. A sink has
 no copy of what it took. If it cannot answer without one, it answers `Again`, and the
 request is sent once more.
 """
@@ -120,7 +120,7 @@ class Assembly:
             MemoryError: There is no memory for the body.
         """
         here = self._position
-        # Only the padding behind an array may be left out: a hole anywhere else would
+        # Only the padding after an array may be left out: a hole anywhere else would
         # hand stale memory to the reader.
         if offset != here and offset != self._jumps.get(here):
             raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")

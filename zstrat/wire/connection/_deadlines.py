@@ -43,8 +43,8 @@ class Carrier(Protocol):
         ...
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether this process of this machine has the other end, and is not stopped;
-        False if that cannot be told."""
+        """Whether process ``pid`` of this machine has the other end and is not stopped;
+        False if that is not known."""
         ...
 
 
@@ -158,7 +158,7 @@ class Liveness:
         return True
 
     def loss(self, now: float, *, greeted: bool) -> str:
-        """Why the peer is lost, in words."""
+        """Returns why the peer is lost, as text."""
         if self.broken_at is not None:
             reconnect = self._times.reconnect
             return f"its connection broke and did not come back within {reconnect:g} s"
@@ -273,7 +273,7 @@ class Requests(Generic[Token]):
         return taken
 
     def take_all(self) -> list[Waiting[Token]]:
-        """Takes out all requests, as none will be answered any more."""
+        """Takes out all requests, as none will be answered."""
         taken = list(self._waiting.values())
         self._waiting.clear()
         self.due = float("inf")

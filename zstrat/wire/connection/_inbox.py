@@ -193,7 +193,7 @@ peer takes whether the peer reads or not."""
 class Backlog:
     """What one peer has sent while it does not read the answers that wait for it.
 
-    A peer that asks on and never reads would fill the memory of whoever answers. So
+    A peer that asks on and never reads would fill the memory of the other side. So
     when more than ``most`` bytes of answers wait, its messages are kept unread, up to
     ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
     given up. ``most`` may be infinite: then there is no bound.
@@ -226,7 +226,7 @@ class Backlog:
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message unread, behind the others.
+        """Keeps a message unread, after the others.
 
         Raises:
             ProtocolError: More than ``most`` bytes would be kept.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class MemoryOffers:
     """The offers of both sides of one connection.
 
-    ``unread`` has the bodies in the peer's memory that nothing here reads any more. If
+    ``unread`` has the bodies in the peer's memory that nothing here reads now. If
     it is not empty, call `release_many` before each message that is sent.
     """
 
@@ -42,13 +42,13 @@ class MemoryOffers:
                 self._outbox.say(offer)
 
     def release_many(self) -> None:
-        """Tells the peer which of its bodies were read, if they are worth a message; if
-        they are not, `release` tells it at the next tick."""
+        """Reports to the peer which of its bodies were read, if worth a message; if
+        they are not, `release` reports them at the next tick."""
         if self._channel is not None and len(self.unread) >= self._channel.most_unread:
             self.release()
 
     def release(self) -> None:
-        """Tells the peer which of its bodies were read, if any were."""
+        """Reports to the peer which of its bodies were read, if any were."""
         if self._channel is not None and self.unread:
             self._outbox.say(Released(self._channel.take_unread()))
 

@@ -35,8 +35,8 @@ class Opened(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """Hand the message on, or finish the sink that took its arrays, and call
-    `Peer.reply` with the number, once."""
+    """A request arrived. Pass it on, or finish the sink that took its arrays, and call
+    `Peer.reply` with its number exactly once."""
 
     number: int
     message: Message

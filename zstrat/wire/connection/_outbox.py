@@ -122,7 +122,7 @@ class Outbox:
         self._urgent.append((encode(message)[0],))
 
     def put(self, message: Message, number: int) -> bool:
-        """Queues a message behind all others; whether its body goes in chunks.
+        """Queues a message last; returns whether its body goes in chunks.
 
         Raises:
             TypeError, ValueError: It cannot be sent; nothing was queued.
@@ -191,8 +191,9 @@ class Outbox:
         )
 
     def credited(self, chunks: int) -> int:
-        """The other side has taken so many heavy messages and chunks, and takes as many
-        more; the number of the message to which the last of them belongs."""
+        """Frees ``chunks`` slots of the send window, as the peer has consumed as many
+        heavy messages and chunks. Returns the number of the message that the last of
+        them belongs to; 0 if none was in flight."""
         number = 0
         # No more than is under way, whatever it says.
         for _ in range(min(chunks, len(self._under_way))):
@@ -222,7 +223,7 @@ class Outbox:
         return waiting.frames
 
     def drop(self) -> None:
-        """Forgets all but what is urgent: nobody will take it any more."""
+        """Drops all but urgent messages, as the peer will not take the others."""
         self._ordered.clear()
         self.nbytes = 0
         self._body, self._chunk = None, _NO_CHUNK

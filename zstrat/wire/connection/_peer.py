@@ -1,11 +1,11 @@
 """One connection to one peer, without I/O: frames, commands and time in, orders out.
 
 Theory of operation. A connection is GREETING until both HELLOs are there, then OPEN,
-then CLOSED for ever; the next connection is another `Peer`. The side that connected is
+then CLOSED, finally; the next connection is another `Peer`. The side that connected is
 the initiator: it alone sends requests.
 
 *Haste.* What comes before the greeting was meant for an earlier connection: libzmq
-connects again by itself, and sends what it still had, before the peer hears that its
+connects again by itself, and sends what it still had, before the peer notices that its
 connection broke. It is dropped, and the peer keeps the time that it has to greet.
 
 *Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from ._deadlines import Waiting
 
 LONGEST_RETURN: Final = 86400.0
-"""Seconds that anybody is waited for who said goodbye."""
+"""Seconds to wait for a peer that said goodbye."""
 
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only a peer
@@ -135,7 +135,7 @@ class Peer(Generic[Token]):
         """Messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
-        """The second is what the other side's headers are held to: who is not trusted
+        """The second bounds the other side's headers: a peer that is not trusted
         yet, or has little to say, is given less."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
@@ -186,7 +186,8 @@ class Peer(Generic[Token]):
 
     @property
     def may_resume(self) -> bool:
-        """Whether there is something held back, and the peer has read enough."""
+        """Whether messages are held back, and the peer has read enough answers for them
+        to be handled."""
         return bool(self.held) and self.outbox.nbytes <= self._most_unread
 
     def resume(self) -> Sequence[Order[Token]]:
@@ -410,7 +411,7 @@ class Peer(Generic[Token]):
         kind = announced.message_kind
         if announced.outside:
             raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
-        if kind is Chunk and self.held:  # it stays behind the header of its body
+        if kind is Chunk and self.held:  # it stays after the header of its body
             self._backlog.keep(frames)
             return ()
         return self._outside(announced.build(()), frames[1:])
