@@ -195,7 +195,7 @@ class ReplicaContext(AbstractReplicaContext):
                 ones change nothing here, where every process talks to every other.
 
         Raises:
-            TypeError: ``axis`` is not an integer; ``options`` are nott
+            TypeError: ``axis`` is not an integer; ``options`` are not
                 `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0 or no such axis; replicas that run

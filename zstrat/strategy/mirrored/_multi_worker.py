@@ -249,7 +249,8 @@ def _require_alone(env: Mapping[str, str]) -> None:
     if variable is not None:
         seen = f"{variable[0]}={variable[1]}"
     elif is_in_job():
-        seen = f"jax.distributed.initialize has connected {jax.process_count()}"
+        count = jax.process_count()
+        seen = f"jax.distributed.initialize has connected {count} processes"
     else:
         return
     raise ValueError(
