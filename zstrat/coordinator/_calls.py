@@ -190,7 +190,7 @@ class _KnownFunction:
         return [each for each in resources if isinstance(each, PerWorker)]
 
     def shares(self, arguments: PickledArguments) -> bool:
-        """Whether other closures may use the same arguments."""
+        """Returns whether other closures may use the same arguments."""
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:

@@ -226,7 +226,7 @@ class ClusterCoordinator(CoordinatorFace):
         return self._core.engine.cancel(timeout)
 
     def done(self) -> bool:
-        """Whether all closures have ended. Raises what `join` raises."""
+        """Returns whether all closures have ended. Raises what `join` raises."""
         try:
             return self._core.engine.done()
         except Exception as error:  # to the caller
@@ -376,7 +376,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         return await self._core.engine.cancel_async()
 
     async def done(self) -> bool:
-        """Whether all closures have ended. Raises what `join` raises.
+        """Returns whether all closures have ended. Raises what `join` raises.
 
         Cancellation: see `join`.
         """

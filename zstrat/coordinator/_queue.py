@@ -478,7 +478,7 @@ def _due(heap: list[_Waiting], now: float) -> int:
 
 
 def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledError:
-    """The error of the value of a cancelled closure."""
+    """Returns the error of the value of a cancelled closure."""
     words = "The corresponding function is cancelled. Please reschedule the function."
     if begun:
         words = (

@@ -348,7 +348,8 @@ class PerWorker(Resource, abc.ABC):
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
-        """The placeholder of a trace; None if no worker could build the resource."""
+        """Returns the placeholder of a trace; None if no worker could build the
+        resource."""
 
 
 class StandIn(StepIterator):

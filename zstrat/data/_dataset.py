@@ -376,7 +376,7 @@ class Dataset(Sources):
         return Dataset(Opted(self._recipe, options.experimental_distribute.chosen))
 
     def options(self) -> Options:
-        """The options, as a copy: changing it changes no dataset."""
+        """Returns the options, as a copy: changing it changes no dataset."""
         return options_of(self._recipe)
 
     @property
@@ -395,7 +395,7 @@ class Dataset(Sources):
         return self._recipe.spec(looked_at)
 
     def __iter__(self) -> DatasetIterator:
-        """A fresh pass, whose place a `zs.Checkpoint` can save.
+        """Returns a fresh pass, whose place a `zs.Checkpoint` can save.
 
         After an error of a function or a source, which ends a pass here and not in TF,
         each later draw raises that error again: a program that catches it does not take
@@ -409,7 +409,8 @@ class Dataset(Sources):
         return iter(self)
 
     def cardinality(self) -> int:
-        """Number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        """Returns the number of elements, `INFINITE_CARDINALITY` or
+        `UNKNOWN_CARDINALITY`."""
         return self._recipe.size()
 
     def __len__(self) -> int:

@@ -88,7 +88,7 @@ class Elements(Generic[T]):
         return self._advance()
 
     def draw(self) -> T:
-        """The next element.
+        """Returns the next element.
 
         Raises:
             OutOfRangeError: There are no more.
@@ -106,7 +106,7 @@ class Elements(Generic[T]):
             ) from None
 
     def peek(self) -> T:
-        """The next element, which stays the next one. Raises as `draw` does."""
+        """Returns the next element, which stays the next one. Raises as `draw` does."""
         element = self.draw()
         self.unread(element)
         return element

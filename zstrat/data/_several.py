@@ -146,7 +146,7 @@ class Concatenated(Several):
 
 
 def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
-    """The structure of datasets as a recipe.
+    """Returns the structure of datasets as a recipe.
 
     Args:
         recipe_of: Of a leaf; raises if that is not a dataset.

@@ -162,7 +162,7 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
 
 
 def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
-    """The answer to a request that takes no time, or what has to be computed.
+    """Returns the answer to a request that takes no time, or what has to be computed.
 
     Raises:
         ZstratError: It is refused; nothing has changed.

@@ -303,7 +303,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def local_counter(name: str) -> Variable:
-    """A count of this process, whatever scope the program is in."""
+    """Returns a count of this process, whatever scope the program is in."""
     token = creator.set(None)
     try:
         return Variable(np.int64(0), trainable=False, name=name)

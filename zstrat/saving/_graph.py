@@ -84,7 +84,7 @@ class Graph:
 
 
 def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
-    """The graph below an object.
+    """Returns the graph below an object.
 
     Args:
         name: Path of the root.
@@ -143,7 +143,7 @@ def held(value: Any) -> dict[str, Any]:
 
 
 def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> bool:
-    """Whether it is, or holds, something that a checkpoint stores.
+    """Returns whether it is, or holds, something that a checkpoint stores.
 
     Args:
         strict: A container counts even if it holds nothing, so that its contents are
@@ -162,13 +162,13 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
 
 
 def escaped(name: str) -> str:
-    """The name as a part of a path: no two names give one, and none begins with one
-    dot followed by a small letter (as ``.slots`` does)."""
+    """Returns the name as a part of a path: no two names give one, and none begins with
+    one dot followed by a small letter (as ``.slots`` does)."""
     return name.replace(".", "..").replace("/", ".S")
 
 
 def _tree_level(value: Any) -> dict[str, Any]:
-    """The children of a pytree node of jax, one level below it."""
+    """Returns the children of a pytree node of jax, one level below it."""
     if value is None or jax.tree_util.all_leaves([value]):
         return {}
     paths, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)

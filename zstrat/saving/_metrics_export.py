@@ -44,7 +44,7 @@ class ExportedPoints:
     _until: dict[str, float] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
-        """The points of the metrics that were not taken before."""
+        """Returns the points of the metrics that were not taken before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
         done = _number(metrics.get("scheduled_closures")) - sum(
             _number(metrics.get(name))

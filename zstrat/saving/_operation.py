@@ -150,8 +150,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
 
 
 def _keys_of(nodes: Any) -> list[Hashable]:
-    """What names the root, and each variable, optimizer and iterator below it; two
-    handles of one variable have the same."""
+    """Returns what names the root, and each variable, optimizer and iterator below it;
+    two handles of one variable have the same."""
     keys: list[Hashable] = [id(nodes[0].value)]
     for node in nodes:
         if node.kind == "variable":

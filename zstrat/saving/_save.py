@@ -124,7 +124,7 @@ async def _save(
 
 
 async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
-    """The place of an iterator in its data.
+    """Returns the place of an iterator in its data.
 
     Raises:
         InvalidArgumentError: It cannot be determined.
@@ -139,15 +139,16 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
-    """The steps of a cluster that are in a checkpoint, as the manifest says it."""
+    """Returns the steps of a cluster that are in a checkpoint, as the manifest says
+    it."""
     if cut is None:
         return None
     return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
 def saved_components(graph: Graph) -> list[Variable]:
-    """The components of all variables of a graph, each once, whatever variables share
-    it."""
+    """Returns the components of all variables of a graph, each once, whatever variables
+    share it."""
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())
 
@@ -189,7 +190,7 @@ async def _write(
 def _parts(
     logicals: Sequence[Logical],
 ) -> list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]]:
-    """Which tensors go into one file, and under which names."""
+    """Returns which tensors go into one file, and under which names."""
     parts: list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]] = []
     open_: dict[int, _FilePart] = {}
     done: set[int] = set()

@@ -70,7 +70,7 @@ class SnapshotSource(Protocol):
         ...
 
     async def shares(self, path: str) -> bool:
-        """Whether it can write beside this file itself."""
+        """Returns whether it can write beside this file itself."""
         ...
 
     async def write(

@@ -139,7 +139,7 @@ class Security:
         self._rest_until = ended + 19 * (ended - began)
 
     def _is_settled(self, found: Keys) -> bool:
-        """Whether no known key is missing, or the folder did not change for
+        """Returns whether no known key is missing, or the folder did not change for
         `SETTLED`."""
         if self._keys.owners.keys() <= found.owners.keys():
             return True

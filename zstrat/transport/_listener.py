@@ -117,7 +117,7 @@ class BoundSocket:
                 self._inode = Path(self._where.host).stat().st_ino
 
     def _must_renew(self) -> bool:
-        """Whether its own key has changed, or another key was removed."""
+        """Returns whether its own key has changed, or another key was removed."""
         if self._security is None or self._keys is None:
             return False
         self._security.refresh()

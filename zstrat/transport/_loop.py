@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A loop that does not run yet."""
+    """Returns a loop that does not run yet."""
     occupy_descriptors()
     loop = _make_loop()
     _loops.add(loop)
@@ -105,7 +105,8 @@ def warn_of_blocking(twin: str) -> None:
 
 
 def _outside() -> int:
-    """How far the first line that is not of zstrat is from the caller of this."""
+    """Returns how far the first line that is not of zstrat is from the caller of
+    this."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1

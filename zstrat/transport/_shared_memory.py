@@ -252,8 +252,8 @@ class Mapping:
     def body(
         self, offset: int, nbytes: int, released: Callable[[int], None]
     ) -> memoryview:
-        """The body at ``offset``; ``released(offset)`` is called, on any thread, when
-        the last array in it is gone.
+        """Returns the body at ``offset``; ``released(offset)`` is called, on any
+        thread, when the last array in it is gone.
 
         Raises:
             ValueError: It is not within the arena.
@@ -376,5 +376,5 @@ class ShmChannel:
 
 
 def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
-    """The shared memory of a connection, unless the user chose sockets."""
+    """Returns the shared memory of a connection, unless the user chose sockets."""
     return ShmChannel(me) if settings.transport in ("auto", "shm") else None

@@ -191,7 +191,7 @@ def plain(error: BaseException) -> PlainTree:
 
 
 def _is_of_flags(error: BaseException) -> bool:
-    """Whether absl raised the error because a flag is not defined here."""
+    """Returns whether absl raised the error because a flag is not defined here."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -261,7 +261,7 @@ class ResultLayouts:
         self._by_value: dict[Hashable, _KnownLayout] = {}
 
     def __len__(self) -> int:
-        """Number of layouts so far."""
+        """Returns the number of layouts so far."""
         return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:

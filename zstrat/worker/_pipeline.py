@@ -352,7 +352,8 @@ class Pipeline:
     # What to do
 
     def next(self, now: float) -> tuple[Do, ClosureStep | None]:
-        """The next thing to do; with its step unless that is to post or to wait."""
+        """Returns the next thing to do; with its step unless that is to post or to
+        wait."""
         do, step = self._choose()
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
@@ -364,7 +365,7 @@ class Pipeline:
             self._waits = now
 
     def post(self) -> Post:
-        """The outbox, which is empty afterwards."""
+        """Returns the outbox, which is empty afterwards."""
         outbox, self._outbox = self._outbox, Post()
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
@@ -404,9 +405,9 @@ class Pipeline:
         return Do.RUN, head
 
     def _advances(self, head: ClosureStep | None) -> ClosureStep | None:
-        """Which step to advance now, so that its pull is under way meanwhile: one that
-        was never measured only when nothing can run, and one that is not the head only
-        while there is room for what it asks for."""
+        """Returns which step to advance now, so that its pull is under way meanwhile:
+        one that was never measured only when nothing can run, and one that is not the
+        head only while there is room for what it asks for."""
         if head in self._answered:
             return head
         step = self._answered[0]
@@ -426,8 +427,8 @@ class Pipeline:
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
-        """Whether to prepare the next half window before running on, so that its pull
-        is under way while the rest of this one runs."""
+        """Returns whether to prepare the next half window before running on, so that
+        its pull is under way while the rest of this one runs."""
         self._refilling = (
             (self._refilling or len(self._line) <= self._window // 2)
             and head.reads is not None
@@ -439,9 +440,9 @@ class Pipeline:
         return self._refilling
 
     def _looks_ahead(self, head: ClosureStep) -> bool:
-        """Whether to prepare a step after an optimizer step before that runs, so that
-        its pull is under way meanwhile: values that came early would else make every
-        second round trip visible."""
+        """Returns whether to prepare a step after an optimizer step before that runs,
+        so that its pull is under way meanwhile: values that came early would else make
+        every second round trip visible."""
         return (
             self._depth > 0
             and head is self._writer

@@ -171,7 +171,7 @@ class Generation:
         return CallState(words, waits, False, self.broken is not None)
 
     def is_over(self, number: int) -> bool:
-        """Whether an untagged operation has begun and ended on this rank."""
+        """Returns whether an untagged operation has begun and ended on this rank."""
         return number <= self.calls and number not in self.begun
 
     def check_same(self, sender: int, hop: Hop) -> None:

@@ -49,7 +49,7 @@ class Pending(Generic[T]):
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Returns whether `result` would not wait."""
         return self._is_over
 
     def result(self, timeout: float | None = None) -> T:
@@ -110,6 +110,6 @@ class Pending(Generic[T]):
 
 
 def _again(error: Exception) -> Exception:
-    """An error of its own for each that waits: an exception that is raised twice
-    collects tracebacks."""
+    """Returns an error of its own for each that waits: an exception that is raised
+    twice collects tracebacks."""
     return type(error)(*error.args) if isinstance(error, ZstratError) else error

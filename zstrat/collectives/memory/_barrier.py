@@ -138,7 +138,7 @@ class SpinPolicy:
         self._misses = self._rest = 0
 
     def looks(self) -> int:
-        """How many to take in the wait that begins now."""
+        """Returns how many to take in the wait that begins now."""
         if self._rest:
             self._rest -= 1
             return 0

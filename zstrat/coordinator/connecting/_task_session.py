@@ -268,7 +268,7 @@ class TaskSession:
         return self.opened
 
     def _late(self) -> ZstratError:
-        """The error of a task that is not in our session in time."""
+        """Returns the error of a task that is not in our session in time."""
         if isinstance(self.refusal, PeerLostError):
             return DeadlineExceededError(
                 f"{self.name} at {self.address} was lost while it connected "

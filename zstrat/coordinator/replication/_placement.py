@@ -103,11 +103,11 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Whether the home of the store has it by itself."""
+        """Returns whether the home of the store has it by itself."""
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
-        """Whether the store has more than a primary, or is to have."""
+        """Returns whether the store has more than a primary, or is to have."""
         return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
@@ -440,13 +440,13 @@ class StorePlacement:
     def _copy(
         self, order: Host | Establish | Swap, address: str, incarnation: int
     ) -> Copy:
-        """What the process has made, in its present life."""
+        """Returns what the process has made, in its present life."""
         life = self._processes[order.process].life
         return Copy(order.process, life, address, incarnation)
 
     def _is_last(self, order: Asked) -> bool:
-        """Whether it is the last order of its store. Before `start` only stores are
-        created."""
+        """Returns whether it is the last order of its store. Before `start` only stores
+        are created."""
         is_due = self._is_started or isinstance(order, Establish)
         return is_due and self.stores[order.store].view == order.view
 

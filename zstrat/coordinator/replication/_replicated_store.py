@@ -137,11 +137,11 @@ class ReplicatedStore:
         return self.backup is not None and self.backup.process == self.target
 
     def lives(self, copy: Copy | None) -> bool:
-        """Whether the copy is still in memory; its process may be away."""
+        """Returns whether the copy is still in memory; its process may be away."""
         return copy is not None and self.processes[copy.process].life == copy.life
 
     def is_there(self, copy: Copy | None) -> bool:
-        """Whether the copy is still in memory, and its process answers."""
+        """Returns whether the copy is still in memory, and its process answers."""
         return (
             copy is not None
             and self.lives(copy)
@@ -160,7 +160,7 @@ class ReplicatedStore:
         self.primary = self.copy_at_home()
 
     def copy_at_home(self) -> Copy:
-        """The copy that its home has by itself, in the life of now."""
+        """Returns the copy that its home has by itself, in the life of now."""
         process = self.processes[self.home]
         return Copy(self.home, process.life, process.address)
 

@@ -241,7 +241,7 @@ class Replication:
         self._orders.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
-        """Whether it decides what follows when the store is lost."""
+        """Returns whether it decides what follows when the store is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
@@ -257,7 +257,8 @@ class Replication:
         self._orders.carry_out(self.placement.create_stores())
 
     def home_of(self, store: int) -> str:
-        """The address of the process where the store begins in another session."""
+        """Returns the address of the process where the store begins in another
+        session."""
         return self.processes[self.placement.stores[store].home].address
 
     async def stop(self) -> None:
@@ -302,7 +303,7 @@ class Replication:
         return waited or self.takeovers != since
 
     def backups(self) -> list[ProbedTask]:
-        """A link to each complete backup, not started yet."""
+        """Returns a link to each complete backup, not started yet."""
         return [
             ProbedTask(
                 "ps",

@@ -169,7 +169,7 @@ def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
 
 
 def is_described(structure: PlainTree) -> bool:
-    """Whether a process that has not traced the function can `rebuild` it."""
+    """Returns whether a process that has not traced the function can `rebuild` it."""
     return not (isinstance(structure, list) and structure[:2] == ["*", None])
 
 

@@ -240,7 +240,7 @@ class ServerLine:
             self._end(each, type(error)(*error.args))
 
     def _not_repeatable(self) -> PeerLostError:
-        """The error of a request that cannot be sent again."""
+        """Returns the error of a request that cannot be sent again."""
         words = "another process has its place, and may have carried the request out"
         return PeerLostError(self._task, words)
 
@@ -353,7 +353,8 @@ class ServerLine:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """A fresh error for each request: one raised twice would collect tracebacks."""
+    """Returns a fresh error for each request: one raised twice would collect
+    tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)
 
 

@@ -60,7 +60,7 @@ class SlotLayouts:
         return self._layouts[number]
 
     def initial(self, rule: LeafRule, cell: Cell) -> int:
-        """The number of the layout that a new variable's slots have.
+        """Returns the number of the layout that a new variable's slots have.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
@@ -91,7 +91,7 @@ class SlotLayouts:
         return Slots(cells, layout.about, number)
 
     def number(self, layout: SlotLayout) -> int:
-        """The number of a layout; a new one gets the next.
+        """Returns the number of a layout; a new one gets the next.
 
         Raises:
             BusyError: Too many shapes have been compiled for.

@@ -169,7 +169,7 @@ class Unbound(Slots):
 
     @staticmethod
     def like(other: Slots | None) -> Unbound:
-        """A copy, or none of any leaf."""
+        """Returns a copy, or none of any leaf."""
         if isinstance(other, Unbound):
             filled = {name: list(rows) for name, rows in other.filled.items()}
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)
@@ -177,8 +177,8 @@ class Unbound(Slots):
 
     @staticmethod
     def of(slots: Slots) -> Unbound:
-        """The leaves of slots, without their layout: another program takes them over,
-        which sends again what the optimizer keeps."""
+        """Returns the leaves of slots, without their layout: another program takes them
+        over, which sends again what the optimizer keeps."""
         if isinstance(slots, Unbound):
             return slots
         filled = {

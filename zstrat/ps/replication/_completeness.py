@@ -47,8 +47,8 @@ class Completeness:
         self._was_unreplicated |= not self.needs_backup
 
     def is_sure(self, view: int, *, is_alone: bool, lost_at: float | None) -> bool:
-        """Whether no process can have acknowledged what is not here, although the other
-        one of two copies is gone.
+        """Returns whether no process can have acknowledged what is not here, although
+        the other one of two copies is gone.
 
         Args:
             view: The newest one known.
@@ -64,6 +64,6 @@ class Completeness:
         return self.parted_at - lost_at >= self._grace
 
     def may_hold(self, view: int) -> bool:
-        """Whether a primary may have acknowledged anything: not if it is to have a
-        backup, and never had one."""
+        """Returns whether a primary may have acknowledged anything: not if it is to
+        have a backup, and never had one."""
         return bool(view) or not self.needs_backup or self._was_unreplicated

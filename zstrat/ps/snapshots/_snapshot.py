@@ -115,7 +115,7 @@ class Snapshots:
         return snapshot
 
     def get(self, number: int) -> ServerSnapshot:
-        """The snapshot of this number.
+        """Returns the snapshot of this number.
 
         Raises:
             NotFoundError: It was released, or its coordinator was lost meanwhile.
@@ -129,7 +129,7 @@ class Snapshots:
         return snapshot
 
     def tensor(self, number: int, place: int) -> SnapshotTensor:
-        """The tensor at this place of a snapshot.
+        """Returns the tensor at this place of a snapshot.
 
         Raises:
             NotFoundError: The snapshot or the tensor does not exist.

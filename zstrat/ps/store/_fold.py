@@ -103,8 +103,8 @@ def fold_of(
     specs: Sequence[ArraySpec],
     find: Callable[[int], HeldVariable | None],
 ) -> Fold | None:
-    """A fold for the body of a push, if that is one array that a variable can be folded
-    with; everything else goes, or is refused, the plain way."""
+    """Returns a fold for the body of a push, if that is one array that a variable can
+    be folded with; everything else goes, or is refused, the plain way."""
     if (
         len(specs) != 1
         or len(message.updates) != 1
@@ -127,5 +127,6 @@ def fold_of(
 
 
 def _is_fast(dtype: np.dtype) -> bool:
-    """Whether adding a chunk takes about as long as copying it: the loop does it."""
+    """Returns whether adding a chunk takes about as long as copying it: the loop does
+    it."""
     return dtype.kind in "iuf" and dtype.itemsize >= 4

@@ -128,7 +128,7 @@ class RunPicture:
         self._only_grew &= not is_another
 
     def frame(self, after: int) -> str:
-        """The frame after the one with number ``after`` (0: none was seen)."""
+        """Returns the frame after the one with number ``after`` (0: none was seen)."""
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
         if only_new:
@@ -226,7 +226,7 @@ def _finite(value: PlainTree) -> PlainTree:
 
 
 def _at(metrics: Metrics, otherwise: float) -> float:
-    """Seconds since the run began, by its own clock if it reports it."""
+    """Returns seconds since the run began, by its own clock if it reports it."""
     return _number(metrics, "seconds") or otherwise
 
 

@@ -39,12 +39,12 @@ class Carrier(Protocol):
     """A connection, as the system knows it."""
 
     def carried(self) -> Carried:
-        """What it has moved so far."""
+        """Returns what it has moved so far."""
         ...
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether process ``pid`` of this machine has the other end and is not stopped;
-        False if that is not known."""
+        """Returns whether process ``pid`` of this machine has the other end and is not
+        stopped; False if that is not known."""
         ...
 
 
@@ -125,7 +125,7 @@ class Liveness:
         return self._ticked_at + self._times.beat / 2
 
     def is_quiet(self, now: float) -> bool:
-        """Whether it is time for a beat: nothing else was said."""
+        """Returns whether it is time for a beat: nothing else was said."""
         return now - self.sent_at >= self._times.beat
 
     @property
@@ -136,8 +136,9 @@ class Liveness:
         return self.broken_at is None and missed < 2 * self._times.beat
 
     def is_lost(self, now: float, *, greeted: bool) -> bool:
-        """Whether the peer has been silent, or away, for longer than it may: see the
-        top of this file. Call `tick` before, which forgives what was our own sleep."""
+        """Returns whether the peer has been silent, or away, for longer than it may:
+        see the top of this file. Call `tick` before, which forgives what was our own
+        sleep."""
         times = self._times
         if self.broken_at is not None:
             return now - self.broken_at > times.reconnect
@@ -147,8 +148,9 @@ class Liveness:
         return silence > times.liveness and not self._is_spared(silence, now)
 
     def _is_spared(self, silence: float, now: float) -> bool:
-        """Whether the peer is a process of this machine that runs. It takes a look at
-        all connections of the machine, so the answer is good for ``liveness``."""
+        """Returns whether the peer is a process of this machine that runs. It takes a
+        look at all connections of the machine, so the answer is good for
+        ``liveness``."""
         if not self.neighbour or silence > STARVED * self._times.liveness:
             return False
         if now >= self._spared_until:
@@ -280,7 +282,8 @@ class Requests(Generic[Token]):
         return taken
 
     def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
-        """The request with the deadline that progress has given it, if any has."""
+        """Returns the request with the deadline that progress has given it, if any
+        has."""
         if not waiting.idle_timeout:
             return waiting
         last, moved_at = waiting.last or self._latest, float("-inf")

@@ -328,7 +328,7 @@ class Peer(Generic[Token]):
         return self._close(reason)
 
     def transmit(self, now: float) -> Frames | None:
-        """The next message to send, or None until something changes."""
+        """Returns the next message to send, or None until something changes."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
             if outbox.wants_channel and self.hello is not None:
@@ -518,7 +518,7 @@ _BEAT: Final = Beat(wanted=False)
 
 
 def failure(error: BaseException) -> Failure:
-    """The error as the outcome of a request."""
+    """Returns the error as the outcome of a request."""
     return Failure(cast("PlainTree", to_wire(error)))
 
 
