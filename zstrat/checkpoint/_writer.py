@@ -275,7 +275,7 @@ class TensorWriter:
         self._file.append(data)
 
     def _begin(self) -> None:
-        """The next tensor that has elements; those without are complete."""
+        """Begins the next tensor that has elements; tensors without are complete."""
         for size in self._sizes[len(self._digests) :]:
             self._left = size
             if size:

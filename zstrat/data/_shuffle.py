@@ -50,7 +50,8 @@ class PassCounter:
         return (*self._first, 1)
 
     def note(self, order: tuple[int, ...]) -> None:
-        """A pass of this number, as `next` gives it, was begun in another process."""
+        """Notes that a pass of this number, as `next` gives it, was begun in another
+        process."""
         with self._counting:
             self._last = max(self._last, order[-1])
 

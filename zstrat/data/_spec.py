@@ -76,7 +76,7 @@ class TensorSpec:
 
 
 def unknown(recipe: object) -> Spec:
-    """A look that draws nothing: the spec is not known."""
+    """Returns an unknown spec, without drawing an element."""
     del recipe
 
 

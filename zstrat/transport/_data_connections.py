@@ -349,7 +349,7 @@ _open: Final[weakref.WeakSet[DataConnections]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """A program that ends without closing its groups: what it has sent arrives."""
+    """Delivers what was sent when a program ends without closing its groups."""
     for connections in list(_open):
         if connections.held.acquire(blocking=False):  # else a thread is frozen in it
             connections.close()

@@ -175,7 +175,7 @@ def _raises_interrupts() -> bool:
 
 
 def _press_again() -> None:
-    """A signal, because it wakes the main thread where that waits."""
+    """Sends the signal again, because that wakes the main thread where it waits."""
     main = threading.main_thread().ident
     if main is not None and _raises_interrupts():
         signal.pthread_kill(main, signal.SIGINT)

@@ -73,7 +73,7 @@ class WaitingUpdates:
         return len(self.updates) >= MAX_UPDATES or self._nbytes > MAX_WAITING_BYTES
 
     def add(self, updates: Sequence[StorageUpdate]) -> None:
-        """One call of the user's, of one variable or of the rows of a table."""
+        """Adds one call of the user's, of one variable or of the rows of a table."""
         for variable, op, operands, optimizer in updates:
             spec = variable.spec
             rule = 0 if optimizer is None else optimizer.id

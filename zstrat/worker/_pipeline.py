@@ -147,7 +147,8 @@ class Pipeline:
         alone: bool = False,
         examples: int = 0,
     ) -> None:
-        """The step that `next` named has what it needs but for the values it reads.
+        """Notes that the step that `next` named is prepared but for the values it
+        reads.
 
         Args:
             levels: How often it has to advance before it can run.
@@ -178,7 +179,7 @@ class Pipeline:
             self._held = step
 
     def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
-        """The step that `next` named could not be prepared."""
+        """Notes that the step that `next` named could not be prepared."""
         assert self._queue[0] is step
         step.ending, self._stuck = ending, True
         if not self._line:
@@ -191,7 +192,7 @@ class Pipeline:
         now: float,
         error: BaseException | None = None,
     ) -> None:
-        """The answer to a pull; of steps that were cancelled it is ignored."""
+        """Takes the answer to a pull; ignores it if the step was cancelled."""
         if self._waits is not None and self._line:
             self._stalled(pull, max(0.0, now - self._waits))
             self._waits = None
@@ -219,7 +220,8 @@ class Pipeline:
         reads: Any = None,
         nbytes: int = 0,
     ) -> None:
-        """The step that `next` named has used its values, and reads these now."""
+        """Notes that the step that `next` named has used its values, and reads these
+        now."""
         self._answered.remove(step)
         step.costs.advance = cost
         step.levels -= 1
@@ -229,7 +231,8 @@ class Pipeline:
         self._fetch(step, now)
 
     def broke(self, step: ClosureStep, ending: Any) -> None:
-        """The step that `next` named could not advance; it ends when its turn comes."""
+        """Notes that the step that `next` named could not advance; it ends when its
+        turn comes."""
         self._answered.remove(step)
         step.ending, step.ready = ending, True
 
@@ -243,7 +246,8 @@ class Pipeline:
         push: Any = None,
         eager: EagerNotes | None = None,
     ) -> None:
-        """The step that `next` named is over; its ending waits for the push, if any."""
+        """Notes that the step that `next` named has run; its ending waits for the push,
+        if any."""
         line = self._line
         first = line.popleft()
         assert first is step
@@ -323,7 +327,8 @@ class Pipeline:
         return again + [*line][:0:-1]
 
     def leave(self, ending: Any, now: float) -> None:
-        """An ending to be posted; the other methods call this but for `cancelled`."""
+        """Queues an ending to be posted; the other methods but `cancelled` call
+        this."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
@@ -478,7 +483,7 @@ class Pipeline:
         self._fetch(step, now)
 
     def _let_go(self, step: ClosureStep) -> None:
-        """The values of a step that has run go, unless the next one shares them."""
+        """Drops the values of a step that has run, unless the next one shares them."""
         after = self._line[0] if self._line and step.reads is not None else None
         if after is not None and after.reads is step.reads and not after.nbytes:
             after.nbytes = step.nbytes
@@ -499,7 +504,7 @@ class Pipeline:
             self._writer = head  # it was fetched ahead, so it moves what it has read
 
     def _stalled(self, pull: SharedPull, seconds: float) -> None:
-        """The whole line has waited for values, and these are there."""
+        """Notes that the whole line has waited for values, which are there now."""
         times = self._outbox.times
         times.stalled += seconds
         if pull.clocks:

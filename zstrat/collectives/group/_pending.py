@@ -76,13 +76,13 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def settle(self, finish: Callable[[], T]) -> None:
-        """The collective has succeeded; ``finish`` makes the result, in the thread
-        that asks for it first."""
+        """Notes that the collective has succeeded; ``finish`` makes the result, on the
+        thread that asks for it first."""
         self._finish = finish
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """The operation has failed."""
+        """Notes that the operation has failed."""
         self._error = error
         self._end()
 

@@ -207,8 +207,8 @@ class ShmBarrier:
         self._about, self._is_checked, self._deadline = about, False, deadline
 
     def cut_off(self, error: BaseException) -> None:
-        """The call was cut off, which ends the barrier for good: this rank and the
-        others no longer are at the same step."""
+        """Ends the barrier for good after an interrupted call: the ranks are no longer
+        at the same step."""
         if isinstance(error, Exception):
             self._error = self._error or error
         else:  # Ctrl-C in a blocking call

@@ -122,7 +122,7 @@ class ScheduleProgress:
         self._is_drawn = True
 
     def arrived(self, place: int, data: np.ndarray) -> list[Send]:
-        """A hop of this call arrived: bytes ``[n]``, that nobody changes.
+        """Takes a hop of this call: bytes ``[n]`` that nobody changes.
 
         Raises:
             ProtocolError: This rank waits for no such hop, or not for so many bytes.

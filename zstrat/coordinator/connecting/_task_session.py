@@ -91,15 +91,15 @@ class TaskSessionEvents(Protocol):
     """Called by task sessions, on the loop thread."""
 
     def task_ready(self, task: TaskSession) -> None:
-        """The task is in our session."""
+        """Called when the task has entered our session."""
         ...
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
-        """The task is no longer in our session."""
+        """Called when the task has left our session, or is lost."""
         ...
 
     def message_received(self, task: TaskSession, message: Message) -> None:
-        """A task that is in our session has sent a notice."""
+        """Called with each notice of a task that is in our session."""
         ...
 
 

@@ -360,7 +360,8 @@ class Replication:
             self._known.take_back(task, view)
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
-        """The server of the store does not answer, or no longer has its data."""
+        """Notes that the server of the store does not answer, or no longer has its
+        data."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
         self._orders.carry_out(orders)
         self._orders.report_unserved(task.place, reason)
@@ -384,7 +385,7 @@ class Replication:
                 self.task_ready(process)
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
-        """The process is away."""
+        """Notes that the process is lost."""
         self._orders.carry_out(self.placement.process_lost(task.place, reason))
 
     def _stop(self) -> None:

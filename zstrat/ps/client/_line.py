@@ -194,20 +194,22 @@ class ServerLine:
         return outcome
 
     def hold(self) -> None:
-        """The server is connected, but it is not known yet what it still holds."""
+        """Keeps requests, as the server is connected but it is not known yet what it
+        still holds."""
         self._stop_retry()
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
 
     def resume(self) -> None:
-        """The server is there, with all that it ever held of this session."""
+        """Sends requests, as the server is there with all that it ever held of this
+        session."""
         self._stop_retry()
         self._state, self._loss = LineState.OPEN, None
         for each in self._take_all():
             self._send(each)
 
     def lose(self, reason: str, *, gone: bool, keep_pushes: bool = False) -> None:
-        """The server is not expected to come back: requests are refused until `resume`.
+        """Refuses requests until `resume`, as the server is not expected to come back.
 
         Args:
             gone: What it held is known to be lost.

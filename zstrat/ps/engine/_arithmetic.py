@@ -257,7 +257,8 @@ def check_rows(
 def compute(
     op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
 ) -> None:
-    """The new value, into ``out`` (maybe ``source`` itself), from checked operands."""
+    """Computes the new value into ``out`` (maybe ``source`` itself), from checked
+    operands."""
     with np.errstate(all="ignore"):
         if op is UpdateOp.ASSIGN:
             np.copyto(out, operands[0])

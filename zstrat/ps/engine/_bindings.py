@@ -150,7 +150,7 @@ class Bindings:
         self._trees[tree.digest] = replace(tree, leaves={})
 
     def forget(self, keys: Iterable[int]) -> None:
-        """The variables are gone, and others may get their keys."""
+        """Drops the bindings of variables that are gone; others may get their keys."""
         for key in keys:
             self._bound.pop(key, None)
             self._tree_of.pop(key, None)

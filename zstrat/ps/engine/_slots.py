@@ -190,7 +190,7 @@ class Unbound(Slots):
     def make_room(
         self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
     ) -> None:
-        """A place for a leaf that looks like this, if it is not there."""
+        """Makes an empty leaf of this name, shape and dtype, unless there is one."""
         kept = [
             (cell, each)
             for cell, each in zip(self.cells, self.leaves, strict=True)
@@ -211,7 +211,7 @@ class Unbound(Slots):
         self.become(tuple([cell for cell, _ in kept]), _LAYOUT)
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Rows of a leaf were loaded."""
+        """Notes that rows of a leaf were loaded."""
         self.filled[name].append((start, stop))
 
     def require_filled(self, who: str) -> None:

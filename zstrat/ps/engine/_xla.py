@@ -207,7 +207,7 @@ class UpdatePrograms:
         return number
 
     def _compile_all(self, steps: Sequence[SlotStep], numbers: Sequence[int]) -> None:
-        """The programs of updates whose slots will have these layouts."""
+        """Compiles the programs of updates whose slots will have these layouts."""
         if not any(step.late for step in steps):
             kinds = self._kinds(steps)
             if self._are_joint(steps, kinds):

@@ -369,7 +369,8 @@ class Cell:
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """An optimizer failed while it wrote: nothing is there until it is assigned."""
+        """Drops the value until it is assigned, as an optimizer failed while it
+        wrote."""
         if self._buffer is not None:
             self._leave(self._buffer)
         self._device, self._buffer, self._spare, self._lost = None, None, None, why

@@ -145,7 +145,7 @@ class Inbox:
         return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
-        """The body is in memory that the peer shares with us."""
+        """Takes over a body in memory that the peer shares with this process."""
         placed = decode_header(place, self._limits).build(())
         if not isinstance(placed, Placed):
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")

@@ -162,7 +162,8 @@ class Peer(Generic[Token]):
             self.outbox.say(me)
 
     def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
-        """One message: its header and its raw frames, which it may keep as arrays."""
+        """Handles one message: its header and its raw frames, which it may keep as
+        arrays."""
         if self.state is _CLOSED:
             return ()
         try:
@@ -203,7 +204,8 @@ class Peer(Generic[Token]):
             return self._blame(error)
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
-        """The network below is gone. An acceptor waits for the peer to come back."""
+        """Notes that the network connection is gone. An acceptor waits for the peer to
+        come back."""
         if self._initiator:
             return self._close(reason, broken=True)
         if self._life.broken_at is None:
