@@ -94,7 +94,7 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """`exactly` of numbers of Python, and lists of them. Those of more than 53 bits are
-    floats to numpy, if it is not told what they are."""
+    floats to numpy, if no dtype is given."""
     try:
         with np.errstate(all="ignore"):
             made = np.asarray(value, dtype)

@@ -155,7 +155,7 @@ def narrow(values: np.ndarray, out: np.ndarray) -> None:
 
 def _quiet() -> np.errstate:
     # What is too large becomes inf, inf - inf NaN: the caller sees it in the result; a
-    # warning from the loop's thread would tell nobody.
+    # warning from the loop's thread would reach nobody.
     return np.errstate(all="ignore")
 
 

@@ -93,7 +93,7 @@ class Elements(Generic[T]):
         Raises:
             OutOfRangeError: There are no more.
             ClosedError: After `close`.
-            Exception: Whatever the source raised, unchanged. A source that can go on
+            Exception: Whatever the source raised, unchanged. A source that can continue
                 after its error does; of one that cannot (a generator), every later draw
                 raises that error again rather than to pass for its end; `ClosedError`
                 where that was Ctrl-C.

@@ -85,7 +85,7 @@ class TensorFlowDataset(Protocol):
 
 
 def foreign(source: Iterable[Any]) -> Foreign:
-    """Returns the recipe of somebody else's dataset.
+    """Returns the recipe of a dataset of another library.
 
     Raises:
         TypeError: It cannot be iterated.

@@ -284,5 +284,5 @@ _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")
 
 def _is_sparse(node: object) -> bool:
     if isinstance(node, tuple) and type(node).__name__ not in _TUPLES:
-        return False  # a structure of somebody's own, whatever its fields are called
+        return False  # a user's own structure, whatever its fields are called
     return isinstance(node, RowSlices | Ragged | Densable)

@@ -3,7 +3,7 @@
 A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
 what they know without a pass; to know more, draw one element (`Look`).
 
-Law of the file: a spec is never a guess. What no recipe knows is None, until somebody
+Law of the file: a spec is never a guess. What no recipe knows is None, until a caller
 looks at an element.
 """
 

@@ -154,7 +154,7 @@ class _Guarded:
         try:
             for step, values in points:
                 self._writer.write(step, values, {})
-        except Exception:  # to the log: training goes on without these points
+        except Exception:  # to the log: training continues without these points
             if not self._fails:
                 log.exception("%s: points are lost", type(self._writer).__name__)
             self._fails = True

@@ -79,7 +79,7 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         raise
     finally:
         _held_up.reset(token)
-        # Ctrl-C before anybody had it: Python would say that nobody awaited it.
+        # Ctrl-C before a caller had it: Python would warn that it was never awaited.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
 

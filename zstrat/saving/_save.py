@@ -58,7 +58,7 @@ async def save(
 ) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
-    Training goes on meanwhile: what is written is the values as they were when the
+    Training continues meanwhile: what is written is the values as they were when the
     snapshot was pinned, between two steps.
 
     Args:

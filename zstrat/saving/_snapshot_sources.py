@@ -163,7 +163,7 @@ class PinnedSnapshot:
     async context manager that lets go of them.
 
     Cost: training stands still until the steps that run have ended, and for two round
-    trips to each server; it goes on meanwhile and afterwards.
+    trips to each server; it continues meanwhile and afterwards.
 
     Args:
         note: Called while training stands still.

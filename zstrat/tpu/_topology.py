@@ -1,7 +1,7 @@
 """A TPU system: its mesh of cores, and which device of which task each core is.
 
 A core is at four coordinates: three of its chip and its own number in it. The mesh may
-have holes, where a chip is broken or belongs to somebody else.
+have holes, where a chip is broken or belongs to another job.
 
 As bytes it is TensorFlow's ``TopologyProto``; either reads the other's. Fields: 1
 mesh_shape (int32, repeated), 2 num_tasks (int32), 3 num_tpu_devices_per_task (int32), 4

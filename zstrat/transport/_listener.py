@@ -5,7 +5,7 @@ the options that the socket has at its bind. That ends all connections, includin
 with a removed key; other peers reconnect, and send unanswered requests again. libzmq
 closes a listener on its own thread, and reports when the address is free.
 
-Anybody who reaches the port may open connections and send nothing. Each connection
+Any host that reaches the port may open connections and send nothing. Each connection
 costs a descriptor, and without a free one nobody can connect. So the number of
 connections that have not greeted is bounded per address and in total. Above the bound
 a random one is closed: if it were the oldest or the newest, an attacker could always

@@ -2,7 +2,7 @@
 
 The loop is uvloop's where there is one, else asyncio's. That of this program's cluster
 runs on a background thread: scripts, notebooks and async programs all keep their own
-thread, and heartbeats go on while jax compiles or the user thinks.
+thread, and heartbeats continue while jax compiles or the user thinks.
 
 Law of the file: nothing of the user runs on the loop's thread, and nothing waits for it
 without a deadline. A process that is forked has the loop, but not its thread: it is
@@ -429,7 +429,7 @@ class LoopCall(Generic[T]):
 
 
 _under_way: Final[set[LoopCall[Any]]] = set()
-"""All that somebody waits for."""
+"""The calls that a thread waits for."""
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:

@@ -110,7 +110,7 @@ class Opening:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:
-        """Notes that a handshake was not answered. That does not refuse anybody: a
+        """Notes that a handshake was not answered. That is not a refusal: a
         frozen process may continue."""
         self._failed, self.trouble = 0, SILENT
 

@@ -34,7 +34,7 @@ Theory of operation:
 - An outbox is posted when nothing else can be done, when a pull in it is what the
   head of the line waits for, or when the next piece of work would end after the oldest
   entry has waited for ``interval``. Work that was never measured counts as endless, so
-  nobody's result waits for somebody else's compilation.
+  no result waits for the compilation of another step.
 
 No thread, no clock, no socket: the executor calls and obeys. The law: each dispatched
 closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).

@@ -239,7 +239,7 @@ class Generation:
 
         Args:
             lost: Ranks that are lost.
-            tell: Whether to notify the other ranks.
+            tell: Notify the other ranks.
         """
         if self.broken is not None:
             return

@@ -56,7 +56,7 @@ class Pending(Generic[T]):
         """Blocks until the collective is over.
 
         Raises:
-            DeadlineExceededError: ``timeout`` seconds have passed; it goes on.
+            DeadlineExceededError: ``timeout`` seconds have passed; it continues.
             Exception: CollectiveTimeoutError, PeerLostError, InvalidArgumentError or
                 UnavailableError, as the blocking call.
         """

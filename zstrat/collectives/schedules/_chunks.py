@@ -4,7 +4,7 @@ A block knows how far each of its chunks is. What a rank has of a chunk is what 
 of it, and what becomes of what comes in. Arrays are reduced from the memory that they
 were received in.
 
-**Which memory is sent.** A sender does not hear when its bytes have left, so it may
+**Which memory is sent.** A sender does not know when its bytes have left, so it may
 send only what nobody changes afterwards: a frame as it was received; a private copy of
 the chunk, made while it is in the cache; or memory of the call (the user's own) if this
 rank later takes the block as finished, for then all whom it was sent to have had it

@@ -231,7 +231,7 @@ class _Foreign:
 def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
     data = node.node_data()
     if data is None:
-        # Only the number of leaves tells a bare leaf from None.
+        # Only the number of leaves distinguishes a bare leaf from None.
         return _slot(next(slots)) if node.num_leaves else None
     kind, keys = data
     if kind is type(None):

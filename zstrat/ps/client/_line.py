@@ -12,7 +12,7 @@ The owner of the connection reports its state to this line (`hold`, `resume`,
 state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
 straight to the link and end with its connection.
 
-A server that has a second copy may go on in another process (`move`). Requests under
+A server that has a second copy may continue in another process (`move`). Requests under
 way are then sent again to that process, as after a connection that broke. So are
 requests that a process refused because it is not the primary (`NotPrimaryError`).
 """

@@ -77,7 +77,7 @@ class SlotLayouts:
         return number
 
     def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
-        """Slots that were loaded before anybody knew the rule.
+        """Slots that were loaded before their update rule was known.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps, or not all of it.

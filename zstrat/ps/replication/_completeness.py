@@ -59,7 +59,7 @@ class Completeness:
             return True
         if lost_at is None or self.parted_at is None:
             return False
-        # Within that time a program that is alive, and only not heard here, has one of
+        # Within that time a program that is alive but out of reach has one of
         # the two go on alone, and the other one is notified by that one.
         return self.parted_at - lost_at >= self._grace
 

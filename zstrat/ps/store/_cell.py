@@ -8,7 +8,7 @@ has to have before the first of them begins.
 
 A cell is in one of two states:
 
-*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks.
+*host*: a 64-byte-aligned numpy buffer of our own, which knows whether it has readers.
 
 *device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's

@@ -1,4 +1,4 @@
-"""A value as it was at one moment, while updates go on: what must be kept of it.
+"""A value as it was at one moment, while updates continue: what must be kept of it.
 
 A pin costs nothing when it is made. It refers to the memory of its cell and learns from
 the cell what is about to happen to that:

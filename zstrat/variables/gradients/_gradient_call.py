@@ -105,7 +105,7 @@ class TraceRecorder:
         """Called before Python branches on whether the data of this name have ended.
 
         Raises:
-            LoopsOverData: The step is being traced, which cannot tell.
+            LoopsOverData: The step is being traced, so this is not known.
         """
 
     def take_values(self, values: Mapping[int, Any]) -> None:

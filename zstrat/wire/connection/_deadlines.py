@@ -110,9 +110,9 @@ class Liveness:
                 self.broken_at = min(now, self.broken_at + overslept)
 
     def look(self, now: float) -> None:
-        """Counts bytes that have come since the last look as heard, if no whole message
-        has come for a beat. To be called at every tick of a peer that has greeted: one
-        that has not could hold its place with a byte now and then."""
+        """Counts bytes that came since the last look as a sign of life, if no whole
+        message has come for a beat. To be called at every tick of a peer that has
+        greeted: one that has not could hold its place with a byte now and then."""
         if self.broken_at is not None or now - self.heard_at < self._times.beat:
             self._received = None
             return
@@ -130,7 +130,7 @@ class Liveness:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the peer lives, as far as one can tell: the network below is whole,
+        """Whether the peer lives, as far as is known: the network below is whole,
         and at the last `tick` it had missed no two beats."""
         missed = self._ticked_at - self.heard_at
         return self.broken_at is None and missed < 2 * self._times.beat

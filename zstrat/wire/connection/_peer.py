@@ -254,7 +254,7 @@ class Peer(Generic[Token]):
 
     @property
     def is_heard(self) -> bool:
-        """Whether the connection is open, and the peer was heard just now."""
+        """Whether the connection is open, and the peer has sent something just now."""
         return self.state is _OPEN and self._life.is_heard
 
     def request(
