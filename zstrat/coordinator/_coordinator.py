@@ -195,10 +195,9 @@ class ClusterCoordinator(CoordinatorFace):
             Exception: The first error of a closure, once, after all others have ended.
             PSUnavailableError: A parameter server is lost; names it.
             UnavailableError: There was no worker for ``worker_wait_timeout`` seconds.
-            DeadlineExceededError: ``timeout`` seconds have passed; the closures
-            continue. KeyboardInterrupt: Ctrl-C, which cancels the closures that no
-                worker has started, as `cancel` does. The next call waits for the
-                others.
+            DeadlineExceededError: ``timeout`` seconds have passed; closures continue.
+            KeyboardInterrupt: Ctrl-C, which cancels the closures that no worker has
+                started, as `cancel` does. The next call waits for the others.
         """
         engine = self._core.engine
         try:
