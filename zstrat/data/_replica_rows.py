@@ -101,7 +101,7 @@ def cutter(
     Args:
         batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
             say whose rows are empty, no steps can be made; it counts as unknown.
-        promised: Rows that all batches are to have, though a function may change them.
+        promised: Number of rows that all batches should have; a function may change it.
     """
     # All workers read all batches, so each can be cut alone, and whatever its size. TF
     # makes no difference for one worker: its last batch is shared by all replicas, too.

@@ -178,10 +178,10 @@ def _tree_level(value: Any) -> dict[str, Any]:
 def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Children by their keys as texts, as a checkpoint has them.
 
-    Of two with the same text what is to be saved is kept.
+    Of two with the same text, the one that is saved is kept.
 
     Raises:
-        TypeError: Two that are to be saved, and are not one, have the same text.
+        TypeError: Two different ones that are saved have the same text.
     """
     found: dict[str, Any] = {}
     for key, each in pairs:

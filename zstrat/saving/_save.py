@@ -171,7 +171,7 @@ async def _write(
             for number, (source, pieces) in enumerate(parts)
         ]
         # All of them to their end, also when one fails: no write is under way when the
-        # snapshot is let go and the folder is swept.
+        # snapshot is released and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}
     where: dict[int, tuple[str, str, str]] = {}

@@ -67,7 +67,7 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Binds again if the keys have changed. To be called at every tick."""
+        """Binds again if the keys have changed. Call it at every tick."""
         if self._state is _State.FREE:
             self.freed()
         elif self._state is _State.LEAVING:
@@ -100,7 +100,7 @@ class BoundSocket:
 
     def remove_file(self) -> None:
         """Removes the file of an ipc address, which libzmq leaves, unless another
-        socket has taken the path. To be called while the socket is bound."""
+        socket has taken the path. Call it while the socket is bound."""
         if self._inode is not None:
             with suppress(OSError):
                 path = Path(self._where.host)

@@ -161,7 +161,7 @@ class Pump:
         self._blocked[outlet] = None
 
     def drain(self) -> None:
-        """Takes what has arrived, now."""
+        """Receives, at once, all messages that have arrived."""
         self._drain()
 
     @property

@@ -284,7 +284,7 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         words = str(error) or type(error).__name__
         raise ProtocolError(
-            f"header: {size} bytes that are no msgpack: {words:.200}"
+            f"header: {size} bytes that are not msgpack: {words:.200}"
         ) from None
 
 

@@ -206,7 +206,7 @@ _BESIDE: Final = 1024
 
 
 def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
-    """Checks that the coordinator accepts this description of ``what``. To be called
+    """Checks that the coordinator accepts this description of ``what``. Call it
     before a step has an effect, as a step that fails must not have one.
 
     Raises:

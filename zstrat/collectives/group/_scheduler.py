@@ -106,7 +106,7 @@ class OperationScheduler:
         self._messages.abort_by(ClosedError(f"{words} was interrupted"))
 
     def close(self) -> None:
-        """Lets go of the engine. The generation has ended."""
+        """Releases the engine, as the generation has ended."""
         if self._by_engine is not None:
             self._by_engine.close()
 

@@ -362,7 +362,7 @@ class TaskSession:
         return self._request.close(self.link, timeout, exits=exits)
 
     def release(self) -> None:
-        """Marks a worker that we let go: its end is not a loss."""
+        """Marks a worker that was released: its end is not a loss."""
         self._set_phase(SessionPhase.RELEASED)
 
     def leave(self) -> None:

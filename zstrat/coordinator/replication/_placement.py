@@ -65,7 +65,7 @@ class StorePlacement:
 
     Args:
         addresses: Of the processes.
-        replicas: Backups that each store is to have: 0 or 1.
+        replicas: Number of backups of each store: 0 or 1.
         per_process: Stores of each process.
     """
 
@@ -107,7 +107,7 @@ class StorePlacement:
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
-        """Returns whether the store has more than a primary, or is to have."""
+        """Returns whether the store has more than a primary, or will have."""
         return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
@@ -308,7 +308,7 @@ class StorePlacement:
         if store.phase in THIRD_BESIDE:
             return store.end_third(reason)
         if self.replicas or not is_for_move:
-            return []  # the store is to have the backup anyway
+            return []  # the store gets the backup anyway
         return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ._orders import PlacementOrder
     from ._successors import FoundCopy, Successor
 
-SUCCEEDED: Final = "another program goes on with it"
+SUCCEEDED: Final = "another program took it over"
 RESTARTED: Final = "it was started again"
 
 
@@ -74,7 +74,7 @@ class ReplicatedStore:
 
     Args:
         processes: All that may have copies, by index.
-        replicas: Backups that the store is to have: 0 or 1.
+        replicas: Number of backups of the store: 0 or 1.
         seek: Chooses a process for a copy that the store lacks.
     """
 

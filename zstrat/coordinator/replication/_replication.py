@@ -56,7 +56,7 @@ class Replication:
 
     Args:
         addresses: Of the processes, in task order.
-        replicas: Second copies that each store is to have. With 0 a store has one only
+        replicas: Number of backups of each store. With 0 a store has one only
             while it moves.
         stores_per_ps: Stores of each process.
         name: The name of the session, or empty.
@@ -178,7 +178,7 @@ class Replication:
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
-        """Waits until each store has a second copy, if it is to have one.
+        """Waits until each store has a backup, if it gets one.
 
         Raises:
             DeadlineExceededError: A store has none at ``deadline`` (loop time).

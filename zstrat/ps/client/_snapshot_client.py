@@ -145,7 +145,7 @@ class SnapshotCalls(AskedServers):
         return part.arrays[0]
 
     async def release(self, snapshot: int) -> None:
-        """Lets go of a snapshot on all servers. A file that is being written is
+        """Releases a snapshot on all servers. A file that is being written is
         removed. It may be gone already.
 
         Cancellation: it may be released.

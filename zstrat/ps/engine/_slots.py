@@ -169,7 +169,7 @@ class Unbound(Slots):
 
     @staticmethod
     def like(other: Slots | None) -> Unbound:
-        """Returns a copy, or none of any leaf."""
+        """Returns unbound slots with the leaves of ``other``, or without leaves."""
         if isinstance(other, Unbound):
             filled = {name: list(rows) for name, rows in other.filled.items()}
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)

@@ -364,7 +364,7 @@ class JointPrograms:
         )
 
     def prepare(self, steps: Sequence[SlotStep], kinds: Kinds) -> None:
-        """Compiles; to be called `here` (`SlotLayouts`)."""
+        """Compiles the programs; call it inside of `here` (`SlotLayouts`)."""
         if kinds in self.programs:
             return
         rules = [step.rule for step in steps]

@@ -104,7 +104,7 @@ class StateFiles:
             arrays: The path of the other file, which is whole. Its arrays are called
                 "0", "1" and so on.
             digests: Of the arrays, in this order.
-            facts: What is to be said besides, as JSON.
+            facts: Further facts to write, as JSON.
 
         Raises:
             ResourceExhaustedError: The disk is full.

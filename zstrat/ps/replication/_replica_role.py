@@ -159,7 +159,7 @@ class ReplicaRole:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether another process has a copy of the store, or is to have one."""
+        """Whether another process has a copy of the store, or will get one."""
         return self.completeness.needs_backup or not (
             self._role is Role.PRIMARY and self._shutdown is not Shutdown.GIVING_WAY
         )

@@ -60,7 +60,7 @@ class ServerSnapshot:
     is_released: bool = False
 
     def release(self) -> None:
-        """Lets go of all pins: old values that only they kept are freed."""
+        """Releases all pins, which frees old values that only they kept."""
         self.is_released = True
         for tensor in self.tensors:
             tensor.pin.release()
@@ -143,7 +143,7 @@ class Snapshots:
         return tensors[place]
 
     def release(self, number: int) -> None:
-        """Lets go of it. It may be gone already."""
+        """Releases the snapshot, unless it is gone already."""
         snapshot = self._held.pop(number, None)
         if snapshot is not None:
             snapshot.release()

@@ -205,7 +205,7 @@ class Pin:
             self._first = stop // self.width
 
     def release(self) -> None:
-        """Lets go of the value."""
+        """Releases the pinned value."""
         self.is_over = True
         self._bytes = self._log = None
 

@@ -270,7 +270,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """A transformation to load and register."""
+    """The plan to load a transformation and register it."""
 
     generation: int
     engine: OptimizerEngine

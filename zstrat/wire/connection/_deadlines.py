@@ -96,7 +96,7 @@ class Liveness:
         """Since when the network below is gone."""
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called at `due` at the latest, when what has arrived
+        """Checks the time limits. Call it at `due` at the latest, when what has arrived
         was read."""
         overslept = now - self.due
         self._ticked_at = now

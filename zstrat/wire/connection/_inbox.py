@@ -247,7 +247,7 @@ class Backlog:
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
         """Returns whether the peer has read nothing for ``timeout`` seconds although
-        something waits for it. To be asked at every tick, as the time is counted tick
+        something waits for it. Call it at every tick, as the time is counted tick
         by tick.
 
         What a slow line still carries to the peer is not left unread by it.

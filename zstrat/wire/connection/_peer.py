@@ -103,7 +103,7 @@ _UNKNOWN: Final = UnknownCarrier()
 
 
 class Peer(Generic[Token]):
-    """State of one connection. Not to be used after it said `Closed`.
+    """The state of one connection. Do not use it after it returned `Closed`.
 
     ``Token`` is what the caller wants back with the outcome of a request.
     """
@@ -140,7 +140,7 @@ class Peer(Generic[Token]):
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
         self.outbox = Outbox(limits, channel)
-        """What is to be sent; only `transmit` takes from it."""
+        """The messages to send; only `transmit` takes from it."""
         self._inbox = Inbox(
             allocate, channel, limits, initiator=initiator, absorb=absorb
         )
@@ -226,7 +226,7 @@ class Peer(Generic[Token]):
             words = life.loss(now, greeted=greeted)
             if self.early:
                 words += (
-                    f", and sent {self.early} other messages: it goes on with a "
+                    f", and sent {self.early} other messages: it continues a "
                     "connection that was given up here, or is not a task"
                 )
             return self._close(words, broken=broken)
