@@ -58,7 +58,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def short(incarnation: int) -> str:
-    """The first eight hex digits of an incarnation, enough for people to compare."""
+    """Returns the first eight hex digits of an incarnation, enough for people to
+    compare."""
     return f"{incarnation:016x}"[:8]
 
 

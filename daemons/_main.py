@@ -342,8 +342,8 @@ def _remove(keys: Path | None) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a restart may help: this machine may still get the address when its
-    network comes up, or a program that accepts the worker may start."""
+    """Returns whether a restart may help: this machine may still get the address when
+    its network comes up, or a program that accepts the worker may start."""
     if isinstance(error, DeadlineExceededError | UnavailableError | BusyError):
         return True
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL

@@ -32,7 +32,7 @@ def die_with(parent: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process with this id exists, of any user."""
+    """Returns whether a process with this id exists, of any user."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -418,7 +418,8 @@ def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exce
 
 
 def _is_readable(error: Exception) -> bool:
-    """Whether the error can be printed, which may fail for fields of wrong types."""
+    """Returns whether the error can be printed, which may fail for fields of wrong
+    types."""
     try:
         return isinstance(str(error), str) and isinstance(repr(error), str)
     except Exception:  # any error of a foreign class: the error is not used

@@ -41,7 +41,7 @@ class Initializer(abc.ABC):
         partition_shape: Sequence[int] | None = None,
         partition_offset: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """The array of ``shape``; or, of it, ``partition_shape`` from
+        """Returns the array of ``shape``; or, of it, ``partition_shape`` from
         ``partition_offset`` on.
 
         Raises:
@@ -64,7 +64,7 @@ class Initializer(abc.ABC):
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
-        """What ``window`` cuts out of the array; nobody else has it."""
+        """Returns what ``window`` cuts out of the array; nobody else has it."""
 
 
 def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
@@ -94,7 +94,7 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """`exactly` of numbers of Python, and lists of them. Those of more than 53 bits are
-    floats to numpy, if it is not told what they are."""
+    floats to numpy, if no dtype is given."""
     try:
         with np.errstate(all="ignore"):
             made = np.asarray(value, dtype)

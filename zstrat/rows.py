@@ -24,7 +24,8 @@ ALIGNMENT: Final = 64
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.ndarray:
-    """An uninitialised C-order array whose memory starts at a multiple of ``to``."""
+    """Returns an uninitialised C-order array whose memory starts at a multiple of
+    ``to``."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(size + to, np.uint8)
     start = -memory.ctypes.data % to
@@ -108,8 +109,8 @@ def runs(indices: np.ndarray) -> Runs:
 
 
 def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
-    """The sum of the rows of each index, ``[unique, ...]``; below 32 bits in float32,
-    rounded once."""
+    """Returns the sum of the rows of each index, ``[unique, ...]``; below 32 bits in
+    float32, rounded once."""
     small = rows.dtype.kind in "fV" and rows.dtype.itemsize < 4
     dtype = np.dtype(np.float32) if small else rows.dtype
     total = _rows(rows, found.order.take(found.starts)).astype(dtype, copy=False)

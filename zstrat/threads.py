@@ -138,7 +138,7 @@ class SteadyThread(threading.Thread):
             self._over.open()
 
     def is_alive(self) -> bool:
-        """Whether the thread was started and has not ended."""
+        """Returns whether the thread was started and has not ended."""
         return self._process == os.getpid() and not self._over.is_open
 
     def join(self, timeout: float | None = None) -> None:

@@ -71,7 +71,7 @@ def blamed(path: str, what: str) -> Iterator[None]:
 
 
 def local_path(path: str | bytes | os.PathLike[str]) -> str:
-    """The path of a file or a folder of this machine, as text.
+    """Returns the path of a file or a folder of this machine, as text.
 
     Raises:
         ValueError: It is an address of something else, or has a null in it.
@@ -91,7 +91,7 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
 
 
 def absolute(path: str | bytes | os.PathLike[str]) -> str:
-    """The path as another process, on another machine perhaps, finds it.
+    """Returns the path as another process, on another machine perhaps, finds it.
 
     Raises: As `local_path`.
     """
@@ -133,7 +133,7 @@ def send_off(descriptor: int, start: int, stop: int) -> None:
 
 
 def bytes_of(data: Buffer) -> memoryview:
-    """A view of contiguous data, byte by byte."""
+    """Returns a view of contiguous data, byte by byte."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -171,7 +171,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
 
 
 def digest_of(parts: Iterable[Buffer]) -> str:
-    """The digest of the parts, one after the other."""
+    """Returns the digest of the parts, one after the other."""
     digest = Digest()
     for part in parts:
         digest.update(part)

@@ -205,7 +205,7 @@ class CheckpointFolder:
             self._sweep()
 
     def part(self, name: str) -> str:
-        """File name of a part: not in use, and not to be by anybody else."""
+        """File name of a part that no other writer uses or will use."""
         return f"part-{name}-{self.mark}.safetensors"
 
     def path_of(self, file: str) -> str:
@@ -246,7 +246,7 @@ class CheckpointFolder:
         except NotFoundError:
             keep = {LOCK}
         except DataLossError:
-            return  # somebody may want to look at it; a new manifest makes it garbage
+            return  # a user may want to look at it; a new manifest makes it garbage
         _remove(self.path, keep)
 
 
@@ -274,7 +274,7 @@ def remove(path: str) -> bool:
         os.rmdir(path)
     except (BusyError, NotFoundError, FileNotFoundError):
         return False
-    except OSError:  # not empty, because somebody keeps other files there, or not ours
+    except OSError:  # not empty, because a user keeps other files there, or not ours
         return not os.path.exists(path)
     return True
 

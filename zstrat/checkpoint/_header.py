@@ -102,7 +102,7 @@ class Header:
 def encode_header(
     tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
 ) -> tuple[bytes, int]:
-    """The bytes before the first element, and the size that the file will have.
+    """Returns the bytes before the first element, and the size that the file will have.
 
     Raises:
         ValueError: A name is there twice or empty, a dtype is unknown, or all of it is
@@ -187,7 +187,7 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
 
 
 def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that stand in the file for those of a tensor."""
+    """Returns the dtype and shape that stand in the file for those of a tensor."""
     name = _NAMES.get(info.dtype)
     if name is not None:
         return name, info.shape
@@ -218,7 +218,7 @@ def _is_texts(metadata: Any) -> bool:
 def _entry(
     name: str, entry: Any, metadata: Mapping[str, str], file: str
 ) -> tuple[TensorInfo, int]:
-    """A tensor and its offset after the header."""
+    """Returns a tensor and its offset after the header."""
     match entry:
         case {"dtype": str(stored), "shape": [*dims], "data_offsets": [start, end]} if (
             all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, end))
@@ -242,7 +242,7 @@ def _entry(
 
 
 def _tiled(found: list[tuple[TensorInfo, int]], file: str) -> int:
-    """The end of the last tensor; refuses overlaps and holes."""
+    """Returns the end of the last tensor; refuses overlaps and holes."""
     at = 0
     # Empty tensors share their offset with the one that follows.
     for info, offset in sorted(found, key=lambda each: (each[1], each[0].nbytes)):

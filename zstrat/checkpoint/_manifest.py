@@ -77,8 +77,8 @@ class StoredTensor:
         return TensorInfo(piece.name, self.dtype, shape)
 
     def within(self, start: int, stop: int) -> list[tuple[StoredPiece, int, int]]:
-        """The pieces that have any of rows ``[start, stop)``: which of their own rows
-        ``[first, last)``. Where there are no rows to cut: the piece whole."""
+        """Returns the pieces that have any of rows ``[start, stop)``: which of their
+        own rows ``[first, last)``. Where there are no rows to cut: the piece whole."""
         if not self.by_rows:
             return [(self._standing_for(start), 0, 0)]
         if not self.shape or not self.shape[0]:
@@ -188,8 +188,8 @@ class Manifest:
 
     @staticmethod
     def of(folder: str) -> Manifest:
-        """The manifest of the checkpoint in ``folder``, whose files all have their
-        sizes.
+        """Returns the manifest of the checkpoint in ``folder``, whose files all have
+        their sizes.
 
         Raises:
             NotFoundError: The folder is not a checkpoint.
@@ -224,8 +224,8 @@ class Manifest:
 
 
 def is_foreign(folder: str) -> bool:
-    """Whether the manifest in a folder is another program's; a damaged one is ours, as
-    far as its beginning says."""
+    """Returns whether the manifest in a folder is another program's; a damaged one is
+    ours, as far as its beginning says."""
     path = os.path.join(folder, MANIFEST)
     with blamed(path, "reading"), contextlib.suppress(FileNotFoundError):
         with open(path, "rb") as file:
@@ -277,7 +277,8 @@ def _piece(name: str, plain: Any, files: Mapping[str, int], file: str) -> Stored
 
 
 def _is_plain_name(name: str) -> bool:
-    """Whether the name is that of a file in the folder, and no way out of it."""
+    """Returns whether the name is that of a file in the folder, and no way out of
+    it."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

@@ -83,7 +83,7 @@ class TensorReader:
     def read(
         self, name: str, start: int | None = None, stop: int | None = None
     ) -> np.ndarray:
-        """Rows ``[start, stop)`` of a tensor, all of it if they are left out.
+        """Returns rows ``[start, stop)`` of a tensor, all of it if they are left out.
 
         Raises:
             NotFoundError: The file has no such tensor.
@@ -128,8 +128,8 @@ class TensorReader:
         self._fill(view, self._header.places[name].offset + offset, name)
 
     def parts(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, a few MiB at a time; each part is overwritten by the
-        next one.
+        """Yields the bytes of a tensor, a few MiB at a time; each part is overwritten
+        by the next one.
 
         Raises: As `read`.
         """
@@ -209,7 +209,7 @@ class CheckpointFiles:
         self._open: dict[str, TensorReader] = {}
 
     def __getitem__(self, file: str) -> TensorReader:
-        """The reader of a file. Raises: As `TensorReader`."""
+        """Returns the reader of a file. Raises: As `TensorReader`."""
         if file not in self._open:
             self._open[file] = TensorReader(os.path.join(self._folder, file))
         return self._open[file]

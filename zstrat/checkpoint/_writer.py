@@ -175,8 +175,8 @@ def _whole_blocks(view: memoryview) -> int:
 
 
 def _set_direct(descriptor: int, on: bool) -> bool:
-    """Whether the system agrees: a file system may refuse, and a flag that is given
-    when a file is created leaves it there all the same."""
+    """Returns whether the system agrees: a file system may refuse, and a flag that is
+    given when a file is created leaves it there all the same."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
@@ -275,7 +275,7 @@ class TensorWriter:
         self._file.append(data)
 
     def _begin(self) -> None:
-        """The next tensor that has elements; those without are complete."""
+        """Begins the next tensor that has elements; tensors without are complete."""
         for size in self._sizes[len(self._digests) :]:
             self._left = size
             if size:

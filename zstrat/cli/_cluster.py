@@ -130,7 +130,7 @@ def how_to_connect(spec: ClusterSpec, file: Path) -> str:
 
 
 def has_ports(spec: ClusterSpec) -> bool:
-    """Whether a task listens on a port, and not on a socket in a folder."""
+    """Returns whether a task listens on a port, and not on a socket in a folder."""
     return not all(
         spec.task_address(job, index).startswith("ipc://")
         for job in spec.jobs

@@ -293,7 +293,7 @@ def _fitted(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
 
 
 def _priority(row: Row) -> tuple[bool, float]:
-    """The sort key of a row: lost tasks first, then the slowest."""
+    """Returns the sort key of a row: lost tasks first, then the slowest."""
     rate = row.get("steps/s") or row.get("pushes/s") or "0"
     return row["state"] != "lost", float(rate)
 

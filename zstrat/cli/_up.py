@@ -377,7 +377,7 @@ def _held_message(folder: Path) -> str:
 
 
 def _has(pid: str, lock: IO[str]) -> bool:
-    """Whether the process has the lock file open."""
+    """Returns whether the process has the lock file open."""
     with contextlib.suppress(OSError):  # it has ended, or is of another user
         for file in Path("/proc", pid, "fd").iterdir():
             if _is_same(file, lock):

@@ -175,7 +175,7 @@ class GCEClusterResolver(SourceResolver):
         )
 
     def _running(self) -> list[str]:
-        """Names of the instances, from all pages of the answer."""
+        """Returns names of the instances, from all pages of the answer."""
         groups, names = self._service.instanceGroups(), []
         request = groups.listInstances(
             project=self._project,

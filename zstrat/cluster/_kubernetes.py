@@ -87,7 +87,7 @@ class KubernetesClusterResolver(SourceResolver):
         self._location = ExecutableLocation(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The pods that are there now.
+        """Returns the pods that are there now.
 
         Raises:
             RuntimeError: A pod is not running, or Kubernetes does not answer, or does
@@ -127,7 +127,7 @@ class KubernetesClusterResolver(SourceResolver):
         return self._own_task()[1]
 
     def _own_task(self) -> tuple[str | None, int | None]:
-        """The task of the pod that this process is in."""
+        """Returns the task of the pod that this process is in."""
         env = config.environment()
         mine = next((env[name] for name in _NAMES if env.get(name)), None)
         if mine is None or self._location is ExecutableLocation.OFF_CLUSTER:

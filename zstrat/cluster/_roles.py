@@ -10,8 +10,8 @@ from ._spec import normalize_cluster_spec, task_count, validate_cluster_spec
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
-    """Whether the task acts for the others of its kind: the chief, an evaluator, or
-    worker 0 without a chief.
+    """Returns whether the task acts for the others of its kind: the chief, an
+    evaluator, or worker 0 without a chief.
 
     Raises:
         ValueError: See `validate_cluster_spec`.
@@ -64,8 +64,8 @@ def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
 def should_save_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the checkpoint of the task is kept: that of the first existing task, and
-    of every evaluator. Other tasks may have to take part in saving.
+    """Returns whether the checkpoint of the task is kept: that of the first existing
+    task, and of every evaluator. Other tasks may have to take part in saving.
 
     Raises:
         ValueError: See `validate_cluster_spec`.
@@ -82,7 +82,8 @@ def should_save_checkpoint(
 def should_load_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the task loads checkpoints: all tasks but a ps, which receives values.
+    """Returns whether the task loads checkpoints: all tasks but a ps, which receives
+    values.
 
     Raises:
         ValueError: See `validate_cluster_spec`.
@@ -94,7 +95,8 @@ def should_load_checkpoint(
 def should_save_summary(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the task writes summaries: the first training task, and every evaluator.
+    """Returns whether the task writes summaries: the first training task, and every
+    evaluator.
 
     Raises:
         ValueError: See `validate_cluster_spec`.

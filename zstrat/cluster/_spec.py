@@ -55,7 +55,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Number of tasks of the job.
+        """Returns the number of tasks of the job.
 
         Raises:
             ValueError: No such job.

@@ -42,7 +42,7 @@ def _paths(structure: Any) -> str:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether it is a jax array.
+    """Returns whether it is a jax array.
 
     Raises:
         TypeError: It is one that is being traced, and has no values.
@@ -56,7 +56,7 @@ def is_array(leaf: object) -> bool:
 
 
 def put(values: np.ndarray, like: jax.Array) -> jax.Array:
-    """A jax array of these values, where ``like`` is."""
+    """Returns a jax array of these values, where ``like`` is."""
     devices = like.devices()
     where = like.sharding if len(devices) == 1 else next(iter(devices))
     moved: jax.Array = jax.device_put(values, where)

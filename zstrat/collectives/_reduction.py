@@ -30,7 +30,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The member itself, or the one of that name in any case.
+        """Returns the member itself, or the one of that name in any case.
 
         Raises:
             ValueError: No member has that name; lists the members.
@@ -45,7 +45,7 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: enum.Enum) -> ReduceOp:
-        """The member of the same name as a `zstrat.VariableAggregation`.
+        """Returns the member of the same name as a `zstrat.VariableAggregation`.
 
         Raises:
             ValueError: NONE and ONLY_FIRST_REPLICA are not reductions.
@@ -122,7 +122,8 @@ class Reduction:
 
 
 def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same values in a dtype that has them all; new memory unless it is theirs."""
+    """Returns the same values in a dtype that has them all; new memory unless it is
+    theirs."""
     if values.dtype == dtype:
         return values
     if values.dtype == _BF16:
@@ -154,13 +155,13 @@ def narrow(values: np.ndarray, out: np.ndarray) -> None:
 
 def _quiet() -> np.errstate:
     # What is too large becomes inf, inf - inf NaN: the caller sees it in the result; a
-    # warning from the loop's thread would tell nobody.
+    # warning from the loop's thread would reach nobody.
     return np.errstate(all="ignore")
 
 
 @lru_cache(maxsize=256)
 def reduction_of(op: ReduceOp | str, dtype: np.dtype, size: int) -> Reduction:
-    """How arrays of ``dtype`` are reduced by ``op`` among ``size`` ranks.
+    """Returns how arrays of ``dtype`` are reduced by ``op`` among ``size`` ranks.
 
     Raises:
         ValueError: There is no such operation.

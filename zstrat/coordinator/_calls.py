@@ -190,7 +190,7 @@ class _KnownFunction:
         return [each for each in resources if isinstance(each, PerWorker)]
 
     def shares(self, arguments: PickledArguments) -> bool:
-        """Whether other closures may use the same arguments."""
+        """Returns whether other closures may use the same arguments."""
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
@@ -446,7 +446,7 @@ def _key(value: Any, inputs: list[Any]) -> Hashable:
     if kind in _PLAIN:
         return kind, value  # the type too, because 1 == 1.0 == True
     if kind is float:
-        return kind, value.hex()  # tells 0.0 from -0.0, and finds nan again
+        return kind, value.hex()  # distinguishes 0.0 from -0.0, and finds nan again
     if kind is tuple or kind is list:
         return kind, tuple([_key(item, inputs) for item in value])
     if kind is dict:

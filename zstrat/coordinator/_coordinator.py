@@ -195,7 +195,7 @@ class ClusterCoordinator(CoordinatorFace):
             Exception: The first error of a closure, once, after all others have ended.
             PSUnavailableError: A parameter server is lost; names it.
             UnavailableError: There was no worker for ``worker_wait_timeout`` seconds.
-            DeadlineExceededError: ``timeout`` seconds have passed; the closures go on.
+            DeadlineExceededError: ``timeout`` seconds have passed; closures continue.
             KeyboardInterrupt: Ctrl-C, which cancels the closures that no worker has
                 started, as `cancel` does. The next call waits for the others.
         """
@@ -226,7 +226,7 @@ class ClusterCoordinator(CoordinatorFace):
         return self._core.engine.cancel(timeout)
 
     def done(self) -> bool:
-        """Whether all closures have ended. Raises what `join` raises."""
+        """Returns whether all closures have ended. Raises what `join` raises."""
         try:
             return self._core.engine.done()
         except Exception as error:  # to the caller
@@ -359,7 +359,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         """Waits until all closures scheduled so far have ended; see
         `ClusterCoordinator.join`.
 
-        Cancellation: the closures go on; join again.
+        Cancellation: the closures continue; join again.
         """
         try:
             await self._core.engine.join_async()
@@ -376,7 +376,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         return await self._core.engine.cancel_async()
 
     async def done(self) -> bool:
-        """Whether all closures have ended. Raises what `join` raises.
+        """Returns whether all closures have ended. Raises what `join` raises.
 
         Cancellation: see `join`.
         """

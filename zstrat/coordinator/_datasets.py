@@ -198,7 +198,7 @@ class PerWorkerIterator(PerWorker):
 
     @staticmethod
     def states_of(state: Mapping[str, Any]) -> list[str]:
-        """The positions of all input pipelines as JSON; "" is the start."""
+        """Returns the positions of all input pipelines as JSON; "" is the start."""
         return ["" if each is None else json.dumps(each) for each in _positions(state)]
 
     def misfit(self, state: Mapping[str, Any]) -> str:

@@ -385,8 +385,8 @@ class Dispatcher:
             log.info("%s: %s", channel.task.name, error)
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
-        """Whether a turn has something to do although no closure waits. Anything else
-        can wait for the next turn."""
+        """Returns whether a turn has something to do although no closure waits.
+        Anything else can wait for the next turn."""
         return bool(
             self.retired
             or self.abandoned

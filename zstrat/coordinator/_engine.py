@@ -166,7 +166,7 @@ class ClosureEngine:
             )
 
     def done(self) -> bool:
-        """Whether no closure waits or runs. Raises the pending error."""
+        """Returns whether no closure waits or runs. Raises the pending error."""
         self.waiters.block(self._try_done, None, "done")
         return self.queue.is_idle
 
@@ -311,7 +311,7 @@ class ClosureEngine:
         return None
 
     def closed_error(self) -> ClosedError:
-        """The error of calls after `close`."""
+        """Returns the error of calls after `close`."""
         return ClosedError(
             self.taken_over or "the coordinator is shut down; make a new one"
         )

@@ -4,7 +4,7 @@ A lost worker may be frozen, or cut off from the program only, and push later. A
 *fence* its pushes have no effect. To raise one, the servers finish the pushes that they
 have, and answer which steps they applied.
 
-A server remembers which closures have pushed. *Marks* tell it below which step all have
+A server remembers which closures have pushed. *Marks* say below which step all have
 ended, so that it can forget them. Only the program sends marks; a worker's are ignored.
 
 On the loop thread. The law of this file: each fence ends, with an answer of every

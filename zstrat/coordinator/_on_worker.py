@@ -67,7 +67,7 @@ class DatasetOnWorker:
 
 
 def in_step(what: str) -> str:
-    """The message of an error for use of the coordinator in a step."""
+    """Returns the message of an error for use of the coordinator in a step."""
     return (
         f"{what} is used in a step function, which runs on a worker. Use it outside of "
         "the step, in the program that schedules, and pass the step what it needs as "

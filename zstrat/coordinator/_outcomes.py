@@ -68,7 +68,7 @@ class RetryBackoff:
         return self.pause_end - now
 
     def is_exhausted(self, now: float) -> bool:
-        """Whether there are too many strikes to retry on this worker."""
+        """Returns whether there are too many strikes to retry on this worker."""
         self._forget(now)
         return len(self.strikes) >= STRIKES
 

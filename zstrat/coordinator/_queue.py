@@ -20,15 +20,15 @@ after ``max_attempts`` losses the closure fails with the names of the lost worke
       │                                                                 ▼
       └─── the error is raised, once ─── FENCED ◀──all ps say so─── FENCING
 
-While FAILED, other closures go on, as in TensorFlow. CLOSED is final. Cancelling by the
-user goes the same way from OPEN, and raises no error at its end. With ``errors_once``
-an error that a fetch raised counts as raised: when none is left, FAILED becomes OPEN
-again, and nothing is cancelled.
+While FAILED, other closures continue, as in TensorFlow. CLOSED is final. Cancelling by
+the user goes the same way from OPEN, and raises no error at its end. With
+``errors_once`` an error that a fetch raised counts as raised: when none is left, FAILED
+becomes OPEN again, and nothing is cancelled.
 
 A lost worker may have applied the closure that it had, or may still run it (a
-*zombie*). So before the error is raised, a fence tells all parameter servers that every
-step so far is over, and they say which of these *doubtful* closures they applied. The
-others are cancelled, and when the error is raised nothing runs.
+*zombie*). So before the error is raised, a fence notifies all parameter servers that
+every step so far is over, and they say which of these *doubtful* closures they applied.
+The others are cancelled, and when the error is raised nothing runs.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Queue:
         return True
 
     def cancel_waiting(self, cause: str | None = None) -> list[Ended]:
-        """Cancels the waiting closures, while running ones go on. → CANCELLING."""
+        """Cancels the waiting closures; running ones continue. → CANCELLING."""
         assert self.runs, f"cancelled while {self.phase.value}"
         self.phase, self._cause = QueuePhase.CANCELLING, cause
         return self._cancel_queued(cause)
@@ -478,7 +478,7 @@ def _due(heap: list[_Waiting], now: float) -> int:
 
 
 def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledError:
-    """The error of the value of a cancelled closure."""
+    """Returns the error of the value of a cancelled closure."""
     words = "The corresponding function is cancelled. Please reschedule the function."
     if begun:
         words = (

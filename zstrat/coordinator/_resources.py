@@ -373,7 +373,8 @@ class Builder:
             record.remove_worker(channel.member.place)
 
     def _channels_with(self, record: Record) -> dict[int, WorkerChannel]:
-        """The connected workers that have the resource, or build it, by place."""
+        """Returns the connected workers that have the resource, or build it, by
+        place."""
         return {
             place: channel
             for place, channel in sorted(self._channels.items())

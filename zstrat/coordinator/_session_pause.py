@@ -59,7 +59,7 @@ class Gate:
     async def through(self, start: Callable[[], asyncio.Future[T]]) -> T:
         """Starts an update when the gate is open, and waits for its end.
 
-        Cancellation: the update is not started, or goes on.
+        Cancellation: the update is not started, or continues.
         """
         while self.is_closed:
             await self._open.wait()
@@ -85,7 +85,7 @@ class Gate:
 
 @final
 class SessionPause:
-    """Pauses one session, while anybody holds the pause."""
+    """Pauses one session, while any caller holds the pause."""
 
     def __init__(self, fences: Fences) -> None:
         self.gate = Gate()

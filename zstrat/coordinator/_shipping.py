@@ -205,7 +205,8 @@ class WorkerChannel:
             pending.popleft()
 
     def keeps(self, kept: Kept) -> bool:
-        """Whether the worker still has a result: it has not reconnected since."""
+        """Returns whether the worker still has a result: it has not reconnected
+        since."""
         return self.task.is_ready and self.member.epoch == kept.epoch
 
     async def fetch(self, step: int) -> list[np.ndarray]:
@@ -220,8 +221,8 @@ class WorkerChannel:
         return list(answer.arrays)
 
     async def iterator_state(self, number: int, deadline: float) -> str | None:
-        """The position of an iterator in its data, as JSON: "" at the start, None if
-        the worker is lost.
+        """Returns the position of an iterator in its data, as JSON: "" at the start,
+        None if the worker is lost.
 
         Raises:
             InvalidArgumentError: The dataset has no position that can be saved.

@@ -148,7 +148,7 @@ class RemoteValue(Unfetched):
         Raises:
             CancelledError: The closure was cancelled, or its resource was aborted.
             ClosureAbortedError: A large result was lost with its worker.
-            DeadlineExceededError: ``timeout`` has passed; the closure goes on.
+            DeadlineExceededError: ``timeout`` has passed; the closure continues.
             PSUnavailableError, UnavailableError: The closure cannot run while a
                 parameter server, or every worker, is lost; fetch again later.
             KeyboardInterrupt: Ctrl-C, which cancels waiting closures, as in
@@ -348,7 +348,8 @@ class PerWorker(Resource, abc.ABC):
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
-        """The placeholder of a trace; None if no worker could build the resource."""
+        """Returns the placeholder of a trace; None if no worker could build the
+        resource."""
 
 
 class StandIn(StepIterator):

@@ -89,7 +89,7 @@ class Allotment:
         return one or self.policy is AutoShardPolicy.DATA
 
     def elements(self) -> Iterator[Any]:
-        """The elements of a fresh pass."""
+        """Returns the elements of a fresh pass."""
         return self.begin().elements()
 
     def begin(self, place: Position | None = None) -> Recipe:
@@ -115,14 +115,14 @@ class Allotment:
         return 0, steps
 
     def order(self, begun: Recipe) -> str:
-        """What distinguishes the order of a pass from others: the workers need the
-        same; "" if they do not."""
+        """Returns what distinguishes the order of a pass from others: the workers need
+        the same; "" if they do not."""
         return (
             "" if self.sharded_at is None else lineage.order_of(begun, self.sharded_at)
         )
 
     def cutter(self) -> Cutter:
-        """A fresh cutter, for one pass."""
+        """Returns a fresh cutter, for one pass."""
         promised = self.shapes.promised_rows
         return cutter(self.batch_size, self.policy, self.worker, promised)
 
@@ -148,9 +148,9 @@ def as_dataset(source: Any) -> Dataset:
 
 
 def is_steady(source: object) -> bool:
-    """Whether it is known that nobody writes to an element that ``source`` yielded, so
-    that none need be copied: of a `Dataset` whose elements are its own, a list, a
-    tuple."""
+    """Returns whether it is known that nobody writes to an element that ``source``
+    yielded, so that none need be copied: of a `Dataset` whose elements are its own, a
+    list, a tuple."""
     if isinstance(source, Dataset):
         return lineage.is_steady(source.recipe)
     return isinstance(source, list | tuple)
@@ -190,7 +190,7 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
 
 
 def not_batched() -> ValueError:
-    """The error of elements that cannot be cut."""
+    """Returns the error of elements that cannot be cut."""
     return ValueError(
         "experimental_distribute_dataset takes a dataset of batches, which it cuts for "
         "the replicas. Call the `batch` method of the dataset with the global batch "

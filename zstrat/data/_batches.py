@@ -98,7 +98,7 @@ class Rebatched(Derived):
 
 
 def rows_of(element: Element, what: str) -> int:
-    """The one first axis of the arrays of a batch.
+    """Returns the one first axis of the arrays of a batch.
 
     Raises:
         ValueError: One has none, or they differ; in TF's words.
@@ -121,7 +121,7 @@ def rows_of(element: Element, what: str) -> int:
 
 
 def _taken(waiting: deque[Element], rows: int) -> Element:
-    """The next rows, of which there are enough."""
+    """Returns the next rows, of which there are enough."""
     parts: list[Element] = []
     while rows:
         element = waiting.popleft()
@@ -136,7 +136,7 @@ def _taken(waiting: deque[Element], rows: int) -> Element:
 
 
 def _cut(element: Element, rows: int | slice) -> Element:
-    """A row of a batch, or some rows of it as a smaller batch: views."""
+    """Returns a row of a batch, or some rows of it as a smaller batch: views."""
     return mapped(lambda leaf: leaf[rows], element)
 
 

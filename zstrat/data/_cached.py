@@ -65,7 +65,7 @@ class Cached(PassThrough):
     kept: WholePass = field(default_factory=WholePass, compare=False)
 
     def of(self, source: Recipe) -> Self:
-        """The cache of another recipe, whose elements are kept apart."""
+        """Returns the cache of another recipe, whose elements are kept apart."""
         if source is self.source:
             return self
         return replace(self, source=source, kept=WholePass())
@@ -81,7 +81,8 @@ class Cached(PassThrough):
         return self
 
     def shared(self, parts: int, index: int) -> Cached:
-        """The cache of one worker among several, which has a file of its own."""
+        """Returns the cache of one worker among several, which has a file of its
+        own."""
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
 
@@ -141,7 +142,7 @@ def _write_element(file: BinaryIO, element: Element, path: str) -> None:
 
 
 def _read_elements(path: str) -> Iterator[Element]:
-    """The elements of a file, in the order in which they were written.
+    """Yields the elements of a file, in the order in which they were written.
 
     Raises:
         FileNotFoundError: The file does not exist.

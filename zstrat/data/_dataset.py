@@ -109,8 +109,8 @@ class Dataset(Sources):
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, from element ``index`` on; right after
-        `from_parquet` every such row group, if there are as many.
+        """Keeps every ``num_shards``-th element, from element ``index`` on; right after
+        `from_parquet` it keeps every such row group, if there are enough of them.
 
         With `SHARD_HINT` for both, a strategy that distributes the dataset under
         `AutoShardPolicy.HINT` puts its workers in; nothing else can iterate it.
@@ -135,8 +135,8 @@ class Dataset(Sources):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """``map_func`` of each element, in numpy; a plain tuple is spread over its
-        parameters, and a list that it returns is a tuple, as in TF. Errors of the
+        """Applies ``map_func`` to each element, in numpy; a plain tuple is spread over
+        its parameters, and a list that it returns is a tuple, as in TF. Errors of the
         function pass through, with a note of the line and the element.
 
         Args:
@@ -157,8 +157,8 @@ class Dataset(Sources):
         return Dataset(passes.MappedPass(self._recipe, map_func, threads, in_order))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """The elements of which ``predicate`` says True; a plain tuple is spread over
-        its parameters.
+        """Keeps the elements for which ``predicate`` returns True; a plain tuple is
+        spread over its parameters.
 
         Raises:
             TypeError: ``predicate`` is not callable. While iterating: it returns
@@ -175,9 +175,10 @@ class Dataset(Sources):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """The elements of the datasets that ``map_func`` makes of each element, in
-        turn: ``block_length`` (1) of one, then of the next, of ``cycle_length`` that
-        are open at a time (2, or ``num_parallel_calls``).
+        """Maps each element to a dataset by ``map_func``, and interleaves these
+        datasets: yields ``block_length`` (1) elements of one, then of the next, of
+        ``cycle_length`` datasets that are open at a time (2, or
+        ``num_parallel_calls``).
 
         The order is the same in any case; ``deterministic=False`` would allow another
         one, of which no use is made. A `shuffle` in such a dataset has another order
@@ -209,8 +210,8 @@ class Dataset(Sources):
         return Dataset(Interleaved(self._recipe, map_func, length, block, calls))
 
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
-        """The elements of the datasets that ``map_func`` makes of each element, one
-        dataset after the other.
+        """Maps each element to a dataset by ``map_func``, and yields their elements,
+        one dataset after the other.
 
         Raises:
             TypeError: As `interleave`.
@@ -218,7 +219,7 @@ class Dataset(Sources):
         return self.interleave(map_func, cycle_length=1)
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """The elements of this one, then those of the other.
+        """Yields the elements of this dataset, then those of the other.
 
         Raises:
             TypeError: It is not a dataset; its elements differ from these in structure,
@@ -234,7 +235,7 @@ class Dataset(Sources):
         return Dataset(Concatenated((self._recipe, dataset.recipe)))
 
     def cache(self, filename: str | os.PathLike[str] = "") -> Dataset:
-        """The elements of the first whole pass, again in all later ones; in memory, or
+        """Caches the elements of the first whole pass for all later ones; in memory, or
         in a file of that name, which later programs find.
 
         Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
@@ -257,7 +258,7 @@ class Dataset(Sources):
         return Dataset(Cached(self._recipe, os.fspath(filename)))
 
     def unbatch(self) -> Dataset:
-        """The rows of each element.
+        """Splits each element into its rows.
 
         Raises (while iterating):
             ValueError: A component is a scalar; first axes differ.
@@ -267,8 +268,8 @@ class Dataset(Sources):
     def rebatch(
         self, batch_size: int | Sequence[int], drop_remainder: bool = False
     ) -> Dataset:
-        """The rows of all batches in batches of ``batch_size``, or of these sizes again
-        and again; the last may be shorter unless ``drop_remainder``.
+        """Regroups the rows of all batches into batches of ``batch_size``, or of a
+        cycle of these sizes; the last may be shorter unless ``drop_remainder``.
 
         Raises:
             ValueError: A size is not positive, or there is none; while iterating: as
@@ -311,8 +312,9 @@ class Dataset(Sources):
     def reduce(
         self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]
     ) -> Element:
-        """``reduce_func(state, element)`` of one element after the other, from
-        ``initial_state``; gives the last state, in numpy. Neither is spread.
+        """Reduces the elements to one state by ``reduce_func(state, element)``, from
+        ``initial_state`` on; returns the last state, in numpy. Neither argument is
+        spread.
 
         Raises:
             ValueError: The dataset has no end.
@@ -338,7 +340,7 @@ class Dataset(Sources):
         return Dataset(passes.Prefetched(self._recipe, size)) if size else self
 
     def take(self, count: int) -> Dataset:
-        """At most the first ``count`` elements; -1: all.
+        """Yields at most the first ``count`` elements; -1: all.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -360,13 +362,14 @@ class Dataset(Sources):
         return Dataset(passes.SlicedPass(self._recipe, start=count))
 
     def enumerate(self, start: int = 0) -> Dataset:
-        """Pairs ``(number, element)``, the number an int64."""
+        """Yields pairs ``(number, element)``, the number an int64."""
         _whole("start", start)
         return Dataset(passes.Enumerated(self._recipe, start))
 
     def with_options(self, options: Options) -> Dataset:
-        """The same with these options, also for all that is made of it; options that
-        it has already are kept where ``options`` does not set them.
+        """Returns the dataset with these options, which also hold for datasets made
+        from it; options that are set already are kept where ``options`` does not set
+        them.
 
         Raises:
             TypeError: ``options`` is no `Options`.
@@ -376,7 +379,7 @@ class Dataset(Sources):
         return Dataset(Opted(self._recipe, options.experimental_distribute.chosen))
 
     def options(self) -> Options:
-        """The options, as a copy: changing it changes no dataset."""
+        """Returns the options, as a copy: changing it changes no dataset."""
         return options_of(self._recipe)
 
     @property
@@ -395,7 +398,7 @@ class Dataset(Sources):
         return self._recipe.spec(looked_at)
 
     def __iter__(self) -> DatasetIterator:
-        """A fresh pass, whose place a `zs.Checkpoint` can save.
+        """Returns a fresh pass, whose place a `zs.Checkpoint` can save.
 
         After an error of a function or a source, which ends a pass here and not in TF,
         each later draw raises that error again: a program that catches it does not take
@@ -409,7 +412,8 @@ class Dataset(Sources):
         return iter(self)
 
     def cardinality(self) -> int:
-        """Number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        """Returns the number of elements, `INFINITE_CARDINALITY` or
+        `UNKNOWN_CARDINALITY`."""
         return self._recipe.size()
 
     def __len__(self) -> int:

@@ -88,12 +88,12 @@ class Elements(Generic[T]):
         return self._advance()
 
     def draw(self) -> T:
-        """The next element.
+        """Returns the next element.
 
         Raises:
             OutOfRangeError: There are no more.
             ClosedError: After `close`.
-            Exception: Whatever the source raised, unchanged. A source that can go on
+            Exception: Whatever the source raised, unchanged. A source that can continue
                 after its error does; of one that cannot (a generator), every later draw
                 raises that error again rather than to pass for its end; `ClosedError`
                 where that was Ctrl-C.
@@ -106,7 +106,7 @@ class Elements(Generic[T]):
             ) from None
 
     def peek(self) -> T:
-        """The next element, which stays the next one. Raises as `draw` does."""
+        """Returns the next element, which stays the next one. Raises as `draw` does."""
         element = self.draw()
         self.unread(element)
         return element

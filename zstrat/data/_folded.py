@@ -46,7 +46,7 @@ def folded(
 def _alike(
     state: Element, first: Element, wanted: dict[str, Any], number: int
 ) -> Element:
-    """The state in the dtypes of the first one, which are ``wanted``."""
+    """Returns the state in the dtypes of the first one, which are ``wanted``."""
     found = dict(leaves(state))
     if found.keys() != wanted.keys():
         raise TypeError(
@@ -96,7 +96,7 @@ def looked_at(recipe: Recipe) -> Spec:
 
 
 def _unshuffled(recipe: Recipe) -> Recipe:
-    """The recipe without its shuffles, which would fill their buffers for one
+    """Returns the recipe without its shuffles, which would fill their buffers for one
     element."""
     while isinstance(recipe, Shuffled):
         recipe = recipe.source

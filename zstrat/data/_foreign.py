@@ -85,7 +85,7 @@ class TensorFlowDataset(Protocol):
 
 
 def foreign(source: Iterable[Any]) -> Foreign:
-    """The recipe of somebody else's dataset.
+    """Returns the recipe of a dataset of another library.
 
     Raises:
         TypeError: It cannot be iterated.
@@ -109,7 +109,7 @@ def foreign(source: Iterable[Any]) -> Foreign:
 
 
 def is_huggingface(source: object) -> bool:
-    """Whether it is a dataset of HuggingFace, whose columns are lists."""
+    """Returns whether it is a dataset of HuggingFace, whose columns are lists."""
     theirs: Any = sys.modules.get("datasets")
     kinds = (
         getattr(theirs, "Dataset", None),
@@ -131,8 +131,8 @@ def parse_no_flags() -> None:
 
 
 def _of_huggingface(source: Any) -> Foreign:
-    """A dataset of HuggingFace, whose elements are dicts of lists: each list is one
-    array, no structure."""
+    """Returns a dataset of HuggingFace, whose elements are dicts of lists: each list is
+    one array, no structure."""
 
     def begin() -> Iterator[Any]:
         for element in source:
@@ -165,7 +165,8 @@ def _of_list(batches: list[Any]) -> Foreign:
 
 
 def _common_rows(batches: list[list[Shape]]) -> int | None:
-    """The rows of each batch but the last, if they are alike; of one, its rows."""
+    """Returns the rows of each batch but the last, if they are alike; of one, its
+    rows."""
     if len({tuple(shape[1:] for shape in shapes) for shapes in batches}) != 1:
         return None
     whole = [shape for shapes in batches[:-1] or batches for shape in shapes]
@@ -217,8 +218,8 @@ def _dimensions(spec: Any) -> Dimensions | None:
 
 
 def _shapes(batch: Any) -> list[Shape] | None:
-    """The shapes of all leaves; lists are structure here, as jax has it. None if there
-    is anything else: jax may know its class as a pytree, and open it."""
+    """Returns the shapes of all leaves; lists are structure here, as jax has it. None
+    if there is anything else: jax may know its class as a pytree, and open it."""
     if batch is None:
         return []
     if isinstance(batch, SCALARS | Array):

@@ -106,14 +106,14 @@ class Node(NamedTuple):
     """Above the children, equal for objects of one class and one static part."""
 
     def rebuilt(self, children: Iterable[Any]) -> Any:
-        """An object of the same kind with other children."""
+        """Returns an object of the same kind with other children."""
         return self.treedef.unflatten(children)
 
 
 def node_of(value: Any) -> Node | None:
-    """The object opened, if jax knows its class as a pytree; None for any other, for
-    lists, which are one array, and for what is sparse or ragged. Dicts and tuples are
-    not asked about."""
+    """Returns the object opened, if jax knows its class as a pytree; None for any
+    other, for lists, which are one array, and for what is sparse or ragged. Dicts and
+    tuples are not asked about."""
     if isinstance(value, _NO_NODES) or _is_of_jax(value):
         return None
     jax: Any = sys.modules.get("jax")
@@ -153,7 +153,7 @@ def require_data(element: Element) -> None:
 
 
 def dense(elements: Iterator[Element], why: str) -> Iterator[Element]:
-    """The elements, none of them sparse or ragged.
+    """Yields the elements, none of them sparse or ragged.
 
     Args:
         why: What would go wrong, and what else to do, as a sentence.
@@ -231,7 +231,8 @@ def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_jax(leaf: object) -> bool:
-    """Whether it is an array of jax; what else it could be takes longer to ask."""
+    """Returns whether it is an array of jax; what else it could be takes longer to
+    ask."""
     jax: Any = sys.modules.get("jax")
     return jax is not None and isinstance(leaf, jax.Array)
 
@@ -239,7 +240,7 @@ def _is_of_jax(leaf: object) -> bool:
 def _opened(
     node: Any, path: str, is_leaf: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """The leaves of what jax knows as a pytree, and what is to count as one; of
+    """Yields the leaves of what jax knows as a pytree, and what is to count as one; of
     anything else itself."""
     jax: Any = sys.modules.get("jax")
     if jax is not None:
@@ -283,5 +284,5 @@ _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")
 
 def _is_sparse(node: object) -> bool:
     if isinstance(node, tuple) and type(node).__name__ not in _TUPLES:
-        return False  # a structure of somebody's own, whatever its fields are called
+        return False  # a user's own structure, whatever its fields are called
     return isinstance(node, RowSlices | Ragged | Densable)

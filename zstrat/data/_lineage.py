@@ -217,7 +217,7 @@ def _promise_of_batches(recipe: Recipe, rows: int | None) -> ShapePromise:
 
 
 def is_steady(recipe: Recipe) -> bool:
-    """Whether nobody writes to an element that was yielded."""
+    """Returns whether nobody writes to an element that was yielded."""
     match recipe:
         case Foreign():
             return recipe.is_steady
@@ -232,7 +232,7 @@ def is_steady(recipe: Recipe) -> bool:
 
 
 def is_fresh(recipe: Recipe) -> bool:
-    """Whether only the reader of an element has its memory."""
+    """Returns whether only the reader of an element has its memory."""
     match recipe:
         case Batched():
             return True
@@ -258,7 +258,7 @@ def file_count(recipe: Recipe) -> int | None:
 
 
 def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """The recipe over the files ``worker``, ``worker + workers``, … alone."""
+    """Returns the recipe over the files ``worker``, ``worker + workers``, … alone."""
 
     def fewer(source: Recipe) -> Recipe:
         if isinstance(source, Files):
@@ -278,7 +278,7 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """The recipe with the shard of the worker where the hint is.
+    """Returns the recipe with the shard of the worker where the hint is.
 
     Raises:
         ValueError: There is no hint, and several workers.
@@ -311,15 +311,15 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
 
 
 def order_differs(recipe: Recipe, sharded_at: int) -> bool:
-    """Whether workers see elements that are sharded by number in different orders, so
-    that some elements are read twice, and others never."""
+    """Returns whether workers see elements that are sharded by number in different
+    orders, so that some elements are read twice, and others never."""
     return any(
         not each.is_the_same_everywhere for each in _shuffled(recipe, sharded_at)
     )
 
 
 def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
-    """Whether elements that are sharded by number come in no fixed order."""
+    """Returns whether elements that are sharded by number come in no fixed order."""
     return any(
         isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
         for each in itertools.islice(walk(recipe), sharded_at, None)
@@ -327,8 +327,8 @@ def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
 
 
 def order_of(begun: Recipe, sharded_at: int) -> str:
-    """The numbers of a pass that make the order in which it is sharded; "" if it has
-    the same order as all others, or another one in every process anyway."""
+    """Returns the numbers of a pass that make the order in which it is sharded; "" if
+    it has the same order as all others, or another one in every process anyway."""
     return ", ".join(
         ".".join(map(str, each.order))
         for each in _shuffled(begun, sharded_at)
@@ -371,7 +371,8 @@ def _rewritten(
     change: Callable[[Recipe], Recipe],
     place: tuple[int, int],
 ) -> Recipe:
-    """The recipe with the last wanted operation changed, for one worker of several."""
+    """Returns the recipe with the last wanted operation changed, for one worker of
+    several."""
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"

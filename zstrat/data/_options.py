@@ -119,7 +119,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The part of a batch that one device gets.
+        """Returns the part of a batch that one device gets.
 
         Raises:
             ValueError: The batch cannot be shared out evenly.

@@ -92,7 +92,7 @@ class _Buffer:
         self._items.put(end)
 
     def get(self) -> Any:
-        """The next item.
+        """Returns the next item.
 
         Raises:
             StopIteration: The source has ended, or the buffer was closed.

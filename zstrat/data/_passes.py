@@ -44,11 +44,11 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def items(self) -> Iterator[Any]:
-        """The items of the pass that was begun, from the first."""
+        """Returns the items of the pass that was begun, from the first."""
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
+        """Returns the number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
     def spec(self, look: Look) -> Spec:
         """Describes an element without a pass; a recipe that does not know asks
@@ -61,7 +61,7 @@ class Recipe(abc.ABC):
         return SlicedPass(self, start=index, step=parts)
 
     def of_each(self, change: Callable[[Recipe], Recipe]) -> Recipe:
-        """The recipe over changed sources; itself, if it has none."""
+        """Returns the recipe over changed sources; itself, if it has none."""
         del change
         return self
 
@@ -71,20 +71,21 @@ class Recipe(abc.ABC):
         return self.of_each(lambda source: source.apart())
 
     def first(self) -> Recipe:
-        """The recipe, begun, as if nobody had passed over it before."""
+        """Returns the recipe, begun, as if nobody had passed over it before."""
         return self.of_each(lambda source: source.first())
 
     def begun(self) -> Recipe:
-        """The recipe as a pass that begins now: it has its number among the passes."""
+        """Returns the recipe as a pass that begins now: it has its number among the
+        passes."""
         return self.of_each(lambda source: source.begun())
 
     def again(self, number: int) -> Recipe:
-        """The recipe, begun, as the repeat of this number within its pass."""
+        """Returns the recipe, begun, as the repeat of this number within its pass."""
         return self.of_each(lambda source: source.again(number))
 
     def without_first(self, count: int) -> Recipe:
-        """The recipe, begun, without its first elements, of which as few as may be are
-        made. It cannot be begun or repeated again."""
+        """Returns the recipe, begun, without its first elements, of which as few as may
+        be are made. It cannot be begun or repeated again."""
         return SlicedPass(self, start=count) if count else self
 
     def chance(self) -> str:
@@ -99,7 +100,7 @@ class Recipe(abc.ABC):
         return stacked(items)
 
     def elements(self) -> Iterator[Element]:
-        """The elements of the pass that was begun, from the first."""
+        """Yields the elements of the pass that was begun, from the first."""
         with ending(self.items()) as items:
             for item in items:
                 yield self.one(item)
@@ -365,7 +366,7 @@ class Batching(Derived):
 
     @abc.abstractmethod
     def joined(self, chunk: list[Any]) -> Element:
-        """The batch of these items of the source."""
+        """Returns the batch of these items of the source."""
 
     @property
     def rows(self) -> int | None:
@@ -487,5 +488,6 @@ class Prefetched(PassThrough):
 
 
 def arguments(element: Element) -> tuple[Any, ...]:
-    """The arguments of a mapped function: as in TF, the components of a plain tuple."""
+    """Returns the arguments of a mapped function: as in TF, the components of a plain
+    tuple."""
     return element if type(element) is tuple else (element,)

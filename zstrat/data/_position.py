@@ -1,4 +1,4 @@
-"""Where a pass is, so that another one, also of another process, can go on from there.
+"""Where a pass is, so that another one, of any process, can continue from there.
 
 A position is the number of elements that were drawn, and what makes the order of the
 pass: the numbers of its shuffles, and the seeds that were drawn for those without one.
@@ -51,7 +51,7 @@ class CheckpointableIterator(abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> dict[str, Any]:
-        """The place, of numbers, texts and lists that JSON has.
+        """Returns the place, of numbers, texts and lists that JSON has.
 
         Raises:
             InvalidArgumentError: Another pass would have another order; says what to
@@ -110,7 +110,7 @@ class Position:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Position:
-        """The inverse of `plain`.
+        """Returns the inverse of `plain`.
 
         Raises:
             InvalidArgumentError: It is something else.
@@ -130,7 +130,7 @@ class Position:
         )
 
     def of_all(self, *, are_alike: bool) -> Position:
-        """The place for all processes, each of which reads a part.
+        """Returns the place for all processes, each of which reads a part.
 
         Args:
             are_alike: The same operations in all of them.
@@ -244,7 +244,7 @@ def _unsaved(why: str) -> InvalidArgumentError:
 
 
 def plain_place(place: DataclassInstance) -> dict[str, Any]:
-    """A place as JSON has it, by the names of its fields."""
+    """Returns a place as JSON has it, by the names of its fields."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(place)))
     return found
 

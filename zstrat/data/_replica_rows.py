@@ -56,7 +56,8 @@ class Worker:
 def batch_sizes_for_worker(
     global_batch: int, workers: int, replicas_per_worker: int, worker: int
 ) -> list[int]:
-    """The sizes of the batches that a worker takes, one for a replica after the other.
+    """Returns the sizes of the batches that a worker takes, one for a replica after the
+    other.
 
     There are as many as replicas of all workers, as even as can be, the first ones
     larger, beginning with those of the worker's own replicas: so the replicas of all
@@ -77,7 +78,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def take(self, rows: int) -> list[Cut]:
-        """The steps that are complete when a batch of ``rows`` has arrived."""
+        """Returns the steps that are complete when a batch of ``rows`` has arrived."""
 
     @abc.abstractmethod
     def finish(self) -> list[Cut]:
@@ -95,12 +96,12 @@ def cutter(
     worker: Worker,
     promised: int | None = None,
 ) -> Cutter:
-    """The cutter for a worker, under a policy as `sharing_policy` gives it.
+    """Returns the cutter for a worker, under a policy as `sharing_policy` gives it.
 
     Args:
         batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
             say whose rows are empty, no steps can be made; it counts as unknown.
-        promised: Rows that all batches are to have, though a function may change them.
+        promised: Number of rows that all batches should have; a function may change it.
     """
     # All workers read all batches, so each can be cut alone, and whatever its size. TF
     # makes no difference for one worker: its last batch is shared by all replicas, too.

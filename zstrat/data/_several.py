@@ -146,7 +146,7 @@ class Concatenated(Several):
 
 
 def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
-    """The structure of datasets as a recipe.
+    """Returns the structure of datasets as a recipe.
 
     Args:
         recipe_of: Of a leaf; raises if that is not a dataset.
@@ -183,7 +183,7 @@ class MadeRecipes:
         """In TF, which traces the function, all are like it."""
 
     def note(self, recipe: Recipe) -> None:
-        """The function has made it."""
+        """Notes that the function has made the dataset."""
         # What it has made in its turn is known when all has been drawn from it.
         self._found, self.last = self.chance(), recipe
 

@@ -46,16 +46,17 @@ class PassCounter:
             return (*self._first, self._last)
 
     def one(self) -> tuple[int, ...]:
-        """The number of the first pass, whether it was begun or not."""
+        """Returns the number of the first pass, whether it was begun or not."""
         return (*self._first, 1)
 
     def note(self, order: tuple[int, ...]) -> None:
-        """A pass of this number, as `next` gives it, was begun in another process."""
+        """Notes that a pass of this number, as `next` gives it, was begun in another
+        process."""
         with self._counting:
             self._last = max(self._last, order[-1])
 
     def branch(self) -> PassCounter:
-        """A count of its own, of which the passes here know nothing."""
+        """Returns a count of its own, of which the passes here know nothing."""
         return PassCounter((*self._first, next(self._branches)))
 
     def __reduce__(self) -> tuple[type[PassCounter], tuple[tuple[int, ...]]]:
@@ -96,7 +97,8 @@ class Shuffled(Reordered):
         return replace(fresh, seed=secrets.randbits(63), is_drawn=True)
 
     def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
-        """The pass of this number; ``seed``: what was drawn for it, if it was."""
+        """Returns the pass of this number; ``seed``: what was drawn for it, if it
+        was."""
         if order == self.order and seed in (None, self.seed):
             return self  # a cache after it stays the one of this recipe
         if seed is None:

@@ -41,7 +41,7 @@ class Sources:
 
     @classmethod
     def range(cls, *args: int) -> Self:
-        """The int64 numbers of Python's ``range(*args)``, one an element.
+        """Yields the int64 numbers of Python's ``range(*args)``, one an element.
 
         Raises:
             TypeError: An argument is not an integer, or it is a variable.
@@ -65,7 +65,7 @@ class Sources:
 
     @classmethod
     def zip(cls, *args: Any, datasets: Any = None) -> Self:
-        """Elements of several datasets together, until the first ends: tuples of them,
+        """Zips several datasets, until the first ends: yields tuples of their elements,
         or for one argument its structure (dicts and tuples of datasets).
 
         All sources are read at one pace; shuffle and shard what comes out rather than
@@ -88,8 +88,8 @@ class Sources:
         shuffle: bool | None = None,
         seed: int | None = None,
     ) -> Self:
-        """The names of the files that match a pattern (or several) now, as `bytes`,
-        in another order in each pass; sorted if ``shuffle`` is false.
+        """Yields the names of the files that match a pattern (or several) now, as
+        `bytes`, in another order in each pass; sorted if ``shuffle`` is false.
 
         A strategy knows the files, also through `interleave` or `map`, and gives each
         worker some of them.
@@ -180,7 +180,7 @@ class Sources:
 
     @classmethod
     def from_text_lines(cls, filenames: Path | Sequence[Path]) -> Self:
-        """The lines of text files, as `bytes` without their ends; TF's
+        """Yields the lines of text files, as `bytes` without their ends; TF's
         ``TextLineDataset``. A batch is an array of objects.
 
         Raises:
@@ -191,7 +191,7 @@ class Sources:
 
     @classmethod
     def from_tfrecords(cls, filenames: Path | Sequence[Path]) -> Self:
-        """The records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
+        """Yields the records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
 
         Raises:
             ImportError: grain, which reads them, is not installed.
@@ -202,8 +202,8 @@ class Sources:
 
     @classmethod
     def from_npy(cls, filenames: Path | Sequence[Path]) -> Self:
-        """The rows of the arrays in ``.npy`` files, which are mapped into memory: what
-        is not used is not read.
+        """Yields the rows of the arrays in ``.npy`` files, which are mapped into
+        memory: what is not used is not read.
 
         Raises:
             ValueError: There are no files; while iterating: one holds a scalar, or
@@ -213,8 +213,8 @@ class Sources:
 
     @classmethod
     def from_npz(cls, filenames: Path | Sequence[Path]) -> Self:
-        """The rows of the arrays in ``.npz`` archives, as dicts by the arrays' names.
-        One archive is in memory at a time, and more while a shuffle mixes them.
+        """Yields the rows of the arrays in ``.npz`` archives, as dicts by the arrays'
+        names. One archive is in memory at a time, and more while a shuffle mixes them.
 
         Raises:
             ValueError: There are no files; while iterating: the arrays of one differ in
@@ -229,8 +229,8 @@ class Sources:
         columns: Sequence[str] | None = None,
         batch_size: int | None = None,
     ) -> Self:
-        """The rows of Parquet files, as dicts by column; one row group is in memory at
-        a time, and more while a shuffle mixes them.
+        """Yields the rows of Parquet files, as dicts by column; one row group is in
+        memory at a time, and more while a shuffle mixes them.
 
         Text and binary columns are `bytes`, as TF's strings are, and arrays of objects
         in a batch; lists of a fixed size are an axis, others are *ragged*: an array of

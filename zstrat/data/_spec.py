@@ -3,7 +3,7 @@
 A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
 what they know without a pass; to know more, draw one element (`Look`).
 
-Law of the file: a spec is never a guess. What no recipe knows is None, until somebody
+Law of the file: a spec is never a guess. What no recipe knows is None, until a caller
 looks at an element.
 """
 
@@ -76,12 +76,12 @@ class TensorSpec:
 
 
 def unknown(recipe: object) -> Spec:
-    """A look that draws nothing: the spec is not known."""
+    """Returns an unknown spec, without drawing an element."""
     del recipe
 
 
 def spec_of(element: Element) -> Spec:
-    """The spec of an element that is here: all its lengths are known."""
+    """Returns the spec of an element that is here: all its lengths are known."""
     return mapped(leaf_spec, element)
 
 
@@ -95,7 +95,7 @@ def leaf_spec(leaf: Any) -> TensorSpec:
 
 
 def stacked_spec(spec: Spec, rows: int | None) -> Spec:
-    """The spec of a batch of such elements; ``rows`` None: of any length."""
+    """Returns the spec of a batch of such elements; ``rows`` None: of any length."""
 
     def stacked(leaf: TensorSpec) -> TensorSpec:
         return TensorSpec((rows, *leaf.shape), leaf.dtype)
@@ -104,18 +104,18 @@ def stacked_spec(spec: Spec, rows: int | None) -> Spec:
 
 
 def row_spec(spec: Spec) -> Spec:
-    """The spec of a row of a batch."""
+    """Returns the spec of a row of a batch."""
     return mapped(lambda leaf: TensorSpec(leaf.shape[1:], leaf.dtype), spec)
 
 
 def first_axis(spec: Spec) -> int | None:
-    """The one first axis of all leaves, if it is known."""
+    """Returns the one first axis of all leaves, if it is known."""
     return common_first_axis(leaf.shape for _, leaf in leaves(spec))
 
 
 def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | None:
-    """The first axis of all shapes. None if they differ in it, or one has none, or is
-    not known itself (None), or there are no shapes."""
+    """Returns the first axis of all shapes. None if they differ in it, or one has none,
+    or is not known itself (None), or there are no shapes."""
     sizes = {None if shape is None else shape[:1] for shape in shapes}
     if len(sizes) != 1:
         return None
@@ -124,7 +124,7 @@ def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | 
 
 
 def common_spec(first: Spec, second: Spec) -> Spec:
-    """The spec of elements of either kind; lengths that differ are not known.
+    """Returns the spec of elements of either kind; lengths that differ are not known.
 
     Raises:
         TypeError: They differ in structure, in the rank of a leaf, or in its dtype.
@@ -146,7 +146,7 @@ def _incompatible(first: Spec, second: Spec) -> TypeError:
 
 
 def signature_of(given: Any) -> Spec:
-    """A user's signature, with a `TensorSpec` at each leaf.
+    """Returns a user's signature, with a `TensorSpec` at each leaf.
 
     Raises:
         TypeError: A leaf has no shape and dtype.
@@ -162,7 +162,7 @@ def signature_of(given: Any) -> Spec:
 
 
 def fitted(element: Element, signature: Spec, number: int) -> Element:
-    """The element in the dtypes of its signature.
+    """Returns the element in the dtypes of its signature.
 
     Raises:
         TypeError: It does not fit: in structure, in a shape, or because a value would
@@ -220,7 +220,7 @@ def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
-    """The values in another dtype; None if they would be others there."""
+    """Returns the values in another dtype; None if they would be others there."""
     if dtype == TEXT:
         if array.dtype.kind == "S":
             return array.astype(object)
@@ -269,7 +269,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 
 def _is_wider(given: str, wanted: str) -> bool:
-    """Whether numbers of a kind may become numbers of another one."""
+    """Returns whether numbers of a kind may become numbers of another one."""
     is_known = given in _ORDER and wanted in _ORDER
     return is_known and _ORDER[given] <= _ORDER[wanted]
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def as_element(value: object, path: str = "") -> Element:
-    """The structure with every leaf as a numpy array, or as the record that it is.
+    """Returns the structure with every leaf as a numpy array, or as the record that it
+    is.
 
     Raises:
         ValueError: A leaf is not an array (a ragged list, say), or is a masked array,
@@ -64,7 +65,8 @@ def as_element(value: object, path: str = "") -> Element:
 
 
 def _is_masked(value: object) -> bool:
-    """Whether it is an array with a mask, which numpy drops where it is copied."""
+    """Returns whether it is an array with a mask, which numpy drops where it is
+    copied."""
     # Plain ones first: numpy imports its masked arrays when they are asked for.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
     return not is_plain and isinstance(value, np.ma.MaskedArray)
@@ -105,15 +107,15 @@ def own(leaf: Any) -> Any:
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """The array in the byte order of this machine, which jax takes alone; itself, if it
-    is so. Files of other machines have the other one."""
+    """Returns the array in the byte order of this machine, which jax takes alone;
+    itself, if it is so. Files of other machines have the other one."""
     dtype = array.dtype
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def gathered(arrays: Element, rows: np.ndarray) -> Element:
-    """The rows of these numbers, all of which are there, of every array: a copy, where
-    jax takes it as it is."""
+    """Returns the rows of these numbers, all of which are there, of every array: a
+    copy, where jax takes it as it is."""
     return mapped(lambda array: _gathered(array, rows), arrays)
 
 
@@ -127,12 +129,12 @@ def _gathered(array: Any, rows: np.ndarray) -> Any:
 
 
 def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """The items as a tuple of the same kind: a named tuple stays one."""
+    """Returns the items as a tuple of the same kind: a named tuple stays one."""
     return tuple(items) if type(like) is tuple else type(like)(*items)
 
 
 def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """The items as a dict of the same kind, of those that jax knows."""
+    """Returns the items as a dict of the same kind, of those that jax knows."""
     if type(like) is OrderedDict:
         return OrderedDict(items)
     if type(like) is defaultdict:
@@ -141,7 +143,7 @@ def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
-    """A tree of the same structure with another value for each leaf."""
+    """Returns a tree of the same structure with another value for each leaf."""
     if isinstance(tree, dict):
         return dict_like(tree, {key: mapped(leaf, x) for key, x in tree.items()})
     if isinstance(tree, tuple):
@@ -152,7 +154,7 @@ def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
 
 
 def with_leaves(tree: Element, new: Iterable[Any]) -> Element:
-    """A tree of the same structure with these leaves, in order."""
+    """Returns a tree of the same structure with these leaves, in order."""
     values = iter(new)
     return mapped(lambda _: next(values), tree)
 
@@ -286,8 +288,8 @@ def _same_shape(arrays: Sequence[Any], path: str) -> None:
 
 
 def is_record(leaf: object) -> bool:
-    """Whether a leaf is plain `bytes`. numpy's byte strings (`np.bytes_`) count as
-    arrays."""
+    """Returns whether a leaf is plain `bytes`. numpy's byte strings (`np.bytes_`) count
+    as arrays."""
     return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
 
 

@@ -104,8 +104,8 @@ class ForkServer:
         return self._process.pid
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether the server runs, belongs to this process, and imported its modules
-        with the same variables."""
+        """Returns whether the server runs, belongs to this process, and imported its
+        modules with the same variables."""
         is_ours = self._identity == _identity(environment)
         return is_ours and self._process.poll() is None
 

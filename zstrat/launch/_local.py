@@ -182,8 +182,8 @@ class LocalCluster(StartedTasks[Child]):
         return code
 
     def stop_task(self, task: str) -> None:
-        """Freezes ``task`` (SIGSTOP), so that its peers hear nothing of it, and waits
-        until it is frozen."""
+        """Freezes ``task`` (SIGSTOP), so that its peers receive nothing from it, and
+        waits until it is frozen."""
         self._task(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:

@@ -48,12 +48,12 @@ class TaskStatus:
     values: Mapping[str, PlainTree] = field(default_factory=dict)
 
     def number(self, *path: str) -> float:
-        """The number at ``path`` of the values; 0 if it is missing."""
+        """Returns the number at ``path`` of the values; 0 if it is missing."""
         value = self._at(path)
         return float(value) if isinstance(value, int | float) else 0.0
 
     def text(self, *path: str) -> str:
-        """The text at ``path`` of the values; "" if it is missing."""
+        """Returns the text at ``path`` of the values; "" if it is missing."""
         value = self._at(path)
         return value if isinstance(value, str) else ""
 
@@ -179,8 +179,8 @@ class ObservedRun:
         return f"no answer from {', '.join(lost)}" if lost else ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """The metrics under ``coordinator``, as a program's session returns them. From
-        any thread."""
+        """Returns the metrics under ``coordinator``, as a program's session returns
+        them. From any thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": self._clock() - self._began,
             **report(dict(self._reports)),

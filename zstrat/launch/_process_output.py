@@ -129,7 +129,8 @@ class ForwardingHandler(logging.Handler):
 
 
 def _is_written(record: logging.LogRecord) -> bool:
-    """Whether a handler of the user writes the record to a forwarding stream."""
+    """Returns whether a handler of the user writes the record to a forwarding
+    stream."""
     logger = logging.getLogger(record.name)
     while logger.parent is not None:
         for handler in logger.handlers:

@@ -291,7 +291,7 @@ class _Search:
         """
         mask = self._program.mask
         union = mask_of_all(mask, wanted)
-        # The usual case (Adam, SGD), told without a look at any equation.
+        # The usual case (Adam, SGD), decided without a look at any equation.
         if not union & ~allowed and not self._tree.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)

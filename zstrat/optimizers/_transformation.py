@@ -71,7 +71,7 @@ class RandomNumbers:
 
     ``kind`` of keys, and whether arrays of them may be drawn in parts: as jax's
     settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. The defaults
-    of jax leave it to the process, which its environment may have told.
+    of jax leave it to the process, which its environment may have set.
     """
 
     kind: str = "threefry2x32"

@@ -124,6 +124,6 @@ def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
 
 
 def is_waited_for(sharding: Sharding) -> bool:
-    """Whether a program over these devices must end before the next one."""
+    """Returns whether a program over these devices must end before the next one."""
     devices: set[Any] = sharding.device_set  # untyped
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"

@@ -86,7 +86,7 @@ class ProgramsOfCall:
         return program if program is not None and program.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one whose variables are stored differently now."""
+        """Returns whether there is one whose variables are stored differently now."""
         program = self.programs.get(self._name(elements))
         return program is not None and not program.is_current
 
@@ -139,8 +139,8 @@ class CompiledPrograms:
         self._lock = threading.RLock()
 
     def may_create(self) -> bool:
-        """Whether the body may create variables now; True only once, before the first
-        trace, as in ``tf.function``."""
+        """Returns whether the body may create variables now; True only once, before the
+        first trace, as in ``tf.function``."""
         with self._lock:
             first = not (self.trace_count or self._has_created)
             self._has_created = True

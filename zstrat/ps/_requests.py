@@ -1,7 +1,7 @@
 """What requests mean to the store: which names each one uses, and how it is served.
 
 Decides without I/O. A request is answered at once, or it is `Running`: a generator that
-yields each plan that another thread has to compute before it goes on, and returns the
+yields each plan that another thread has to compute before it continues, returns the
 answer. The caller (`_serving`) has the plan of a `PendingRequest` computed, keeps the
 request's names locked meanwhile, and then calls `advance`.
 """
@@ -162,7 +162,7 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
 
 
 def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
-    """The answer to a request that takes no time, or what has to be computed.
+    """Returns the answer to a request that takes no time, or what has to be computed.
 
     Raises:
         ZstratError: It is refused; nothing has changed.

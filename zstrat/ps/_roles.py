@@ -91,6 +91,6 @@ def check_role(task: str, remote: Caller, message: Message) -> None:
 
 
 def is_forged(remote: Caller, message: Message) -> bool:
-    """Whether a push claims to be another process's own."""
+    """Returns whether a push claims to be another process's own."""
     own = isinstance(message, Push) and message.writer
     return bool(own) and own != remote.hello.incarnation

@@ -99,7 +99,8 @@ class RequestTurns(Generic[T]):
         return {ticket for queue in self._queues.values() for ticket in queue}
 
     def are_free(self, names: Iterable[Hashable]) -> bool:
-        """Whether a request that uses only these names may be served at once."""
+        """Returns whether a request that uses only these names may be served at
+        once."""
         queues = self._queues
         return not queues or not any(name in queues for name in names)
 

@@ -91,7 +91,7 @@ class Checkpoint(Tracked):
         and the manifest says which steps are (``metadata["steps"]``: all ``below`` a
         number, and some ``besides``). So steps that have not begun wait until those
         that run have ended; what runs on a worker that falls silent runs on another one
-        first. Training goes on while it is written; parameter servers that see the
+        first. Training continues while it is written; parameter servers that see the
         folder write side by side. Programs that share parameter servers
         (``BetweenGraphStrategy``) do not wait for each other: ``steps`` says null, and
         each server is saved at a moment of its own.
@@ -303,7 +303,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def local_counter(name: str) -> Variable:
-    """A count of this process, whatever scope the program is in."""
+    """Returns a count of this process, whatever scope the program is in."""
     token = creator.set(None)
     try:
         return Variable(np.int64(0), trainable=False, name=name)

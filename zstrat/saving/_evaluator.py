@@ -109,7 +109,7 @@ class SidecarEvaluator:
         return f"{self._done} evaluations, last {last}"
 
     def _new(self) -> str | None:
-        """The newest checkpoint, if it was not evaluated yet."""
+        """Returns the newest checkpoint, if it was not evaluated yet."""
         path = latest_checkpoint(self._directory, self._name)
         if path is None or _version(path) in (None, self._seen):
             return None
@@ -161,7 +161,7 @@ class SidecarEvaluator:
 
 
 def _stored_iterations(path: str, manifest: Manifest) -> int:
-    """The iterations of the first optimizer that counted them."""
+    """Returns the iterations of the first optimizer that counted them."""
     nodes = stored_graph(manifest, os.path.join(path, MANIFEST))
     for node in nodes:
         if node.kind == "optimizer" and "iterations" in node.children:

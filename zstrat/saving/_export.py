@@ -153,7 +153,7 @@ def _temporary(path: str) -> str:
 
 
 def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
-    """Names and tensors of the variables in a checkpoint."""
+    """Returns names and tensors of the variables in a checkpoint."""
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     names = [node.tensor for node in nodes if node.kind == "variable"]
@@ -200,5 +200,5 @@ async def _read(
 
 
 def _plain(part: str) -> str:
-    """A name before it became a part of a path; inverse of `escaped`."""
+    """Returns a name before it became a part of a path; inverse of `escaped`."""
     return re.sub(r"\.([.S])", lambda found: "/" if found[1] == "S" else ".", part)

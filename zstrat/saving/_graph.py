@@ -84,7 +84,7 @@ class Graph:
 
 
 def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
-    """The graph below an object.
+    """Returns the graph below an object.
 
     Args:
         name: Path of the root.
@@ -143,7 +143,7 @@ def held(value: Any) -> dict[str, Any]:
 
 
 def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> bool:
-    """Whether it is, or holds, something that a checkpoint stores.
+    """Returns whether it is, or holds, something that a checkpoint stores.
 
     Args:
         strict: A container counts even if it holds nothing, so that its contents are
@@ -162,13 +162,13 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
 
 
 def escaped(name: str) -> str:
-    """The name as a part of a path: no two names give one, and none begins with one
-    dot followed by a small letter (as ``.slots`` does)."""
+    """Returns the name as a part of a path: no two names give one, and none begins with
+    one dot followed by a small letter (as ``.slots`` does)."""
     return name.replace(".", "..").replace("/", ".S")
 
 
 def _tree_level(value: Any) -> dict[str, Any]:
-    """The children of a pytree node of jax, one level below it."""
+    """Returns the children of a pytree node of jax, one level below it."""
     if value is None or jax.tree_util.all_leaves([value]):
         return {}
     paths, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
@@ -178,10 +178,10 @@ def _tree_level(value: Any) -> dict[str, Any]:
 def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Children by their keys as texts, as a checkpoint has them.
 
-    Of two with the same text what is to be saved is kept.
+    Of two with the same text, the one that is saved is kept.
 
     Raises:
-        TypeError: Two that are to be saved, and are not one, have the same text.
+        TypeError: Two different ones that are saved have the same text.
     """
     found: dict[str, Any] = {}
     for key, each in pairs:

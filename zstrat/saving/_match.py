@@ -281,8 +281,8 @@ class Matching:
                 )
 
     def _are_same(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal, by their digests: those of parts that were cut
-        at other rows say nothing of each other."""
+        """Returns whether two tensors are equal, by their digests: those of parts that
+        were cut at other rows say nothing of each other."""
         one, two = self._tensors[name], self._tensors[other]
         return [(p.start, p.stop, p.digest) for p in one.pieces] == [
             (p.start, p.stop, p.digest) for p in two.pieces
@@ -362,8 +362,8 @@ class Matching:
 def _of_others(
     names: Mapping[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
-    """The slots whose states are of another class in the checkpoint, and both classes
-    as text. Adam and AdaBelief, say, give their fields the same names.
+    """Returns the slots whose states are of another class in the checkpoint, and both
+    classes as text. Adam and AdaBelief, say, give their fields the same names.
 
     Args:
         names: The stored slot for each slot.
@@ -377,7 +377,7 @@ def _of_others(
 
 
 def _has_grown(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Whether there are more rows of the same shape now."""
+    """Returns whether there are more rows of the same shape now."""
     if not (tensor.by_rows and tensor.shape and shape):
         return False
     return tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]

@@ -44,7 +44,7 @@ class ExportedPoints:
     _until: dict[str, float] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
-        """The points of the metrics that were not taken before."""
+        """Returns the points of the metrics that were not taken before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
         done = _number(metrics.get("scheduled_closures")) - sum(
             _number(metrics.get(name))
@@ -154,7 +154,7 @@ class _Guarded:
         try:
             for step, values in points:
                 self._writer.write(step, values, {})
-        except Exception:  # to the log: training goes on without these points
+        except Exception:  # to the log: training continues without these points
             if not self._fails:
                 log.exception("%s: points are lost", type(self._writer).__name__)
             self._fails = True

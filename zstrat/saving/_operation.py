@@ -79,7 +79,7 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         raise
     finally:
         _held_up.reset(token)
-        # Ctrl-C before anybody had it: Python would say that nobody awaited it.
+        # Ctrl-C before a caller had it: Python would warn that it was never awaited.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
 
@@ -150,8 +150,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
 
 
 def _keys_of(nodes: Any) -> list[Hashable]:
-    """What names the root, and each variable, optimizer and iterator below it; two
-    handles of one variable have the same."""
+    """Returns what names the root, and each variable, optimizer and iterator below it;
+    two handles of one variable have the same."""
     keys: list[Hashable] = [id(nodes[0].value)]
     for node in nodes:
         if node.kind == "variable":

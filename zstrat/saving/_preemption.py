@@ -120,7 +120,8 @@ class Countdown:
         return Wish.SAVE
 
     def is_due(self, agreed: Wish) -> bool:
-        """Whether to save: once when the end is announced, and once at the end."""
+        """Returns whether to save: once when the end is announced, and once at the
+        end."""
         return agreed is Wish.LEAVE or (agreed is Wish.SAVE and not self._has_saved)
 
 

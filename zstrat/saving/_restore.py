@@ -80,7 +80,7 @@ class Restore:
         self._accept(found)
 
     def attached(self, holder: Any, name: str, value: Any) -> None:
-        """An attribute was set: what it holds gets its values now.
+        """Restores the values of an object that was just set as an attribute.
 
         Raises: As `begin`; the attribute is set all the same.
         """

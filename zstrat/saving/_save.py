@@ -58,7 +58,7 @@ async def save(
 ) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
-    Training goes on meanwhile: what is written is the values as they were when the
+    Training continues meanwhile: what is written is the values as they were when the
     snapshot was pinned, between two steps.
 
     Args:
@@ -124,7 +124,7 @@ async def _save(
 
 
 async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
-    """The place of an iterator in its data.
+    """Returns the place of an iterator in its data.
 
     Raises:
         InvalidArgumentError: It cannot be determined.
@@ -139,15 +139,16 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
-    """The steps of a cluster that are in a checkpoint, as the manifest says it."""
+    """Returns the steps of a cluster that are in a checkpoint, as the manifest says
+    it."""
     if cut is None:
         return None
     return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
 def saved_components(graph: Graph) -> list[Variable]:
-    """The components of all variables of a graph, each once, whatever variables share
-    it."""
+    """Returns the components of all variables of a graph, each once, whatever variables
+    share it."""
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())
 
@@ -170,7 +171,7 @@ async def _write(
             for number, (source, pieces) in enumerate(parts)
         ]
         # All of them to their end, also when one fails: no write is under way when the
-        # snapshot is let go and the folder is swept.
+        # snapshot is released and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}
     where: dict[int, tuple[str, str, str]] = {}
@@ -189,7 +190,7 @@ async def _write(
 def _parts(
     logicals: Sequence[Logical],
 ) -> list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]]:
-    """Which tensors go into one file, and under which names."""
+    """Returns which tensors go into one file, and under which names."""
     parts: list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]] = []
     open_: dict[int, _FilePart] = {}
     done: set[int] = set()

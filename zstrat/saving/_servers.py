@@ -51,7 +51,7 @@ class ClusterMoment(NamedTuple):
 
 
 def cluster_of(variable: VariableHandle) -> ClusterSession | None:
-    """The cluster that a variable lives on, None if it lives in this process.
+    """Returns the cluster that a variable lives on, None if it lives in this process.
 
     Raises:
         RuntimeError: It lives elsewhere: the handle came from another task.

@@ -28,7 +28,8 @@ _KEY: Final = re.compile(
 
 
 def matched_slots(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """The stored slot for each slot that an optimizer keeps, as far as there is one."""
+    """Returns the stored slot for each slot that an optimizer keeps, as far as there is
+    one."""
     here, there = _by_kind(wanted), _by_kind(stored)
     kinds = here.keys() & there.keys()
     found = {
@@ -55,7 +56,7 @@ def _by_kind(names: Iterable[str]) -> StatePaths:
 
 
 def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
-    """The paths of states of one kind, here and in the checkpoint."""
+    """Returns the paths of states of one kind, here and in the checkpoint."""
     if len(here) != len(there):
         return []
     pairs = list(zip(here, there, strict=True))
@@ -65,7 +66,8 @@ def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
 
 
 def _is_moved(pairs: list[tuple[str, str]]) -> bool:
-    """Whether each path is the other one after a common prefix, or without one."""
+    """Returns whether each path is the other one after a common prefix, or without
+    one."""
     prefixes = {path.removesuffix(old) for path, old in pairs if path.endswith(old)}
     return len(prefixes) == 1 and all(path.endswith(old) for path, old in pairs)
 

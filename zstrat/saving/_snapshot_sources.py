@@ -70,7 +70,7 @@ class SnapshotSource(Protocol):
         ...
 
     async def shares(self, path: str) -> bool:
-        """Whether it can write beside this file itself."""
+        """Returns whether it can write beside this file itself."""
         ...
 
     async def write(
@@ -160,10 +160,10 @@ class ServerSnapshotSource:
 
 class PinnedSnapshot:
     """Values and slots of variables as they were at one moment between two steps; an
-    async context manager that lets go of them.
+    async context manager that releases them.
 
     Cost: training stands still until the steps that run have ended, and for two round
-    trips to each server; it goes on meanwhile and afterwards.
+    trips to each server; it continues meanwhile and afterwards.
 
     Args:
         note: Called while training stands still.
@@ -216,7 +216,7 @@ class PinnedSnapshot:
         for cluster in self._clusters:
             work = cluster.client.release(self._number)
             release = cluster.run_async(work, "releasing a snapshot")
-            # A server that is gone has let go of everything: what was written is whole
+            # A server that is gone has released everything: what was written is whole
             # without it, and a user who pressed Ctrl-C does not see another error.
             with contextlib.suppress(PSUnavailableError):
                 await to_its_end(release)
@@ -245,7 +245,7 @@ async def stream(
     """Fetches tensors and writes them here, to a new file.
 
     Args:
-        infos: What the file is to hold: the tensors, one after the other.
+        infos: The tensors of the file, in order.
         on_bytes: Told how many bytes more were fetched.
         finish: Ends the file and returns its digests. None: `TensorWriter.finish`.
 

@@ -272,8 +272,8 @@ def _names(plain: Any) -> tuple[str, ...]:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether the name is that of a checkpoint inside of the folder: what is doomed is
-    deleted."""
+    """Returns whether the name is that of a checkpoint inside of the folder: what is
+    doomed is deleted."""
     return (
         isinstance(name, str)
         and _NUMBERED.fullmatch(name) is not None

@@ -54,8 +54,8 @@ class Logical:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
     def stored(self, where: Mapping[int, tuple[str, str, str]]) -> StoredTensor:
-        """The tensor as the manifest says it. ``where``: file, name in it and digest,
-        by ``id`` of the pinned tensor."""
+        """Returns the tensor as the manifest says it. ``where``: file, name in it and
+        digest, by ``id`` of the pinned tensor."""
         pieces = tuple(
             StoredPiece(file, name, piece.start, piece.stop, digest)
             for piece in self.pieces
@@ -65,7 +65,7 @@ class Logical:
 
 
 def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logical]:
-    """The tensors of a checkpoint of the graph, values first."""
+    """Returns the tensors of a checkpoint of the graph, values first."""
     at: dict[int, dict[int, dict[str, SourceTensor]]] = {}
     for each in pinned:
         key, number, leaf = each.entry[:3]
@@ -137,8 +137,8 @@ def plain_graph(
     logicals: Sequence[Logical],
     states: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The graph as JSON; inverse of `stored_graph`. ``states``: `StoredNode.state` of
-    iterators and optimizers, by their paths."""
+    """Returns the graph as JSON; inverse of `stored_graph`. ``states``:
+    `StoredNode.state` of iterators and optimizers, by their paths."""
     number = {id(node): place for place, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
     for logical in logicals:
@@ -163,7 +163,7 @@ def plain_graph(
 
 
 def stored_graph(manifest: Manifest, file: str) -> list[StoredNode]:
-    """The graph of a checkpoint; the root is its first node.
+    """Returns the graph of a checkpoint; the root is its first node.
 
     Raises:
         DataLossError: The manifest names nodes or tensors that are not there.

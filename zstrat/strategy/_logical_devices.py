@@ -154,7 +154,13 @@ def require_split(
     shape: Sequence[int], partition_dimensions: Any, count: int
 ) -> tuple[int, ...]:
     """Checks and returns the split of an array of this shape over ``count`` logical
-    devices."""
+    devices.
+
+    Raises:
+        ValueError: It is not a list of positive integers, one for each dimension; an
+            entry does not divide its dimension; or it makes more or fewer tiles than
+            there are devices. Checked in this order.
+    """
     splits = _integers(partition_dimensions)
     if len(splits) != len(shape):
         raise ValueError(

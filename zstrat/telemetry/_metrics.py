@@ -72,7 +72,7 @@ class Metric:
 
 
 def _read(table: str) -> tuple[Metric, ...]:
-    """The metrics of a table.
+    """Returns the metrics of a table.
 
     Args:
         table: "[jobs] part" heads the numbers of one part of what these jobs report. A

@@ -276,8 +276,8 @@ class Recorder:
                 found.clear()
 
     def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
-        """Seconds that the spans cover, and none before has covered: some wait for the
-        same thread."""
+        """Returns seconds that the spans cover, and none before has covered: some wait
+        for the same thread."""
         # A sweep over the spans by their begin; `maximum.accumulate` is how far those
         # before reach.
         order = np.argsort(began)

@@ -67,7 +67,7 @@ class Throughput:
     def __init__(self) -> None:
         self._marks: deque[_Mark] = deque(maxlen=MARKS)
         self.next_mark = -math.inf
-        """From now on what is counted is to be followed by a `mark`."""
+        """The time from which on an increase has to be followed by a `mark`."""
 
     def mark(self, now: float, before: float, after: float) -> None:
         """Marks that the counter has grown from ``before`` to ``after`` just now."""

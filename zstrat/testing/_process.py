@@ -26,7 +26,7 @@ _ON_ITS_WAY: Final = 20.0
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
     """Stops a process (SIGSTOP) and continues it after the block (SIGCONT). Meanwhile
-    its peers hear nothing of it.
+    its peers receive nothing from it.
 
     Raises:
         ProcessLookupError: There is no such process. If it ends during the block, no

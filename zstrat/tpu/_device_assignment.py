@@ -145,7 +145,7 @@ class DeviceAssignment:
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas that have that logical core on that task, in order.
+        """Returns the replicas that have that logical core on that task, in order.
 
         Raises:
             ValueError: None has.
@@ -159,7 +159,7 @@ class DeviceAssignment:
         return list(found)
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number of a logical core's device among those of its task."""
+        """Returns the number of a logical core's device among those of its task."""
         place = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(place)
 
@@ -196,7 +196,7 @@ def _require_topology(topology: object) -> None:
 
 
 def _task_order_cores(topology: Topology, packed: Packing) -> np.ndarray:
-    """The cores that there are, in the order of tasks, cut into replicas."""
+    """Returns the cores that there are, in the order of tasks, cut into replicas."""
     if math.prod(packed.stride) != 1:
         raise ValueError(
             f"computation_stride {list(packed.stride)} needs a whole mesh, and "
@@ -289,8 +289,8 @@ def _at(places: dict[int, int]) -> Chip:
 
 
 def _opened(columns: int, rows: int) -> list[tuple[int, int]]:
-    """The ring of a plane without its corner (0, 0): from the one neighbour of the
-    corner to the other.
+    """Returns the ring of a plane without its corner (0, 0): from the one neighbour of
+    the corner to the other.
 
     Row by row to and fro, and back along column 0.
     """
@@ -367,7 +367,7 @@ class Packing:
         return np.array(starts, np.int32)[:, None] + np.array(offsets, np.int32)
 
     def _start(self, place: Cores) -> Cores:
-        """The first core of the replica at that place of the grid."""
+        """Returns the first core of the replica at that place of the grid."""
         spans = zip(place, self.footprint, self.stride, strict=True)
         return _each(p // s * f + p % s for p, f, s in spans)
 
@@ -416,5 +416,5 @@ def _each(values: Iterable[int]) -> Cores:
 
 
 def _root(number: int, degree: int) -> int:
-    """The least integer whose power is at least ``number``."""
+    """Returns the least integer whose power is at least ``number``."""
     return next(n for n in itertools.count(1) if n**degree >= number)

@@ -1,7 +1,7 @@
 """A TPU system: its mesh of cores, and which device of which task each core is.
 
 A core is at four coordinates: three of its chip and its own number in it. The mesh may
-have holes, where a chip is broken or belongs to somebody else.
+have holes, where a chip is broken or belongs to another job.
 
 As bytes it is TensorFlow's ``TopologyProto``; either reads the other's. Fields: 1
 mesh_shape (int32, repeated), 2 num_tasks (int32), 3 num_tpu_devices_per_task (int32), 4
@@ -94,7 +94,7 @@ class Topology:
         return np.argwhere(holes)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The task of the device there.
+        """Returns the task of the device there.
 
         Raises:
             ValueError: There is no device; so do the other methods.
@@ -104,7 +104,7 @@ class Topology:
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """The number of the device there among those of its task."""
+        """Returns the number of the device there among those of its task."""
         return self._at(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
@@ -123,7 +123,7 @@ class Topology:
         return f"{_task(job, task)}/device:TPU:{device}"
 
     def serialized(self) -> bytes:
-        """The topology as bytes, a ``TopologyProto`` of TensorFlow."""
+        """Returns the topology as bytes, a ``TopologyProto`` of TensorFlow."""
         if self._serialized is None:
             self._serialized = encode(
                 TopologyMessage(
@@ -241,7 +241,7 @@ class TopologyMessage:
 
 
 def encode(message: TopologyMessage) -> bytes:
-    """The message as bytes; its numbers are not negative."""
+    """Returns the message as bytes; its numbers are not negative."""
     return b"".join(
         (
             _packed(_MESH, message.mesh_shape),

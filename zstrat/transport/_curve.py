@@ -9,7 +9,7 @@ loop of its endpoint, at an address that libzmq fixes per context. An error in i
 refusal and never stops it. If its socket is closed, `revive` opens another one; in
 between nobody is admitted, because the sockets enforce their domain.
 
-*Threats.* Anybody who reaches a port may try to connect. CURVE proves which secret a
+*Threats.* Any host that reaches a port may try to connect. CURVE proves which secret a
 peer has, the authenticator admits exactly the public keys of the folder, and the role
 of a connection is the role of its key, whatever its HELLO claims. A process that reads
 a secret has its role, so a folder that others can enter is refused (`Secrecy`). CURVE
@@ -139,7 +139,7 @@ class Security:
         self._rest_until = ended + 19 * (ended - began)
 
     def _is_settled(self, found: Keys) -> bool:
-        """Whether no known key is missing, or the folder did not change for
+        """Returns whether no known key is missing, or the folder did not change for
         `SETTLED`."""
         if self._keys.owners.keys() <= found.owners.keys():
             return True

@@ -149,7 +149,8 @@ class DataConnections:
         settings: Settings,
         security: Security | None,
     ) -> DataConnections:
-        """Those to so many ``members`` at the host of ``address``, which may be a name.
+        """Returns those to so many ``members`` at the host of ``address``, which may be
+        a name.
 
         Raises:
             OSError: As the constructor; or the process may not open as many files.
@@ -292,7 +293,8 @@ class DataConnections:
         self._closing, self._is_closed = threading.Lock(), True
 
     def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
-        """The member whose first message this is, if its credential says so, too."""
+        """Returns the member whose first message this is, if its credential says so,
+        too."""
         member = self._known.get(str(frame.get("User-Id")))
         if member is None or routing != b"%d" % member:
             return None
@@ -347,7 +349,7 @@ _open: Final[weakref.WeakSet[DataConnections]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """A program that ends without closing its groups: what it has sent arrives."""
+    """Delivers what was sent when a program ends without closing its groups."""
     for connections in list(_open):
         if connections.held.acquire(blocking=False):  # else a thread is frozen in it
             connections.close()

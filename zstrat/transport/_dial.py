@@ -76,7 +76,7 @@ class Dial:
         """Whether ZeroMQ was spoken at the address when `ask` was called last."""
 
     def now(self) -> None:
-        """Opens a socket, which connects by itself as soon as somebody listens."""
+        """Opens a socket, which connects by itself as soon as a peer listens."""
         self._retry = None
         try:
             self._open()

@@ -19,8 +19,8 @@ _LONGEST_NAME: Final = 80
 
 
 def new_incarnation() -> int:
-    """A number that no other start of any task has: 63 random bits, never 0. The upper
-    31 are those of this process, see `zstrat.wire.Owner.is_of`."""
+    """Returns a number that no other start of any task has: 63 random bits, never 0.
+    The upper 31 are those of this process, see `zstrat.wire.Owner.is_of`."""
     return _process_bits(os.getpid()) | secrets.randbits(32) | 1
 
 
@@ -32,7 +32,7 @@ def _process_bits(pid: int) -> int:
 
 
 def hello(job: str, index: int, incarnation: int) -> Hello:
-    """The HELLO of this process. Imports nothing to learn the versions."""
+    """Returns the HELLO of this process. Imports nothing to learn the versions."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -45,7 +45,7 @@ def hello(job: str, index: int, incarnation: int) -> Hello:
 
 
 def program_name() -> str:
-    """What runs in this process, for words to a person: "train.py"."""
+    """Returns what runs in this process, for words to a person: "train.py"."""
     path = Path(sys.argv[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     name = f"python {name}" if name in ("-c", "-m") else name

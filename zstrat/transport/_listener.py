@@ -5,7 +5,7 @@ the options that the socket has at its bind. That ends all connections, includin
 with a removed key; other peers reconnect, and send unanswered requests again. libzmq
 closes a listener on its own thread, and reports when the address is free.
 
-Anybody who reaches the port may open connections and send nothing. Each connection
+Any host that reaches the port may open connections and send nothing. Each connection
 costs a descriptor, and without a free one nobody can connect. So the number of
 connections that have not greeted is bounded per address and in total. Above the bound
 a random one is closed: if it were the oldest or the newest, an attacker could always
@@ -67,7 +67,7 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Binds again if the keys have changed. To be called at every tick."""
+        """Binds again if the keys have changed. Call it at every tick."""
         if self._state is _State.FREE:
             self.freed()
         elif self._state is _State.LEAVING:
@@ -100,7 +100,7 @@ class BoundSocket:
 
     def remove_file(self) -> None:
         """Removes the file of an ipc address, which libzmq leaves, unless another
-        socket has taken the path. To be called while the socket is bound."""
+        socket has taken the path. Call it while the socket is bound."""
         if self._inode is not None:
             with suppress(OSError):
                 path = Path(self._where.host)
@@ -117,7 +117,7 @@ class BoundSocket:
                 self._inode = Path(self._where.host).stat().st_ino
 
     def _must_renew(self) -> bool:
-        """Whether its own key has changed, or another key was removed."""
+        """Returns whether its own key has changed, or another key was removed."""
         if self._security is None or self._keys is None:
             return False
         self._security.refresh()

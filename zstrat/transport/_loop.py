@@ -2,7 +2,7 @@
 
 The loop is uvloop's where there is one, else asyncio's. That of this program's cluster
 runs on a background thread: scripts, notebooks and async programs all keep their own
-thread, and heartbeats go on while jax compiles or the user thinks.
+thread, and heartbeats continue while jax compiles or the user thinks.
 
 Law of the file: nothing of the user runs on the loop's thread, and nothing waits for it
 without a deadline. A process that is forked has the loop, but not its thread: it is
@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A loop that does not run yet."""
+    """Returns a loop that does not run yet."""
     occupy_descriptors()
     loop = _make_loop()
     _loops.add(loop)
@@ -105,7 +105,8 @@ def warn_of_blocking(twin: str) -> None:
 
 
 def _outside() -> int:
-    """How far the first line that is not of zstrat is from the caller of this."""
+    """Returns how far the first line that is not of zstrat is from the caller of
+    this."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -174,7 +175,7 @@ def _raises_interrupts() -> bool:
 
 
 def _press_again() -> None:
-    """A signal, because it wakes the main thread where that waits."""
+    """Sends the signal again, because that wakes the main thread where it waits."""
     main = threading.main_thread().ident
     if main is not None and _raises_interrupts():
         signal.pthread_kill(main, signal.SIGINT)
@@ -428,7 +429,7 @@ class LoopCall(Generic[T]):
 
 
 _under_way: Final[set[LoopCall[Any]]] = set()
-"""All that somebody waits for."""
+"""The calls that a thread waits for."""
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:

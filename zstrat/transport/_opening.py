@@ -110,7 +110,7 @@ class Opening:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:
-        """Notes that a handshake was not answered. That does not refuse anybody: a
+        """Notes that a handshake was not answered. That is not a refusal: a
         frozen process may continue."""
         self._failed, self.trouble = 0, SILENT
 
@@ -147,7 +147,7 @@ class Opening:
                 "folder, created by `zstrat keygen`"
             )
         if self.trouble == SILENT:
-            return "check its process and its log, and that the port is its own"
+            return "check its process and log, and that no other process has its port"
         return (
             "check that it runs, that the address is right, and that no firewall "
             "blocks it"

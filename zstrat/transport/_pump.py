@@ -61,7 +61,8 @@ def transports() -> dict[str, dict[str, int]]:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Bytes that came in, and bytes that went out, by all transports together."""
+    """Returns bytes that came in, and bytes that went out, by all transports
+    together."""
     return (
         SOCKET.got + _DIRECT.got + SHARED.got,
         SOCKET.sent + _DIRECT.sent + SHARED.sent,
@@ -160,7 +161,7 @@ class Pump:
         self._blocked[outlet] = None
 
     def drain(self) -> None:
-        """Takes what has arrived, now."""
+        """Receives, at once, all messages that have arrived."""
         self._drain()
 
     @property

@@ -203,7 +203,7 @@ class RequestDispatcher:
         """Messages passed to the handler since the start."""
 
     def __len__(self) -> int:
-        """Number of handlers that run."""
+        """Returns the number of handlers that run."""
         return len(self._tasks)
 
     def dispatch(

@@ -210,7 +210,7 @@ class Arena:
         return self._blocks.give_back(offset)
 
     def close(self) -> None:
-        """Lets go of the file; the memory goes with the last mapping or array of it."""
+        """Closes the file; the last mapping or array of it frees the memory."""
         os.close(self.descriptor)
         self._quota.give_back(self._touched - _PAGE)
         self._touched = _PAGE
@@ -252,8 +252,8 @@ class Mapping:
     def body(
         self, offset: int, nbytes: int, released: Callable[[int], None]
     ) -> memoryview:
-        """The body at ``offset``; ``released(offset)`` is called, on any thread, when
-        the last array in it is gone.
+        """Returns the body at ``offset``; ``released(offset)`` is called, on any
+        thread, when the last array in it is gone.
 
         Raises:
             ValueError: It is not within the arena.
@@ -267,7 +267,7 @@ class Mapping:
 def _check(file: int, capacity: int) -> None:
     about = os.fstat(file)
     if not stat.S_ISREG(about.st_mode) or about.st_size != capacity:
-        raise OSError("it is no file of the size of the arena")
+        raise OSError("it is not a file of the size of the arena")
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError("its size is not sealed")
 
@@ -376,5 +376,5 @@ class ShmChannel:
 
 
 def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
-    """The shared memory of a connection, unless the user chose sockets."""
+    """Returns the shared memory of a connection, unless the user chose sockets."""
     return ShmChannel(me) if settings.transport in ("auto", "shm") else None

@@ -60,7 +60,7 @@ def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def lease_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The context of the links; give it back with `return_context`."""
+    """Returns the context of the links; give it back with `return_context`."""
     global _users
     with _lock:
         if not _shared:
@@ -127,7 +127,7 @@ def new_socket(
     address: Address,
     settings: Settings,
 ) -> zmq.Socket[bytes]:
-    """A ROUTER or DEALER, not yet bound or connected."""
+    """Returns a ROUTER or DEALER, not yet bound or connected."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     times, limits = settings.timeouts, settings.limits
     socket.linger = 0
@@ -162,7 +162,7 @@ def new_socket(
 
 
 def bound_to(socket: zmq.Socket[bytes]) -> str:
-    """The address that a socket got."""
+    """Returns the address that a socket got."""
     name = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
     endpoint = name.rstrip(b"\0").decode()
@@ -200,7 +200,7 @@ class Event(NamedTuple):
 
 
 def event_of(parts: Sequence[bytes]) -> Event:
-    """What a message of libzmq's monitor says."""
+    """Returns what a message of libzmq's monitor says."""
     number, value = _HEAD.unpack(parts[0])
     return Event(EventKind(zmq.Event(number)), value)
 
@@ -243,7 +243,7 @@ class Sockets(Protocol):
     implementation; of a frame that has arrived `Pump` gives zmq's."""
 
     def context(self) -> Any:
-        """A new context, for one endpoint alone."""
+        """Returns a new context, for one endpoint alone."""
         ...
 
     async def end(self, context: Any) -> None:
@@ -251,7 +251,7 @@ class Sockets(Protocol):
         ...
 
     def lease(self) -> Any:
-        """The context of all links."""
+        """Returns the context of all links."""
         ...
 
     async def give_back(self) -> None:
@@ -261,15 +261,15 @@ class Sockets(Protocol):
     def socket(
         self, context: Any, kind: int, address: Address, settings: Settings
     ) -> Any:
-        """A ROUTER, DEALER or STREAM, not yet bound or connected."""
+        """Returns a ROUTER, DEALER or STREAM, not yet bound or connected."""
         ...
 
     def bound_to(self, socket: Any) -> str:
-        """The address that a socket got."""
+        """Returns the address that a socket got."""
         ...
 
     def accepted(self, descriptor: int) -> Accepted:
-        """The connection that has the descriptor just now."""
+        """Returns the connection that has the descriptor just now."""
         ...
 
     def monitor(

@@ -341,8 +341,8 @@ def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
 
 
 def same_kind(given: Any, wanted: np.dtype) -> bool:
-    """Whether a dtype can be converted: bool to integer to float to complex, of any
-    width, never back."""
+    """Returns whether a dtype can be converted: bool to integer to float to complex, of
+    any width, never back."""
     ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
         next(i for i, kind in enumerate(ladder) if jnp.issubdtype(dtype, kind))
@@ -388,7 +388,8 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
 
 
 def is_weak(value: object) -> bool:
-    """Whether this is a weakly typed array of jax, as Python numbers become there.
+    """Returns whether this is a weakly typed array of jax, as Python numbers become
+    there.
 
     Each call of a step asks it of its arguments. (`jax.typeof` knows it, too, but makes
     a new sharding for an array over several devices.)

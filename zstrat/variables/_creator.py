@@ -329,7 +329,7 @@ def _is_callable(value: Any) -> bool:
 
 
 def _takes_shape(initializer: Any, name: str) -> bool:
-    """Whether the callable takes ``(shape, dtype)``."""
+    """Returns whether the callable takes ``(shape, dtype)``."""
     signature = _signature(initializer)
     if signature is None:
         return False

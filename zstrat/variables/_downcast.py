@@ -29,7 +29,7 @@ class DowncastWarning(UserWarning):
 
 
 def is_machinery(filename: str) -> bool:
-    """Whether the file belongs to zstrat or jax."""
+    """Returns whether the file belongs to zstrat or jax."""
     return filename.startswith((*_MACHINERY, "<frozen"))
 
 
@@ -50,7 +50,7 @@ def user_line() -> tuple[str, int]:
 
 
 def is_downcast(leaf: Any) -> bool:
-    """Whether this is an array of numpy that jax converts to fewer bits."""
+    """Returns whether this is an array of numpy that jax converts to fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iufc":
         return False
     return downcast_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize

@@ -92,7 +92,7 @@ class ArrayOperators(abc.ABC):
 
     @abc.abstractmethod
     def value(self) -> Any:
-        """The array that the operators act on."""
+        """Returns the array that the operators act on."""
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array]:
@@ -260,7 +260,7 @@ def value_of(other: Any) -> Any:
 
 
 def _refuses(asking: CodeType) -> bool:
-    """Whether a function asks for ``__jax_array__`` only to refuse the object.
+    """Returns whether a function asks for ``__jax_array__`` only to refuse the object.
 
     It then has an error message about it among its constants. The name of the function
     changes between versions of jax.

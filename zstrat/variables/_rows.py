@@ -131,7 +131,7 @@ def row_updates(
     operands: tuple[np.ndarray, np.ndarray],
     optimizer: OptimizerHandle | None,
 ) -> list[StorageUpdate]:
-    """What each component has of an update of rows of the table.
+    """Returns what each component has of an update of rows of the table.
 
     Gradients of one row are summed, as an optimizer takes one step a row; and it takes
     one with every component, be it of no rows, so that all count the same steps. What

@@ -101,11 +101,12 @@ class ShardedVariable(AbstractVariable):
         return self._table
 
     def __iter__(self) -> Iterator[Variable]:
-        """The components, as in TF; ``iter(v.value())`` goes through the rows."""
+        """Returns the components, as in TF; ``iter(v.value())`` goes through the
+        rows."""
         return iter(self.components)
 
     def __len__(self) -> int:
-        """Number of components, as iterating gives them."""
+        """Returns the number of components, as iterating gives them."""
         return len(self.components)
 
     def __getitem__(self, index: Any) -> Any:

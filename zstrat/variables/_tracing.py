@@ -72,7 +72,7 @@ before the program has said which devices it wants."""
 
 
 def is_staging() -> bool:
-    """Whether jax traces what runs now, to run it later."""
+    """Returns whether jax traces what runs now, to run it later."""
     global _at_once
     state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     if state == _at_once:

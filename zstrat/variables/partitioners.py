@@ -25,7 +25,8 @@ class Partitioner(abc.ABC):
     __slots__ = ()
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """One number per axis of ``shape``: 1, and for ``axis`` that of the parts.
+        """Returns one number per axis of ``shape``: 1, and for ``axis`` that of the
+        parts.
 
         Raises:
             ValueError: The shape has no such axis, or has a length that is not known.
@@ -135,7 +136,7 @@ def _defined(shape: Sequence[Any]) -> list[int]:
 
 
 def _element(dtype: Any, bytes_per_string: int) -> int:
-    """Bytes of one element."""
+    """Returns bytes of one element."""
     if dtype is str or dtype is bytes or dtype == "string":
         return bytes_per_string
     known = np.dtype(jnp.dtype(dtype))

@@ -75,7 +75,8 @@ class RawView(np.ndarray):
 
 
 def dtype_named(name: str) -> np.dtype:
-    """The dtype that travels by ``name`` ("float32", "bfloat16", "float8_e5m2", ...).
+    """Returns the dtype that travels by ``name`` ("float32", "bfloat16", "float8_e5m2",
+    ...).
 
     Raises:
         ProtocolError: No such dtype travels.
@@ -87,8 +88,8 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def name_of(dtype: np.dtype) -> str | None:
-    """The name that a dtype travels by, in whatever order its bytes are, or None. To
-    ask numpy for the name takes microseconds."""
+    """Returns the name that a dtype travels by, in whatever order its bytes are, or
+    None. To ask numpy for the name takes microseconds."""
     return _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("<"))
 
 
@@ -119,7 +120,7 @@ def _check_class(array: object) -> None:
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """The elements as bytes, uint8 [nbytes]: C order, little endian.
+    """Returns the elements as bytes, uint8 [nbytes]: C order, little endian.
 
     A view that keeps ``array`` alive where it has that layout already, else a copy.
     """
@@ -131,7 +132,8 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
-    """The array whose elements are the bytes of ``buffer``: a read-only view of it.
+    """Returns the array whose elements are the bytes of ``buffer``: a read-only view of
+    it.
 
     Raises:
         ProtocolError: The buffer has another size than the spec announced.
@@ -148,7 +150,8 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
 
 
 def check_specs(announced: Any) -> list[ArraySpec]:
-    """The specs in a header, from ``[[dtype, dims], ...]``; raises `Mismatch`."""
+    """Returns the specs in a header, from ``[[dtype, dims], ...]``; raises
+    `Mismatch`."""
     if type(announced) is not list:
         raise Mismatch("a list", announced)
     try:

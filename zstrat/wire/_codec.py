@@ -83,7 +83,7 @@ class Announced(NamedTuple):
     outside: Sequence[int]
 
     def build(self, arrays: Arrays) -> Message:
-        """The message, from one array per spec, in order."""
+        """Returns the message, from one array per spec, in order."""
         form, fields, outside = self.form, self.fields, self.outside
         if outside:
             blobs, arrays = arrays[-len(outside) :], arrays[: -len(outside)]
@@ -143,7 +143,7 @@ def encode(
 
 
 def decode_header(header: Buffer, limits: Limits) -> Announced:
-    """What the header announces, every field checked.
+    """Returns what the header announces, every field checked.
 
     Raises:
         ProtocolError: The header is not one; says which message and field, what was
@@ -244,7 +244,8 @@ def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
 
 
 def _pack_odd(form: _Form, values: tuple[Any, ...], error: Exception) -> bytes:
-    """The header, if it was only a text that could not be packed; else raises."""
+    """Returns the header, if it was only a text that could not be packed; else
+    raises."""
     if not isinstance(error, UnicodeEncodeError):
         raise _culprit(form, values, error) from error
     try:
@@ -283,14 +284,14 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         words = str(error) or type(error).__name__
         raise ProtocolError(
-            f"header: {size} bytes that are no msgpack: {words:.200}"
+            f"header: {size} bytes that are not msgpack: {words:.200}"
         ) from None
 
 
 def _announced(
     form: _Form, fields: list[Any], limits: Limits
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
-    """The specs of all raw frames, and which fields are bytes among them."""
+    """Returns the specs of all raw frames, and which fields are bytes among them."""
     specs: list[ArraySpec] = [] if form.arrays is None else fields[form.arrays]
     outside: list[int] = []
     for at in form.blobs:

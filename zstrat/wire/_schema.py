@@ -100,7 +100,7 @@ def _init_of(cls: Any) -> Callable[..., None]:
 
 
 def _bound(cls: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """The values of all fields, in order."""
+    """Returns the values of all fields, in order."""
     values = list(given)
     for each in fields(cls)[len(given) :]:
         if each.name in named:
@@ -138,7 +138,7 @@ def _equal(message: Any, other: Any) -> Any:
 
 
 def _compared(message: Any) -> tuple[Any, ...]:
-    """The values of the fields that say what the message means."""
+    """Returns the values of the fields that say what the message means."""
     return tuple([getattr(message, x.name) for x in fields(message) if x.compare])
 
 
@@ -165,7 +165,7 @@ class Mismatch(Exception):
 
 
 def describe(value: object) -> str:
-    """A hostile value in a few words: its repr may be huge or deep."""
+    """Returns a hostile value in a few words: its repr may be huge or deep."""
     if type(value) in _PLAIN:
         text = repr(value[:40] if isinstance(value, str | bytes) else value)
         return text if len(text) <= 80 else f"{text[:80]}..."
@@ -192,7 +192,8 @@ class Row:
 
 
 def _usual(hint: Any) -> type:
-    """What a value of the annotation is, or, of free-form data, is most often."""
+    """Returns what a value of the annotation is, or, of free-form data, is most
+    often."""
     if isinstance(hint, types.UnionType):
         return types.NoneType
     if hint in _NAMES:
@@ -202,7 +203,7 @@ def _usual(hint: Any) -> type:
 
 
 def check_for(hint: Any) -> Check:
-    """The check of a field annotated ``hint``.
+    """Returns the check of a field annotated ``hint``.
 
     Raises:
         TypeError: The codec has no layout for such an annotation.
@@ -222,12 +223,12 @@ def check_for(hint: Any) -> Check:
 
 
 def is_record(hint: Any) -> bool:
-    """Whether ``hint`` is a NamedTuple class."""
+    """Returns whether ``hint`` is a NamedTuple class."""
     return isinstance(hint, type) and issubclass(hint, tuple) and hint is not tuple
 
 
 def most_records(cls: type) -> int:
-    """How many records of a class one list may have."""
+    """Returns how many records of a class one list may have."""
     hints = list(get_type_hints(cls).values())
     if all(hint is int for hint in hints):
         return RECORDS
@@ -311,7 +312,7 @@ def _dict(item: Any) -> Check:
 
 
 def _record(cls: type) -> Check:
-    """A NamedTuple from a list of as many values."""
+    """Returns a NamedTuple from a list of as many values."""
     hints = get_type_hints(cls)
     if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")
@@ -349,7 +350,8 @@ def _records(cls: type) -> Check:
 
 
 def _all_right(columns: list[Column], rows: list[Any]) -> bool:
-    """Whether every column holds what it should; False may also mean: look closer."""
+    """Returns whether every column holds what it should; False may also mean: look
+    closer."""
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(columns)}:
         return False
     for right, column in zip(columns, zip(*rows, strict=True), strict=True):
@@ -359,7 +361,7 @@ def _all_right(columns: list[Column], rows: list[Any]) -> bool:
 
 
 def _each(values: list[Any], check: Check) -> list[Any]:
-    """The values, checked one by one; says which of them is wrong."""
+    """Returns the values, checked one by one; says which of them is wrong."""
     checked = []
     for place, value in enumerate(values):
         try:
@@ -370,7 +372,8 @@ def _each(values: list[Any], check: Check) -> list[Any]:
 
 
 def _column(hint: Any) -> Column:
-    """A quick test of many values at once: False means that some may be wrong."""
+    """Returns a quick test of many values at once: False means that some may be
+    wrong."""
     if hint in _NAMES:
         only = frozenset({hint})
     elif isinstance(hint, types.UnionType):

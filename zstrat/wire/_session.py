@@ -73,7 +73,7 @@ class Owner:
         return f"{who.job}:{who.index} ({program}pid {who.pid} on {who.host})"
 
     def is_of(self, other: Hello) -> bool:
-        """Whether this HELLO is from the process that owns the task.
+        """Returns whether this HELLO is from the process that owns the task.
 
         Containers with the network of one host share its name, and may both have the
         pid 1, so incarnations are compared, too.
@@ -208,8 +208,9 @@ class Ownership:
         return True
 
     def _has_proved_alive(self, owner: Owner, session: int) -> bool:
-        """Whether a message of the owner has come since ``session`` was first refused.
-        Earlier messages prove nothing: the owner may have been killed just then."""
+        """Returns whether a message of the owner has come since ``session`` was first
+        refused. Earlier messages prove nothing: the owner may have been killed just
+        then."""
         links = dict.fromkeys((owner.peer, *self._links))
         before = self._refused.setdefault(session, {link: link.heard for link in links})
         if len(self._refused) > _REFUSED:

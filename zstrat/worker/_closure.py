@@ -191,7 +191,7 @@ def plain(error: BaseException) -> PlainTree:
 
 
 def _is_of_flags(error: BaseException) -> bool:
-    """Whether absl raised the error because a flag is not defined here."""
+    """Returns whether absl raised the error because a flag is not defined here."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -206,7 +206,7 @@ _BESIDE: Final = 1024
 
 
 def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
-    """Checks that the coordinator accepts this description of ``what``. To be called
+    """Checks that the coordinator accepts this description of ``what``. Call it
     before a step has an effect, as a step that fails must not have one.
 
     Raises:
@@ -261,7 +261,7 @@ class ResultLayouts:
         self._by_value: dict[Hashable, _KnownLayout] = {}
 
     def __len__(self) -> int:
-        """Number of layouts so far."""
+        """Returns the number of layouts so far."""
         return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:

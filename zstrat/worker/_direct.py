@@ -73,7 +73,7 @@ class WaitingUpdates:
         return len(self.updates) >= MAX_UPDATES or self._nbytes > MAX_WAITING_BYTES
 
     def add(self, updates: Sequence[StorageUpdate]) -> None:
-        """One call of the user's, of one variable or of the rows of a table."""
+        """Adds one call of the user's, of one variable or of the rows of a table."""
         for variable, op, operands, optimizer in updates:
             spec = variable.spec
             rule = 0 if optimizer is None else optimizer.id
@@ -83,7 +83,7 @@ class WaitingUpdates:
         self._names.append(self._name(updates))
 
     def take(self) -> tuple[list[PsUpdate], list[str]]:
-        """What waits, with its names; nothing waits then."""
+        """Returns what waits, with its names; nothing waits then."""
         taken = self.updates, _bounded(self._names)
         self.updates, self.specs, self._names, self._nbytes = [], [], [], 0
         return taken
@@ -186,8 +186,8 @@ class Direct:
             return self._pull(refs)
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
-        server.
+        """Returns rows ``[n, ...]`` of each variable at its indices ``[n]``; one
+        request per server.
 
         Raises:
             InvalidArgumentError: A row is not there.
@@ -275,7 +275,7 @@ class Direct:
             self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
-        """What earlier runs have pushed, which push nothing from then on."""
+        """Returns what earlier runs have pushed, which push nothing from then on."""
         if self._run.attempt == 1:
             return {}
         if self._before is None:

@@ -34,7 +34,7 @@ Theory of operation:
 - An outbox is posted when nothing else can be done, when a pull in it is what the
   head of the line waits for, or when the next piece of work would end after the oldest
   entry has waited for ``interval``. Work that was never measured counts as endless, so
-  nobody's result waits for somebody else's compilation.
+  no result waits for the compilation of another step.
 
 No thread, no clock, no socket: the executor calls and obeys. The law: each dispatched
 closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
@@ -147,7 +147,8 @@ class Pipeline:
         alone: bool = False,
         examples: int = 0,
     ) -> None:
-        """The step that `next` named has what it needs but for the values it reads.
+        """Notes that the step that `next` named is prepared but for the values it
+        reads.
 
         Args:
             levels: How often it has to advance before it can run.
@@ -178,7 +179,7 @@ class Pipeline:
             self._held = step
 
     def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
-        """The step that `next` named could not be prepared."""
+        """Notes that the step that `next` named could not be prepared."""
         assert self._queue[0] is step
         step.ending, self._stuck = ending, True
         if not self._line:
@@ -191,7 +192,7 @@ class Pipeline:
         now: float,
         error: BaseException | None = None,
     ) -> None:
-        """The answer to a pull; of steps that were cancelled it is ignored."""
+        """Takes the answer to a pull; ignores it if the step was cancelled."""
         if self._waits is not None and self._line:
             self._stalled(pull, max(0.0, now - self._waits))
             self._waits = None
@@ -219,7 +220,8 @@ class Pipeline:
         reads: Any = None,
         nbytes: int = 0,
     ) -> None:
-        """The step that `next` named has used its values, and reads these now."""
+        """Notes that the step that `next` named has used its values, and reads these
+        now."""
         self._answered.remove(step)
         step.costs.advance = cost
         step.levels -= 1
@@ -229,7 +231,8 @@ class Pipeline:
         self._fetch(step, now)
 
     def broke(self, step: ClosureStep, ending: Any) -> None:
-        """The step that `next` named could not advance; it ends when its turn comes."""
+        """Notes that the step that `next` named could not advance; it ends when its
+        turn comes."""
         self._answered.remove(step)
         step.ending, step.ready = ending, True
 
@@ -243,7 +246,8 @@ class Pipeline:
         push: Any = None,
         eager: EagerNotes | None = None,
     ) -> None:
-        """The step that `next` named is over; its ending waits for the push, if any."""
+        """Notes that the step that `next` named has run; its ending waits for the push,
+        if any."""
         line = self._line
         first = line.popleft()
         assert first is step
@@ -323,7 +327,8 @@ class Pipeline:
         return again + [*line][:0:-1]
 
     def leave(self, ending: Any, now: float) -> None:
-        """An ending to be posted; the other methods call this but for `cancelled`."""
+        """Queues an ending to be posted; the other methods but `cancelled` call
+        this."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
@@ -352,7 +357,8 @@ class Pipeline:
     # What to do
 
     def next(self, now: float) -> tuple[Do, ClosureStep | None]:
-        """The next thing to do; with its step unless that is to post or to wait."""
+        """Returns the next thing to do; with its step unless that is to post or to
+        wait."""
         do, step = self._choose()
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
@@ -364,7 +370,7 @@ class Pipeline:
             self._waits = now
 
     def post(self) -> Post:
-        """The outbox, which is empty afterwards."""
+        """Returns the outbox, which is empty afterwards."""
         outbox, self._outbox = self._outbox, Post()
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
@@ -404,9 +410,9 @@ class Pipeline:
         return Do.RUN, head
 
     def _advances(self, head: ClosureStep | None) -> ClosureStep | None:
-        """Which step to advance now, so that its pull is under way meanwhile: one that
-        was never measured only when nothing can run, and one that is not the head only
-        while there is room for what it asks for."""
+        """Returns which step to advance now, so that its pull is under way meanwhile:
+        one that was never measured only when nothing can run, and one that is not the
+        head only while there is room for what it asks for."""
         if head in self._answered:
             return head
         step = self._answered[0]
@@ -426,8 +432,8 @@ class Pipeline:
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
-        """Whether to prepare the next half window before running on, so that its pull
-        is under way while the rest of this one runs."""
+        """Returns whether to prepare the next half window before running on, so that
+        its pull is under way while the rest of this one runs."""
         self._refilling = (
             (self._refilling or len(self._line) <= self._window // 2)
             and head.reads is not None
@@ -439,9 +445,9 @@ class Pipeline:
         return self._refilling
 
     def _looks_ahead(self, head: ClosureStep) -> bool:
-        """Whether to prepare a step after an optimizer step before that runs, so that
-        its pull is under way meanwhile: values that came early would else make every
-        second round trip visible."""
+        """Returns whether to prepare a step after an optimizer step before that runs,
+        so that its pull is under way meanwhile: values that came early would else make
+        every second round trip visible."""
         return (
             self._depth > 0
             and head is self._writer
@@ -477,7 +483,7 @@ class Pipeline:
         self._fetch(step, now)
 
     def _let_go(self, step: ClosureStep) -> None:
-        """The values of a step that has run go, unless the next one shares them."""
+        """Drops the values of a step that has run, unless the next one shares them."""
         after = self._line[0] if self._line and step.reads is not None else None
         if after is not None and after.reads is step.reads and not after.nbytes:
             after.nbytes = step.nbytes
@@ -498,7 +504,7 @@ class Pipeline:
             self._writer = head  # it was fetched ahead, so it moves what it has read
 
     def _stalled(self, pull: SharedPull, seconds: float) -> None:
-        """The whole line has waited for values, and these are there."""
+        """Notes that the whole line has waited for values, which are there now."""
         times = self._outbox.times
         times.stalled += seconds
         if pull.clocks:

@@ -67,7 +67,7 @@ class Reports:
         self._closed = False
 
     def __len__(self) -> int:
-        """Number of open closures."""
+        """Returns the number of open closures."""
         return len(self._open)
 
     def opened(self, batch: Batch) -> Batch:

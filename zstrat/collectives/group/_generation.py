@@ -171,7 +171,7 @@ class Generation:
         return CallState(words, waits, False, self.broken is not None)
 
     def is_over(self, number: int) -> bool:
-        """Whether an untagged operation has begun and ended on this rank."""
+        """Returns whether an untagged operation has begun and ended on this rank."""
         return number <= self.calls and number not in self.begun
 
     def check_same(self, sender: int, hop: Hop) -> None:
@@ -239,7 +239,7 @@ class Generation:
 
         Args:
             lost: Ranks that are lost.
-            tell: Whether to notify the other ranks.
+            tell: Notify the other ranks.
         """
         if self.broken is not None:
             return

@@ -136,7 +136,7 @@ class Mesh:
                     self.send(rank, message)
 
     def backlog(self, rank: int) -> int:
-        """Number of messages to a rank that wait to be sent."""
+        """Returns the number of messages to a rank that wait to be sent."""
         return self.links[rank].backlog
 
     def name(self, rank: int) -> str:

@@ -91,7 +91,7 @@ class CallFactory:
         sizes: Sequence[int] = (),
         is_frozen: bool = False,
     ) -> CollectiveCall:
-        """The next call of the operation."""
+        """Returns the next call of the operation."""
         part, self.parts = self.parts, self.parts + 1
         options, tag, algorithm = self.options, self.options.tag, self.options.algorithm
         # An operation may take calls of other kinds, whose algorithms are others.
@@ -438,7 +438,8 @@ def _copies(
 def _delivered(
     leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray], in_place: bool
 ) -> list[Any]:
-    """The results as users get them: written into their arrays if ``in_place``."""
+    """Returns the results as users get them: written into their arrays if
+    ``in_place``."""
     if not in_place:
         return [x.back(results[at].reshape(x.shape)) for at, x in enumerate(leaves)]
     for at, leaf in enumerate(leaves):

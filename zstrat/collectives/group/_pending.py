@@ -49,14 +49,14 @@ class Pending(Generic[T]):
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Returns whether `result` would not wait."""
         return self._is_over
 
     def result(self, timeout: float | None = None) -> T:
         """Blocks until the collective is over.
 
         Raises:
-            DeadlineExceededError: ``timeout`` seconds have passed; it goes on.
+            DeadlineExceededError: ``timeout`` seconds have passed; it continues.
             Exception: CollectiveTimeoutError, PeerLostError, InvalidArgumentError or
                 UnavailableError, as the blocking call.
         """
@@ -76,13 +76,13 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def settle(self, finish: Callable[[], T]) -> None:
-        """The collective has succeeded; ``finish`` makes the result, in the thread
-        that asks for it first."""
+        """Notes that the collective has succeeded; ``finish`` makes the result, on the
+        thread that asks for it first."""
         self._finish = finish
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """The operation has failed."""
+        """Notes that the operation has failed."""
         self._error = error
         self._end()
 
@@ -110,6 +110,6 @@ class Pending(Generic[T]):
 
 
 def _again(error: Exception) -> Exception:
-    """An error of its own for each that waits: an exception that is raised twice
-    collects tracebacks."""
+    """Returns an error of its own for each that waits: an exception that is raised
+    twice collects tracebacks."""
     return type(error)(*error.args) if isinstance(error, ZstratError) else error

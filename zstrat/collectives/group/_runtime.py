@@ -185,13 +185,13 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
 
 
 def announce(node: GroupNode) -> None:
-    """A daemon of this process has a node, and will hand it its messages."""
+    """Notes that a daemon of this process has a node, and will pass on its messages."""
     with _announcing:
         _daemons[node.me.job, node.me.index] = GroupRuntime(node)
 
 
 def withdraw(node: GroupNode) -> None:
-    """The daemon ends."""
+    """Notes that the daemon ends."""
     with _announcing, suppress(KeyError):
         if _daemons[node.me.job, node.me.index].node is node:
             del _daemons[node.me.job, node.me.index]

@@ -68,7 +68,7 @@ class OperationScheduler:
         try:
             steps = request.make(factory)
             operation = StartedOperation(steps, next(steps), pending)
-        except BaseException as error:  # to the caller; the others hear of it first
+        except BaseException as error:  # to the caller; the others are notified first
             self._give_up(factory, turn, error)
             raise
         if turn is None:
@@ -87,7 +87,7 @@ class OperationScheduler:
         """Begins an operation and waits for its result.
 
         If it is interrupted nobody knows what becomes of its arrays: the generation
-        ends, and the others hear of it.
+        ends, and the others are notified.
 
         Raises:
             What went wrong; as `launch`.
@@ -96,7 +96,7 @@ class OperationScheduler:
             return self.launch(request, blocking=True).result()
         except Exception:  # to the caller: the operation has ended
             raise
-        except BaseException:  # Ctrl-C, to the caller: the others hear of it first
+        except BaseException:  # Ctrl-C, to the caller: the others are notified first
             self.interrupt(request.words)
             raise
 
@@ -106,7 +106,7 @@ class OperationScheduler:
         self._messages.abort_by(ClosedError(f"{words} was interrupted"))
 
     def close(self) -> None:
-        """Lets go of the engine. The generation has ended."""
+        """Releases the engine, as the generation has ended."""
         if self._by_engine is not None:
             self._by_engine.close()
 

@@ -13,7 +13,7 @@ is called is compared at the first step of each call.
 
 A wait looks for a moment, as the others are mostly just as far (`SpinPolicy`), and then
 sleeps on the word of the rank that it waits for. A rank that dies wakes nobody: the
-others hear of its death by messages, and call `abort`.
+others learn of its death by messages, and call `abort`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _NOBODYS_ADDRESS: Final = _NOBODYS.ctypes.data
 
 
 def sleep_while(address: int, value: int, deadline: float) -> None:
-    """Sleeps while the counter at ``address`` is ``value``, until somebody wakes it, a
+    """Sleeps while the counter at ``address`` is ``value``, until a thread wakes it, a
     signal comes, or `time.monotonic` is ``deadline``. May wake up for nothing.
 
     The caller has to have the memory mapped; other Python threads run meanwhile.
@@ -138,7 +138,7 @@ class SpinPolicy:
         self._misses = self._rest = 0
 
     def looks(self) -> int:
-        """How many to take in the wait that begins now."""
+        """Returns how many to take in the wait that begins now."""
         if self._rest:
             self._rest -= 1
             return 0
@@ -207,8 +207,8 @@ class ShmBarrier:
         self._about, self._is_checked, self._deadline = about, False, deadline
 
     def cut_off(self, error: BaseException) -> None:
-        """The call was cut off, which ends the barrier for good: this rank and the
-        others no longer are at the same step."""
+        """Ends the barrier for good after an interrupted call: the ranks are no longer
+        at the same step."""
         if isinstance(error, Exception):
             self._error = self._error or error
         else:  # Ctrl-C in a blocking call
@@ -262,7 +262,7 @@ class ShmBarrier:
             ring.start()
 
     def _ring(self, other: ControlWords) -> None:
-        """Wakes the thread that sleeps on the word of ``other`` until it has heard.
+        """Wakes the thread that sleeps on the word of ``other``, until it reacts.
 
         Between that thread's last look at the error and its sleep nobody can reach it:
         the word is another rank's, and only a change of it would keep it awake.

@@ -59,7 +59,7 @@ class RankMemory:
 
 
 def segment_of(rank: int, member: MemberEntry) -> RankMemory:
-    """The memory of another rank of this host.
+    """Returns the memory of another rank of this host.
 
     Raises:
         OSError: It cannot be mapped, or is not what ``member`` says; says which rank.
@@ -101,20 +101,21 @@ class ShmCollectives:
         self.barrier = ShmBarrier(segments[place].words, others, cores)
 
     def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
-        """Where this rank writes for the next step: ``count`` elements."""
+        """Returns where this rank writes for the next step: ``count`` elements."""
         slot = self._slots[self.place][(self.barrier.step + 1) & 1]
         return _part(slot, dtype, count, start)
 
     def of(self, place: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
-        """What a rank wrote for the step that this rank has met."""
+        """Returns what a rank wrote for the step that this rank has met."""
         slot = self._slots[place][self.barrier.step & 1]
         return _part(slot, dtype, count, start)
 
     def _starts(
         self, dtype: np.dtype, count: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """The first ``count`` elements of the slots of all ranks, of both turns. Made
-        once for small arrays, of which a program reduces the same at each step."""
+        """Returns the first ``count`` elements of the slots of all ranks, of both
+        turns. Made once for small arrays, of which a program reduces the same at each
+        step."""
         found = self._views.get((dtype, count))
         if found is None:
             if len(self._views) >= _VIEWS:
@@ -290,7 +291,8 @@ def _part(slot: np.ndarray, dtype: np.dtype, count: int, start: int) -> np.ndarr
 def _pieces(
     array: np.ndarray, sizes: Sequence[int], done: int, chunk: int
 ) -> Iterator[np.ndarray]:
-    """The next ``chunk`` elements, or what is left, of each block of ``array``."""
+    """Yields the next ``chunk`` elements, or what is left, of each block of
+    ``array``."""
     start = 0
     for size in sizes:
         yield array[start + min(done, size) : start + min(done + chunk, size)]
@@ -298,7 +300,8 @@ def _pieces(
 
 
 def _shares(count: int, size: int, step: int) -> list[int]:
-    """Where the shares of ``size`` ranks begin and end: at multiples of ``step``."""
+    """Returns where the shares of ``size`` ranks begin and end: at multiples of
+    ``step``."""
     share = -(-count // (size * step)) * step
     return [min(i * share, count) for i in range(size + 1)]
 

@@ -80,7 +80,7 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
 
 
 def algorithm_named(call: str, name: str) -> Algorithm:
-    """The algorithm that carries out ``call`` ("all_reduce", ...) by that name.
+    """Returns the algorithm that carries out ``call`` ("all_reduce", ...) by that name.
 
     Raises:
         ValueError: No algorithm has that name; lists those of ``call``.

@@ -58,7 +58,7 @@ class Choices:
     rules: tuple[Rule, ...] = ()
 
     def choose(self, call: str, nbytes: int, ranks: int, one_host: bool = False) -> str:
-        """The name of the algorithm for ``call`` ("all_reduce", ...).
+        """Returns the name of the algorithm for ``call`` ("all_reduce", ...).
 
         Raises:
             ValueError: There is no such call.
@@ -70,11 +70,11 @@ class Choices:
         raise ValueError(f"call {call!r}: expected one of {calls}")
 
     def to_plain(self) -> dict[str, PlainTree]:
-        """What `choices_from` takes."""
+        """Returns what `choices_from` takes."""
         return {"rule": [_plain(rule) for rule in self.rules]} if self.rules else {}
 
     def to_toml(self) -> str:
-        """The text of a file that `read_choices` reads."""
+        """Returns the text of a file that `read_choices` reads."""
         return "\n".join(map(_paragraph, self.rules))
 
 
@@ -112,8 +112,8 @@ DEFAULT_RULES: Final = (
 
 
 def choices_from(plain: Mapping[str, object]) -> Choices:
-    """A table from what a TOML file says: ``[[rule]]`` with the fields of `Rule`
-    (``bytes`` for nbytes).
+    """Returns a table from what a TOML file says: ``[[rule]]`` with the fields of
+    `Rule` (``bytes`` for nbytes).
 
     Raises:
         ValueError: Something else is there; says where.
@@ -129,7 +129,7 @@ def choices_from(plain: Mapping[str, object]) -> Choices:
 
 
 def read_choices(path: str | os.PathLike[str]) -> Choices:
-    """The table in a TOML file.
+    """Returns the table in a TOML file.
 
     Raises:
         ValueError: The file is missing or is no such table; names the file.
@@ -153,7 +153,7 @@ class Measurement(NamedTuple):
 
 
 def fitted(measurements: Iterable[Measurement]) -> Choices:
-    """The table that takes what was fastest (by the median), size by size.
+    """Returns the table that takes what was fastest (by the median), size by size.
 
     Between two measured sizes, or groups, the change is at their geometric mean; beyond
     the last one what was best there goes on. Empty if nothing was measured.

@@ -4,7 +4,7 @@ A block knows how far each of its chunks is. What a rank has of a chunk is what 
 of it, and what becomes of what comes in. Arrays are reduced from the memory that they
 were received in.
 
-**Which memory is sent.** A sender does not hear when its bytes have left, so it may
+**Which memory is sent.** A sender does not know when its bytes have left, so it may
 send only what nobody changes afterwards: a frame as it was received; a private copy of
 the chunk, made while it is in the cache; or memory of the call (the user's own) if this
 rank later takes the block as finished, for then all whom it was sent to have had it
@@ -64,7 +64,8 @@ class BlockTraits:
 
 @lru_cache(maxsize=1024)
 def traits_of(schedule: Schedule) -> tuple[BlockTraits, ...]:
-    """The traits of each block; found once for a schedule, which serves many calls."""
+    """Returns the traits of each block; found once for a schedule, which serves many
+    calls."""
     return tuple(map(BlockTraits, schedule.blocks))
 
 
@@ -120,7 +121,7 @@ class Block:
         return chunks
 
     def part(self, of: np.ndarray, chunk: int) -> np.ndarray:
-        """The elements of a chunk."""
+        """Returns the elements of a chunk."""
         start = chunk * self.step
         return of[start : min(start + self.step, self.count)]
 
@@ -196,7 +197,7 @@ class Values:
         return width
 
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
-        """What this rank has of a chunk, as bytes to send."""
+        """Returns what this rank has of a chunk, as bytes to send."""
         have = block.have[chunk]
         if block.at[chunk] > block.turn:
             assert have is not None
@@ -277,7 +278,7 @@ class Values:
         self._reduction.reduce(some, more, have)
 
     def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:
-        """A contribution or partial sum, from the wire."""
+        """Returns a contribution or partial sum, from the wire."""
         assert self._reduction is not None
         if self._codec is not None:
             return self._codec.decode(data, count)
@@ -287,7 +288,7 @@ class Values:
         raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
 
     def _finished(self, block: Block, chunk: int) -> np.ndarray:
-        """The final values, in memory that nobody changes."""
+        """Returns the final values, in memory that nobody changes."""
         values = self._latest(block, chunk)
         if self._reduction is None:
             return values if self._frozen else values.copy()
@@ -312,7 +313,7 @@ class Values:
         return block.part(block.source, chunk)
 
     def _wide(self, values: np.ndarray) -> np.ndarray:
-        """What a codec is given."""
+        """Returns what a codec is given."""
         reduction = self._reduction
         return values if reduction is None else reduction.widened(values)
 

@@ -142,7 +142,8 @@ def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
 
 
 def _rank_of(number: int, extras: int) -> int:
-    """The rank of a member: extras' hosts are the odd ones of the first ranks."""
+    """Returns the rank of a member: extras' hosts are the odd ones of the first
+    ranks."""
     return 2 * number + 1 if number < extras else number + extras
 
 

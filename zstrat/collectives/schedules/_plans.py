@@ -44,7 +44,7 @@ def progress_of(
     compressor: Compressor | None = None,
     choices: Choices = _EXPERIENCE,
 ) -> ScheduleProgress:
-    """What rank ``rank`` of ``size`` does in a call.
+    """Returns what rank ``rank`` of ``size`` does in a call.
 
     Args:
         one_host: All ranks are on one machine, and share its cores.

@@ -108,9 +108,10 @@ class ScheduleProgress:
         )
 
     def start(self) -> Iterator[Send]:
-        """Begins; the hops that do not wait for others, made when they are drawn.
+        """Begins the call; yields the sends that do not wait for other ranks, each made
+        when it is drawn.
 
-        To be drawn to the end, before which nothing is done; hops may arrive meanwhile.
+        Draw it to its end before anything else is done; hops may arrive meanwhile.
         """
         # What the others wait for first goes first, and all peers get some of it.
         blocks = sorted(self._blocks, key=lambda block: first_place(block.actions))
@@ -122,7 +123,7 @@ class ScheduleProgress:
         self._is_drawn = True
 
     def arrived(self, place: int, data: np.ndarray) -> list[Send]:
-        """A hop of this call arrived: bytes ``[n]``, that nobody changes.
+        """Takes a hop of this call: bytes ``[n]`` that nobody changes.
 
         Raises:
             ProtocolError: This rank waits for no such hop, or not for so many bytes.

@@ -71,7 +71,8 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
 def _copies(
     left: int, right: int, distance: int, size: int, places: int
 ) -> tuple[Action, ...]:
-    """What a rank does that stands so far right of the rank that finished a block."""
+    """Returns what a rank does that stands so far right of the rank that finished a
+    block."""
     if not distance:
         return ()
     take = Action(Act.TAKE, left, places + distance - 1)

@@ -50,8 +50,8 @@ class Action(NamedTuple):
 
 
 def first_place(actions: Sequence[Action]) -> int:
-    """The place of the first hop that is sent: blocks that others wait for first have
-    the lowest."""
+    """Returns the place of the first hop that is sent: blocks that others wait for
+    first have the lowest."""
     return next((each.place for each in actions if each.act is Act.SEND), 0)
 
 

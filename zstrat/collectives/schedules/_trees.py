@@ -106,7 +106,7 @@ def parent_of(number: int, size: int) -> int | None:
 
 
 def children_of(number: int, size: int) -> tuple[int, ...]:
-    """The inverse of `parent_of`, growing."""
+    """Returns the inverse of `parent_of`, growing."""
     if not number:
         return (1 << ((size - 1).bit_length() - 1),) if size > 1 else ()
     half = (number & -number) >> 1

@@ -102,7 +102,7 @@ class OpenSessions:
         return claim
 
     def has_rivals(self, claim: SessionClaim) -> bool:
-        """Whether other sessions have some of its tasks."""
+        """Returns whether other sessions have some of its tasks."""
         with self._lock:
             return bool(self._rivals_of(claim))
 

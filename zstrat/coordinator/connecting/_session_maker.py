@@ -67,7 +67,7 @@ class SessionMaker:
     def server(
         self, session: int, store: int, address: str, workers: int
     ) -> TaskSession:
-        """The session on the server of a store.
+        """Returns the session on the server of a store.
 
         Args:
             session: Its number.
@@ -104,7 +104,7 @@ class SessionMaker:
         stores: StoreDirectory,
         objection: Objection,
     ) -> TaskSession:
-        """The session on a worker.
+        """Returns the session on a worker.
 
         Args:
             session: Its number.

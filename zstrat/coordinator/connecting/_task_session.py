@@ -91,15 +91,15 @@ class TaskSessionEvents(Protocol):
     """Called by task sessions, on the loop thread."""
 
     def task_ready(self, task: TaskSession) -> None:
-        """The task is in our session."""
+        """Called when the task has entered our session."""
         ...
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
-        """The task is no longer in our session."""
+        """Called when the task has left our session, or is lost."""
         ...
 
     def message_received(self, task: TaskSession, message: Message) -> None:
-        """A task that is in our session has sent a notice."""
+        """Called with each notice of a task that is in our session."""
         ...
 
 
@@ -268,7 +268,7 @@ class TaskSession:
         return self.opened
 
     def _late(self) -> ZstratError:
-        """The error of a task that is not in our session in time."""
+        """Returns the error of a task that is not in our session in time."""
         if isinstance(self.refusal, PeerLostError):
             return DeadlineExceededError(
                 f"{self.name} at {self.address} was lost while it connected "
@@ -362,7 +362,7 @@ class TaskSession:
         return self._request.close(self.link, timeout, exits=exits)
 
     def release(self) -> None:
-        """Marks a worker that we let go: its end is not a loss."""
+        """Marks a worker that was released: its end is not a loss."""
         self._set_phase(SessionPhase.RELEASED)
 
     def leave(self) -> None:

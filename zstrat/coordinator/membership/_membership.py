@@ -286,8 +286,9 @@ class Membership:
 
     @staticmethod
     def _keeps(worker: _Worker, task_number: int, lost: Collection[int]) -> bool:
-        """Whether the worker keeps its number when the resolver names its address under
-        this one. A live worker does: lists shift when another worker leaves."""
+        """Returns whether the worker keeps its number when the resolver names its
+        address under this one. A live worker does: lists shift when another worker
+        leaves."""
         if not worker.is_present:
             return False
         return worker.task_number == task_number or worker.place not in lost
@@ -338,7 +339,7 @@ class Membership:
         return released
 
     def _at(self, address: str) -> _Worker | None:
-        """The worker at the address, or the last one that was there."""
+        """Returns the worker at the address, or the last one that was there."""
         known = [worker for worker in self._workers if worker.address == address]
         return next((w for w in known if w.is_present), known[-1] if known else None)
 
@@ -354,7 +355,8 @@ class Membership:
         return min(spare) if spare else self._fresh()
 
     def _fresh(self) -> int:
-        """A number that no worker has had: one more than the highest, if possible."""
+        """Returns a number that no worker has had: one more than the highest, if
+        possible."""
         used = {
             w.task_number
             for w in self._workers
@@ -380,8 +382,8 @@ class Membership:
         return worker
 
     def _free_place(self) -> int:
-        """The next place, or that of the first worker that never joined, if these are
-        many."""
+        """Returns the next place, or that of the first worker that never joined, if
+        these are many."""
         unknown = [worker for worker in self._workers if worker.is_unknown]
         if len(unknown) < PROMISES:
             return len(self._workers)

@@ -229,7 +229,7 @@ class Workers:
         return self._session.run(fix_places(), "counting workers")
 
     def _timeout(self, address: str, timeout: float | None) -> float:
-        """Seconds for a worker to join at the address, which is checked."""
+        """Returns seconds for a worker to join at the address, which is checked."""
         require_reachable(address, "worker")
         seconds = self._session.settings.timeouts.connect
         return seconds if timeout is None else finite_seconds(timeout)
@@ -237,7 +237,8 @@ class Workers:
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
-        """The coroutine that removes a worker, and the seconds to wait for it."""
+        """Returns the coroutine that removes a worker, and the seconds to wait for
+        it."""
         seconds = self._session.settings.timeouts.drain
         seconds = seconds if timeout is None else finite_seconds(timeout)
         work = self._session.cluster.turnover.remove(address, seconds)

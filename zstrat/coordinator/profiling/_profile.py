@@ -238,7 +238,7 @@ def profile(
     The file shows the steps of the program, each worker and each parameter server on
     one clock. Arrows lead from the call that scheduled a step to its run, its push, and
     the update. Open it in the browser at ui.perfetto.dev. Recording ends after
-    ``steps`` or ``seconds``, while the block goes on.
+    ``steps`` or ``seconds``, while the block continues.
 
     Args:
         path: ``*.json`` (Chrome's trace events), or ``*.json.gz``, compressed. Its

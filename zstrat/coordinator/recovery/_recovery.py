@@ -108,7 +108,7 @@ class Recovery:
         return None if self.failure is None else _copy(self.failure)
 
     def server_lost(self) -> None:
-        """A server is lost; it may come back with its data."""
+        """Notes that a server is lost; it may come back with its data."""
         self._news.set()
         if self._over.is_set() and self.failure is None:
             self._over.clear()
@@ -117,11 +117,11 @@ class Recovery:
             self._task = loop.create_task(self._recover(), name="recovery")  # see stop
 
     def server_returned(self) -> None:
-        """A server is in the session again."""
+        """Notes that a server is in the session again."""
         self._news.set()
 
     def all_returned(self) -> None:
-        """All servers are in the session with their data."""
+        """Notes that all servers are in the session with their data."""
         if not self._is_torn:
             self.failure = None
 

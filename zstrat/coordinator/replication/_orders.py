@@ -144,7 +144,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Establish:
-    """The process is to serve the store, which is empty."""
+    """Make the process serve the store, empty."""
 
     store: int
     view: int

@@ -65,7 +65,7 @@ class StorePlacement:
 
     Args:
         addresses: Of the processes.
-        replicas: Backups that each store is to have: 0 or 1.
+        replicas: Number of backups of each store: 0 or 1.
         per_process: Stores of each process.
     """
 
@@ -103,11 +103,11 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Whether the home of the store has it by itself."""
+        """Returns whether the home of the store has it by itself."""
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
-        """Whether the store has more than a primary, or is to have."""
+        """Returns whether the store has more than a primary, or will have."""
         return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
@@ -119,7 +119,7 @@ class StorePlacement:
         return orders
 
     def start(self) -> list[PlacementOrder]:
-        """All stores are served at home, by processes that are there."""
+        """Begins with all stores served at home, by processes that are connected."""
         self._is_started = True
         for store in self.stores:
             if self.is_own(store.number):
@@ -139,15 +139,15 @@ class StorePlacement:
         return orders
 
     def enter_session(self) -> None:
-        """All stores begin again at home, in another session; up to `start` nothing is
-        decided. Views continue."""
+        """Begins again with all stores at home, in another session; decides nothing
+        before `start`. View numbers continue."""
         self._is_started = False
         for store in self.stores:
             store.reset()
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
-        """The process is in the session. Its ``life`` is the same number as before if
-        it has all that it had."""
+        """Notes that the process is in the session. Its ``life`` is the same number as
+        before if it still has all its data."""
         process = self._processes[number]
         process.is_there, process.life = True, life
         process.unwilling.clear()
@@ -159,7 +159,7 @@ class StorePlacement:
         return orders + self._seek_all()
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
-        """The process is away."""
+        """Notes that the process is lost."""
         self._processes[number].is_there = False
         if not self._is_started:
             return []
@@ -199,7 +199,8 @@ class StorePlacement:
     def primary_lost(
         self, number: int, address: str, reason: str
     ) -> list[PlacementOrder]:
-        """The address does not answer for the store, or no longer has what it had."""
+        """Notes that the address does not answer for the store, or no longer has its
+        data."""
         store = self.stores[number]
         if not self._is_started or store.primary.address != address:
             return []
@@ -307,7 +308,7 @@ class StorePlacement:
         if store.phase in THIRD_BESIDE:
             return store.end_third(reason)
         if self.replicas or not is_for_move:
-            return []  # the store is to have the backup anyway
+            return []  # the store gets the backup anyway
         return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
@@ -329,7 +330,7 @@ class StorePlacement:
     def hosted(
         self, order: Host, address: str, incarnation: int
     ) -> list[PlacementOrder]:
-        """The process keeps an empty copy at this address."""
+        """Notes that the process hosts an empty copy at this address."""
         phase = CopyPhase.ADDING if order.beside else CopyPhase.HOSTING
         if not self._is_current(order, phase):
             return self._useless(order)
@@ -339,7 +340,7 @@ class StorePlacement:
     def created(
         self, order: Establish, address: str, incarnation: int
     ) -> list[PlacementOrder]:
-        """The process serves the store, empty, at this address."""
+        """Notes that the process serves the store, empty, at this address."""
         store = self.stores[order.store]
         if (store.view, store.phase) != (order.view, CopyPhase.CREATING):
             return self._useless(order)
@@ -347,7 +348,7 @@ class StorePlacement:
         return store.serve()
 
     def attached(self, order: Attach) -> list[PlacementOrder]:
-        """The backup is complete, or the third copy."""
+        """Notes that the backup, or the third copy, is complete."""
         store = self.stores[order.store]
         if self._is_current(order, CopyPhase.FILLING):
             return store.filled()
@@ -363,8 +364,8 @@ class StorePlacement:
     def swapped(
         self, order: Swap, address: str, incarnation: int
     ) -> list[PlacementOrder]:
-        """The process of the primary has handed the store to its backup, and keeps what
-        it has as a copy at this address."""
+        """Notes that the primary's process has handed the store to its backup, and
+        keeps its data as a copy at this address."""
         store = self.stores[order.store]
         if not self._is_current(order, CopyPhase.SWAPPING):
             return self._useless(order)
@@ -380,7 +381,7 @@ class StorePlacement:
         return [Drop(store.number, store.view, order.process)]
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
-        """The primary continues alone."""
+        """Notes that the primary continues alone."""
         store = self.stores[order.store]
         if not self._is_current(order, CopyPhase.DETACHING):
             return []
@@ -388,8 +389,8 @@ class StorePlacement:
         return store.drop(backup) + store.serve()
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
-        """The backup is the primary. Where the store was to move, it belongs now; else
-        that was a failover."""
+        """Notes that the backup is the primary: a move of the store is done, or else
+        this was a failover."""
         store = self.stores[order.store]
         if not self._is_current(order, CopyPhase.PROMOTING):
             return []
@@ -411,7 +412,7 @@ class StorePlacement:
     def refused(
         self, order: Asked, reason: str, *, never_counted: bool = False
     ) -> list[PlacementOrder]:
-        """The process or copy that was asked has refused, and did nothing.
+        """Notes that the process or copy refused the order, and did nothing.
 
         Args:
             never_counted: As of `ReplicatedStore.refused`.
@@ -440,13 +441,13 @@ class StorePlacement:
     def _copy(
         self, order: Host | Establish | Swap, address: str, incarnation: int
     ) -> Copy:
-        """What the process has made, in its present life."""
+        """Returns what the process has made, in its present life."""
         life = self._processes[order.process].life
         return Copy(order.process, life, address, incarnation)
 
     def _is_last(self, order: Asked) -> bool:
-        """Whether it is the last order of its store. Before `start` only stores are
-        created."""
+        """Returns whether it is the last order of its store. Before `start` only stores
+        are created."""
         is_due = self._is_started or isinstance(order, Establish)
         return is_due and self.stores[order.store].view == order.view
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ._orders import PlacementOrder
     from ._successors import FoundCopy, Successor
 
-SUCCEEDED: Final = "another program goes on with it"
+SUCCEEDED: Final = "another program took it over"
 RESTARTED: Final = "it was started again"
 
 
@@ -74,7 +74,7 @@ class ReplicatedStore:
 
     Args:
         processes: All that may have copies, by index.
-        replicas: Backups that the store is to have: 0 or 1.
+        replicas: Number of backups of the store: 0 or 1.
         seek: Chooses a process for a copy that the store lacks.
     """
 
@@ -137,11 +137,11 @@ class ReplicatedStore:
         return self.backup is not None and self.backup.process == self.target
 
     def lives(self, copy: Copy | None) -> bool:
-        """Whether the copy is still in memory; its process may be away."""
+        """Returns whether the copy is still in memory; its process may be away."""
         return copy is not None and self.processes[copy.process].life == copy.life
 
     def is_there(self, copy: Copy | None) -> bool:
-        """Whether the copy is still in memory, and its process answers."""
+        """Returns whether the copy is still in memory, and its process answers."""
         return (
             copy is not None
             and self.lives(copy)
@@ -160,7 +160,7 @@ class ReplicatedStore:
         self.primary = self.copy_at_home()
 
     def copy_at_home(self) -> Copy:
-        """The copy that its home has by itself, in the life of now."""
+        """Returns the copy that its home has by itself, in the life of now."""
         process = self.processes[self.home]
         return Copy(self.home, process.life, process.address)
 
@@ -224,7 +224,8 @@ class ReplicatedStore:
         return [Attach(self.number, self.view, copy)]
 
     def filled(self) -> list[PlacementOrder]:
-        """The backup is complete, or the third copy, which is to replace it."""
+        """Notes that the backup is complete, or the third copy, which is to replace
+        it."""
         if self.phase is CopyPhase.FILLING:
             assert self.third is not None, self
             self._change(CopyPhase.REPLACING)
@@ -330,7 +331,7 @@ class ReplicatedStore:
         return orders + [Drop(self.number, self.view, n) for n in sorted(others)]
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
-        """The process is away; it may have a copy of the store."""
+        """Notes that the process is lost; it may have a copy of the store."""
         if self.third is not None and self.third.process == number:
             orders = self._third_lost(reason)
             if self.primary.process != number:
@@ -342,7 +343,8 @@ class ReplicatedStore:
         return []
 
     def process_back(self, number: int) -> Iterator[PlacementOrder]:
-        """The process is back with all that it had, or was restarted and is empty."""
+        """Notes that the process is back with all its data, or was restarted and is
+        empty."""
         primary, third = self.primary, self.third
         if third is not None and third.process == number and not self.lives(third):
             yield from self._third_lost(RESTARTED)
@@ -384,7 +386,7 @@ class ReplicatedStore:
             yield from self.detach(reason)
 
     def primary_lost(self, reason: str) -> list[PlacementOrder]:
-        """The primary does not answer, or no longer has what it had."""
+        """Notes that the primary does not answer, or no longer has its data."""
         self.reason = reason
         if self.phase in THIRD_BESIDE:
             third, self.third = self.third, None
@@ -440,7 +442,7 @@ class ReplicatedStore:
         return []
 
     def backup_lost(self, view: int, reason: str) -> list[PlacementOrder]:
-        """The primary cannot reach the backup that it has in this view."""
+        """Notes that the primary cannot reach the backup that it has in this view."""
         is_known = self.paired_view <= view <= self.view
         if not is_known or self.phase not in WITH_BACKUP:
             return []
@@ -463,7 +465,7 @@ class ReplicatedStore:
                 return []
 
     def refused(self, reason: str, *, never_counted: bool) -> list[PlacementOrder]:
-        """The process or copy that was asked has refused, and did nothing.
+        """Notes that the process or copy refused the order, and did nothing.
 
         Args:
             never_counted: It is a third copy that its primary never let count.
@@ -498,7 +500,8 @@ class ReplicatedStore:
                 return []
 
     def _primary_continues(self, reason: str) -> list[PlacementOrder]:
-        """The backup is useless: has the primary continue, if it is still in memory."""
+        """Makes the primary continue, if it is still in memory, as the backup is
+        useless."""
         if not self.lives(self.primary):
             return self.lose(reason)
         is_there = self.is_there(self.primary)
@@ -506,8 +509,8 @@ class ReplicatedStore:
         return [*reported, *self.detach(reason)]
 
     def _backup_continues(self, reason: str) -> list[PlacementOrder]:
-        """The primary is useless, and never continued alone: has the backup continue,
-        if it is still in memory."""
+        """Makes the backup continue, if it is still in memory, as the primary is
+        useless and never continued alone."""
         if self.is_there(self.backup):
             return self.promote(reason)
         if not self.lives(self.backup):

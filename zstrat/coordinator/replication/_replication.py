@@ -56,7 +56,7 @@ class Replication:
 
     Args:
         addresses: Of the processes, in task order.
-        replicas: Second copies that each store is to have. With 0 a store has one only
+        replicas: Number of backups of each store. With 0 a store has one only
             while it moves.
         stores_per_ps: Stores of each process.
         name: The name of the session, or empty.
@@ -178,7 +178,7 @@ class Replication:
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
-        """Waits until each store has a second copy, if it is to have one.
+        """Waits until each store has a backup, if it gets one.
 
         Raises:
             DeadlineExceededError: A store has none at ``deadline`` (loop time).
@@ -241,7 +241,7 @@ class Replication:
         self._orders.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
-        """Whether it decides what follows when the store is lost."""
+        """Returns whether it decides what follows when the store is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
@@ -257,7 +257,8 @@ class Replication:
         self._orders.carry_out(self.placement.create_stores())
 
     def home_of(self, store: int) -> str:
-        """The address of the process where the store begins in another session."""
+        """Returns the address of the process where the store begins in another
+        session."""
         return self.processes[self.placement.stores[store].home].address
 
     async def stop(self) -> None:
@@ -302,7 +303,7 @@ class Replication:
         return waited or self.takeovers != since
 
     def backups(self) -> list[ProbedTask]:
-        """A link to each complete backup, not started yet."""
+        """Returns a link to each complete backup, not started yet."""
         return [
             ProbedTask(
                 "ps",
@@ -359,7 +360,8 @@ class Replication:
             self._known.take_back(task, view)
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
-        """The server of the store does not answer, or no longer has its data."""
+        """Notes that the server of the store does not answer, or no longer has its
+        data."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
         self._orders.carry_out(orders)
         self._orders.report_unserved(task.place, reason)
@@ -383,7 +385,7 @@ class Replication:
                 self.task_ready(process)
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
-        """The process is away."""
+        """Notes that the process is lost."""
         self._orders.carry_out(self.placement.process_lost(task.place, reason))
 
     def _stop(self) -> None:

@@ -304,8 +304,8 @@ class StoreMoves:
         if self._cluster.name and address not in self._home:
             raise InvalidArgumentError(
                 f"{address} is not in the cluster, and the session has a name "
-                f"(resume={self._cluster.name!r}): the next program that goes on with "
-                f"it looks for stores only at {', '.join(sorted(self._home))}. Name "
+                f"(resume={self._cluster.name!r}): the next program that takes "
+                f"it over looks for stores only at {', '.join(sorted(self._home))}. Name "
                 "the new ps in the cluster, or leave out resume="
             )
         if number is None:

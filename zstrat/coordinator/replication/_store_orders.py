@@ -340,7 +340,7 @@ class StoreOrders:
                 here,
             )
         else:
-            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            words = "the store of %s continues with the copy in the process of %s (%s)"
             log.warning(words, name, here, store.reason)
 
     def _what(self, order: Asked) -> str:

@@ -107,7 +107,8 @@ class CopiesStatus:
         )
 
     def _is_unknown(self, store: ReplicatedStore) -> bool:
-        """Whether it has two complete copies, and the process of one is silent."""
+        """Returns whether it has two complete copies, and the process of one is
+        silent."""
         heard = all(self._processes[copy.process].is_heard for copy in store.copies)
         return store.is_paired and not heard
 

@@ -46,7 +46,7 @@ class Files(Recipe):
     """Of the parts, in order; of a file in several parts, once for each."""
 
     def every(self, step: int, start: int) -> Self:
-        """The dataset of the files ``start``, ``start + step``, … alone."""
+        """Returns the dataset of the files ``start``, ``start + step``, … alone."""
         fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
         return fewer
 
@@ -103,7 +103,7 @@ class TableRows(Files):
 
     @abc.abstractmethod
     def tables(self) -> Iterator[OpenTable]:
-        """The parts, one after the other; each is read when it is asked for."""
+        """Returns the parts, one after the other; each is read when it is asked for."""
 
     def items(self) -> Iterator[tuple[OpenTable, int]]:
         for table in self.tables():
@@ -155,8 +155,8 @@ class OpenTable:
     arrays: Element
 
     def columns(self) -> dict[str, str]:
-        """The shape of a row of each array, and whether it is text (other dtypes find
-        a common one), by the name of the array."""
+        """Returns the shape of a row of each array, and whether it is text (other
+        dtypes find a common one), by the name of the array."""
         if not isinstance(self.arrays, dict):
             return {"rows": _column(self.arrays)}
         return {name: _column(self.arrays[name]) for name in sorted(self.arrays)}
@@ -178,8 +178,8 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
 
 
 def matching(file_pattern: Path | Sequence[Path]) -> tuple[str, ...]:
-    """The files that match a pattern, or any of several, sorted; a file that matches
-    several patterns comes as often.
+    """Returns the files that match a pattern, or any of several, sorted; a file that
+    matches several patterns comes as often.
 
     Raises:
         ValueError: No file matches.
@@ -194,14 +194,14 @@ def matching(file_pattern: Path | Sequence[Path]) -> tuple[str, ...]:
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """The lines of a text file, without their ends."""
+    """Yields the lines of a text file, without their ends."""
     with open(path, "rb") as file:
         for line in file:
             yield line.rstrip(b"\r\n") if line.endswith(b"\n") else line
 
 
 def read_tfrecords(path: str) -> Iterator[bytes]:
-    """The records of a TFRecord file, as they were written.
+    """Yields the records of a TFRecord file, as they were written.
 
     Raises:
         ImportError: grain is not installed.
@@ -233,7 +233,8 @@ def require_tfrecords() -> None:
 
 
 def load_npy(path: str) -> np.ndarray:
-    """The array of a file, mapped into memory: rows are read when they are used.
+    """Returns the array of a file, mapped into memory: rows are read when they are
+    used.
 
     Raises:
         ValueError: It is not a file of one array of numbers; names it.
@@ -246,7 +247,7 @@ def load_npy(path: str) -> np.ndarray:
 
 
 def load_npz(path: str) -> dict[str, np.ndarray]:
-    """The arrays of an archive by their names.
+    """Returns the arrays of an archive by their names.
 
     Raises:
         ValueError: It is not an archive of arrays of numbers; names it.

@@ -89,7 +89,7 @@ class RaggedColumn:
         return len(self.splits) - 1
 
     def __getitem__(self, row: Any) -> np.ndarray:
-        """A row; of an array of numbers those rows, which must be alike.
+        """Returns a row; of an array of numbers those rows, which must be alike.
 
         Raises:
             ValueError: Their lengths differ.
@@ -109,7 +109,7 @@ class RaggedColumn:
 
 
 def parquet_rows(paths: tuple[str, ...], columns: Sequence[str] | None) -> ParquetRows:
-    """The rows of files that are alike.
+    """Returns the rows of files that are alike.
 
     Raises:
         ImportError: pyarrow is not installed.
@@ -211,7 +211,7 @@ def _unreadable(name: str, kind: Any) -> TypeError:
 
 
 def _values(column: Any, where: str) -> Element:
-    """The column as arrays.
+    """Returns the column as arrays.
 
     Raises:
         ValueError: Values are missing: arrays have no place for that.

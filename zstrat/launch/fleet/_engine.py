@@ -101,11 +101,12 @@ class TaskEvents(Protocol):
     """Receives the events of one process. Callable from any thread; never blocks."""
 
     def bound(self, address: str) -> None:
-        """The task serves at this address. Called at most once, and before `ended`."""
+        """Called when the task serves at this address; at most once, and before
+        `ended`."""
         ...
 
     def ended(self, end: TaskEnd) -> None:
-        """The process has ended. Called exactly once."""
+        """Called exactly once, when the process has ended."""
         ...
 
 

@@ -316,7 +316,7 @@ class Fleet(StartedTasks[FleetTask]):
         return self._task(task).where
 
     def is_running(self, task: str) -> bool:
-        """Whether ``task`` serves, by the last report of the engine."""
+        """Returns whether ``task`` serves, by the last report of the engine."""
         return self._thread.state.phase(self._task(task).name) is TaskPhase.SERVING
 
     def attempt(self, task: str) -> int:

@@ -257,7 +257,7 @@ def _is_address(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address means the own host on every host."""
+    """Returns whether the address means the own host on every host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

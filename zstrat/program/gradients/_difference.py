@@ -319,7 +319,7 @@ def _warn_of_unused(variable: AbstractVariable) -> None:
 
 
 def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
-    """Whether a lookup uses this variable, through that array or by itself."""
+    """Returns whether a lookup uses this variable, through that array or by itself."""
     return any(
         component.spec.key == key and via == number
         for component, via in zip(sought.table.components, sought.via, strict=True)

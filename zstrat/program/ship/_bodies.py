@@ -99,7 +99,7 @@ def body_of(cls: type) -> Body:
 
 
 def runs_code(cls: type) -> bool:
-    """Whether a metaclass or a base runs code when the class is made."""
+    """Returns whether a metaclass or a base runs code when the class is made."""
     metaclass: type = type(cls)
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
     modules = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
@@ -107,7 +107,7 @@ def runs_code(cls: type) -> bool:
 
 
 def is_generated(name: str, value: object) -> bool:
-    """Whether `dataclasses.dataclass` made the attribute."""
+    """Returns whether `dataclasses.dataclass` made the attribute."""
     if isinstance(value, types.FunctionType):
         inner = getattr(value, "__wrapped__", value)  # its repr is a wrapper
         code = getattr(inner, "__code__", value.__code__)
@@ -218,5 +218,5 @@ def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
 
 
 def is_bare(cls: type) -> bool:
-    """Whether the class can be made without running its metaclass."""
+    """Returns whether the class can be made without running its metaclass."""
     return typing.is_typeddict(cls)

@@ -186,7 +186,7 @@ def _key_of_jax_array(value: jax.Array) -> Hashable | None:
 
 
 def loses_bits(array: Any) -> bool:
-    """Whether a downcast by jax would change one of the integers."""
+    """Returns whether a downcast by jax would change one of the integers."""
     if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
         return False
     return downcast_loss(array) is not None

@@ -76,7 +76,8 @@ class KnownClasses:
             return cls
 
     def is_arrived(self, cls: type) -> bool:
-        """Whether the class arrived here, and is not one of the program's own."""
+        """Returns whether the class arrived here, and is not one of the program's
+        own."""
         with self._lock:
             return cls in self._arrived
 
@@ -228,7 +229,8 @@ def reduced_instance(obj: Any) -> Any:
 
 
 def is_sentinel(obj: object) -> bool:
-    """Whether an object has no state, so that pickle would make another object."""
+    """Returns whether an object has no state, so that pickle would make another
+    object."""
     return _facts(type(obj)).has_usual_state and obj.__getstate__() is None
 
 

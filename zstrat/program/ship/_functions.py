@@ -103,7 +103,7 @@ def inner_functions(value: object) -> Iterator[types.FunctionType]:
 
 
 def is_dispatching(fn: types.FunctionType) -> bool:
-    """Whether `functools.singledispatch` made the function."""
+    """Returns whether `functools.singledispatch` made the function."""
     return fn.__code__ is _dispatching.__code__
 
 
@@ -130,7 +130,7 @@ def remade(obj: object) -> Reduced | None:
 
 
 def is_cached(obj: object) -> bool:
-    """Whether this is a function of `functools.lru_cache`."""
+    """Returns whether this is a function of `functools.lru_cache`."""
     return isinstance(obj, _LRU)
 
 

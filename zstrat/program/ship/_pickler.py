@@ -323,7 +323,7 @@ class TrialUnpickler(Unpickler):
 
 
 def _stays(obj: object) -> bool:
-    """Whether a trial keeps the object, without a copy."""
+    """Returns whether a trial keeps the object, without a copy."""
     if isinstance(obj, np.ndarray):
         return not obj.dtype.hasobject
     if isinstance(obj, type):
@@ -332,7 +332,7 @@ def _stays(obj: object) -> bool:
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Whether workers import it: it is an attribute of an installed module."""
+    """Returns whether workers import it: it is an attribute of an installed module."""
     if isinstance(obj, types.ModuleType):
         return sys.modules.get(obj.__name__) is obj and not is_users(obj)
     if not isinstance(obj, (type, types.FunctionType)) and not is_cached(obj):
@@ -367,7 +367,8 @@ def _by_other_name(obj: Any) -> Any:
 
 
 def is_users(module: types.ModuleType) -> bool:
-    """Whether a module is part of the user's program, which workers do not have."""
+    """Returns whether a module is part of the user's program, which workers do not
+    have."""
     filename = module.__dict__.get("__file__")
     package = module.__name__.partition(".")[0]
     if package in ("__main__", "zstrat") or not isinstance(filename, str):

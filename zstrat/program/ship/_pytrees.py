@@ -144,7 +144,8 @@ def _data_fields(cls: type) -> tuple[str, ...] | None:
 
 
 def _may_register_itself(cls: type) -> bool:
-    """Whether a base runs code when the class is made, so also at the receiver."""
+    """Returns whether a base runs code when the class is made, so also at the
+    receiver."""
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
     modules = {type(cls).__module__, *(maker.__module__ for maker in makers)}
     return not modules <= {"builtins", "abc", "typing"}

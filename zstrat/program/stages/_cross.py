@@ -295,7 +295,7 @@ def _summed_once(
     gradients: tuple[Any, ...],
     axis: str | None,
 ) -> tuple[Any, ...]:
-    """The gradients of all processes, and of all replicas of a mapped axis.
+    """Returns the gradients of all processes, and of all replicas of a mapped axis.
 
     What crosses is taken from one replica, so the gradients of all are added before.
     The first replica gets the sum and the others zeros, because the gradient of what

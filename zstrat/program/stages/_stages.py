@@ -46,7 +46,7 @@ def channels_of(closed: Any) -> list[Channel]:
 
 
 def crosses(eqn: Any) -> bool:
-    """Whether the equation is a collective."""
+    """Returns whether the equation is a collective."""
     return eqn.primitive is crossing
 
 

@@ -149,7 +149,8 @@ class StandIns:
 
 
 def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
-    """Whether the body, or an object among the arguments, holds one of the variables.
+    """Returns whether the body, or an object among the arguments, holds one of the
+    variables.
 
     The body might compare it with an argument (``v is self.w``, ``slots[v]``), and a
     stand-in would compare unequal.
@@ -172,8 +173,8 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether the variables of the plan can be replaced: it has no optimizer, which has
-    state for each variable, and no lookups."""
+    """Returns whether the variables of the plan can be replaced: it has no optimizer,
+    which has state for each variable, and no lookups."""
     updates = [(u.optimizer, u.call is None) for u in plan.updates]
     return not (plan.calls or plan.lookups) and all(x == (0, True) for x in updates)
 

@@ -347,7 +347,8 @@ class Capture(TraceRecorder):
         return element
 
     def drew(self, leaf: object) -> bool:
-        """Whether this very array is (a leaf of) an element drawn in this trace."""
+        """Returns whether this very array is (a leaf of) an element drawn in this
+        trace."""
         return any(leaf is drawn for drawn in self._drawn)
 
     def _note(self, update: Recorded) -> None:
@@ -370,7 +371,7 @@ class Capture(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def _knows(self, variable: VariableHandle) -> bool:
-        """Whether the program updates the variable, or copy, itself."""
+        """Returns whether the program updates the variable, or copy, itself."""
         is_row = not self._is_region and copy_storage(variable) is not None
         return is_row or is_here(variable)
 
@@ -397,7 +398,7 @@ class Capture(TraceRecorder):
         self.put_copies(copy.container, copies.at[copy.number].set(value))
 
     def _is_here(self) -> bool:
-        """Whether no transformation of jax is inside of the capture."""
+        """Returns whether no transformation of jax is inside of the capture."""
         return current_trace() == self._own_trace
 
     def _current(self, variable: VariableHandle) -> jax.Array:

@@ -2,7 +2,7 @@
 
 One trace finds out what the body reads, looks up, draws and updates. The placeholders
 then become inputs of the traced program (`_feeds`); if they cannot, the body is traced
-once more, with values, rows and slots as inputs. The data flow of the program tells
+once more, with values, rows and slots as inputs. The data flow of the program shows
 which rows can be asked for with the first request, and which only after an answer.
 """
 

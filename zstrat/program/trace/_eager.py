@@ -145,7 +145,8 @@ class Immediate(TraceRecorder):
         return element
 
     def drew(self, leaf: object) -> bool:
-        """Whether this very array is (a leaf of) an element drawn in this step."""
+        """Returns whether this very array is (a leaf of) an element drawn in this
+        step."""
         return any(leaf is drawn for drawn in self._drawn)
 
     def _require_outside(
@@ -160,7 +161,7 @@ class Immediate(TraceRecorder):
             raise _refusals.update_inside(target, what)
 
     def _is_inside(self) -> bool:
-        """Whether the code runs inside of a transformation of jax."""
+        """Returns whether the code runs inside of a transformation of jax."""
         return current_trace() != self._outermost
 
     def _storage_of(self, variable: VariableHandle) -> Storage:

@@ -149,7 +149,8 @@ class Flow:
 
 
 def _moves_nothing(eqn: Any) -> bool:
-    """Whether an equation returns the elements of its operand, in their order."""
+    """Returns whether an equation returns the elements of its operand, in their
+    order."""
     match eqn.primitive.name:
         case "reshape":
             # With dimensions it transposes first: ravel(order="F") does that.

@@ -130,8 +130,8 @@ def require_fitting(
 
 
 def fits(leaf: Any) -> bool:
-    """Whether a downcast by jax keeps all integers of an array. Other leaves fit. Cost:
-    a pass over integers of 64 bits."""
+    """Returns whether a downcast by jax keeps all integers of an array. Other leaves
+    fit. Cost: a pass over integers of 64 bits."""
     if not is_integer_downcast(leaf) or not leaf.size:
         return True
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -159,7 +159,7 @@ def _wrong(leaf: np.ndarray) -> int:
 
 
 def is_integer_downcast(leaf: Any) -> bool:
-    """Whether this is an array of integers that jax would downcast."""
+    """Returns whether this is an array of integers that jax would downcast."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize

@@ -159,7 +159,7 @@ class Optional(Generic[T]):
     """Called before `has_value` answers."""
 
     def has_value(self) -> bool:
-        """Whether there was an element.
+        """Returns whether there was an element.
 
         A trace cannot branch on it: a step that is called in this process then runs in
         Python; see `zs.function`.

@@ -70,8 +70,8 @@ def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_values(layer: Any) -> bool:
-    """Whether it computes with arrays from before the step. (In ``stateless_call`` it
-    computes with values from the step.)"""
+    """Returns whether it computes with arrays from before the step. (In
+    ``stateless_call`` it computes with values from the step.)"""
     if isinstance(recorder.get(), Immediate) and worker_context.get() is None:
         return False  # an eager step of this process: it has the model itself
     values = [variable.value for variable in layer.variables]

@@ -285,7 +285,7 @@ class TracedBody:
     program: BodyProgram | None
 
     def takes(self, values: Mapping[int, Any]) -> bool:
-        """Whether the program was traced for such values of the variables."""
+        """Returns whether the program was traced for such values of the variables."""
         if self.program is None:
             return True  # a new trace takes any
         kinds = {key: self.program.kind_of(("value", key)) for key in values}

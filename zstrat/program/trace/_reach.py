@@ -73,8 +73,8 @@ _MAX_ITEMS: Final = 1000
 
 
 def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
-    """The roots and the objects that they hold, each once, the nearest first. Not
-    looked into are variables.
+    """Yields the roots and the objects that they hold, each once, the nearest first.
+    Not looked into are variables.
 
     Args:
         only_code: Of an object only its class counts, and what it wraps; large
@@ -100,7 +100,7 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
 
 
 def _held(thing: Any) -> list[Any]:
-    """What an object refers to, as far as variables are there."""
+    """Returns what an object refers to, as far as variables are there."""
     if isinstance(thing, FunctionType):
         apart = thing.__globals__, getattr(thing, "__builtins__", None)
         parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
@@ -150,7 +150,7 @@ def _package(module: str | None) -> str:
 
 
 def is_known(module: str | None) -> bool:
-    """Whether a module is not a user's, so that it holds no variables."""
+    """Returns whether a module is not a user's, so that it holds no variables."""
     package = _package(module)
     if package in _OURS or package in _OTHERS:
         return True

@@ -93,8 +93,8 @@ _NOT_TRANSFORMED: Final = (
 
 
 def is_of_shapes(error: TypeError | IndexError) -> bool:
-    """Whether the error is about a shape or slice by a traced value, so that it does
-    not occur when the function runs with values."""
+    """Returns whether the error is about a shape or slice by a traced value, so that it
+    does not occur when the function runs with values."""
     words = str(error)
     return words.startswith(_STATIC) and "Tracer" in words
 

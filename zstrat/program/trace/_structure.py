@@ -169,7 +169,7 @@ def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
 
 
 def is_described(structure: PlainTree) -> bool:
-    """Whether a process that has not traced the function can `rebuild` it."""
+    """Returns whether a process that has not traced the function can `rebuild` it."""
     return not (isinstance(structure, list) and structure[:2] == ["*", None])
 
 
@@ -231,7 +231,7 @@ class _Foreign:
 def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
     data = node.node_data()
     if data is None:
-        # Only the number of leaves tells a bare leaf from None.
+        # Only the number of leaves distinguishes a bare leaf from None.
         return _slot(next(slots)) if node.num_leaves else None
     kind, keys = data
     if kind is type(None):

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 
 def updates_copies(variable: VariableHandle, count: int) -> bool:
-    """Whether an update by one of ``count`` replicas changes only its own copy."""
+    """Returns whether an update by one of ``count`` replicas changes only its own
+    copy."""
     storage = variable.storage
     if not isinstance(storage, DeviceStorage) or not storage.pool.copies == count > 1:
         return False
@@ -68,7 +69,7 @@ def updates_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def has_copies(variable: VariableHandle, count: int) -> bool:
-    """Whether each of ``count`` replicas has a copy of its own now.
+    """Returns whether each of ``count`` replicas has a copy of its own now.
 
     Raises:
         ValueError: The variable has another number of copies.
@@ -86,7 +87,7 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def is_apart(variable: VariableHandle) -> bool:
-    """Whether each replica has a copy of its own now."""
+    """Returns whether each replica has a copy of its own now."""
     storage = variable.storage
     return isinstance(storage, DeviceStorage) and storage.is_apart
 
@@ -100,7 +101,7 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
 
 
 def is_on_read(variable: VariableHandle) -> bool:
-    """Whether reads aggregate the copies."""
+    """Returns whether reads aggregate the copies."""
     return variable.synchronization is VariableSynchronization.ON_READ
 
 
@@ -257,7 +258,7 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
 
 
 def is_here(variable: VariableHandle) -> bool:
-    """Whether the program updates this variable itself."""
+    """Returns whether the program updates this variable itself."""
     return isinstance(variable.storage, DeviceStorage)
 
 

@@ -62,7 +62,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def is_installed(filename: str) -> bool:
-    """Whether the file belongs to Python's library or to an installed package."""
+    """Returns whether the file belongs to Python's library or to an installed
+    package."""
     return filename.startswith(_LIBRARY) or any(p in filename for p in _PACKAGES)
 
 

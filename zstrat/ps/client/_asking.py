@@ -181,7 +181,7 @@ class CallPart(Generic[M]):
         self._want = want
 
     def answer(self, reply: asyncio.Future[Message]) -> M:
-        """The answer, if it is of the class that was asked for.
+        """Returns the answer, if it is of the class that was asked for.
 
         Raises:
             PSUnavailableError: The server is gone.
@@ -197,7 +197,8 @@ class CallPart(Generic[M]):
         raise self.misunderstood(ValueError(type(answer).__name__))
 
     def misunderstood(self, error: Exception) -> ProtocolError:
-        """The error for an answer that does not fit the question, as ``error`` says."""
+        """Returns the error for an answer that does not fit the question, as ``error``
+        says."""
         wrong = ProtocolError(
             f"{self._task} answered {type(self.message).__name__} with something else "
             f"than was asked for: {error}"
@@ -211,7 +212,7 @@ class CallPart(Generic[M]):
 
 
 def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    """The items of ``(ps, item)`` by server, each in order."""
+    """Returns the items of ``(ps, item)`` by server, each in order."""
     found: dict[int, list[T]] = {}
     for ps, item in pairs:
         found.setdefault(ps, []).append(item)

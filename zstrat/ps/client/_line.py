@@ -12,7 +12,7 @@ The owner of the connection reports its state to this line (`hold`, `resume`,
 state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
 straight to the link and end with its connection.
 
-A server that has a second copy may go on in another process (`move`). Requests under
+A server that has a second copy may continue in another process (`move`). Requests under
 way are then sent again to that process, as after a connection that broke. So are
 requests that a process refused because it is not the primary (`NotPrimaryError`).
 """
@@ -194,20 +194,22 @@ class ServerLine:
         return outcome
 
     def hold(self) -> None:
-        """The server is connected, but it is not known yet what it still holds."""
+        """Keeps requests, as the server is connected but it is not known yet what it
+        still holds."""
         self._stop_retry()
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
 
     def resume(self) -> None:
-        """The server is there, with all that it ever held of this session."""
+        """Sends requests, as the server is there with all that it ever held of this
+        session."""
         self._stop_retry()
         self._state, self._loss = LineState.OPEN, None
         for each in self._take_all():
             self._send(each)
 
     def lose(self, reason: str, *, gone: bool, keep_pushes: bool = False) -> None:
-        """The server is not expected to come back: requests are refused until `resume`.
+        """Refuses requests until `resume`, as the server is not expected to come back.
 
         Args:
             gone: What it held is known to be lost.
@@ -240,7 +242,7 @@ class ServerLine:
             self._end(each, type(error)(*error.args))
 
     def _not_repeatable(self) -> PeerLostError:
-        """The error of a request that cannot be sent again."""
+        """Returns the error of a request that cannot be sent again."""
         words = "another process has its place, and may have carried the request out"
         return PeerLostError(self._task, words)
 
@@ -353,7 +355,8 @@ class ServerLine:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """A fresh error for each request: one raised twice would collect tracebacks."""
+    """Returns a fresh error for each request: one raised twice would collect
+    tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)
 
 

@@ -81,7 +81,7 @@ class Pushing:
             self._clocks[ps] = answer.clock
 
     def result(self) -> bool:
-        """Whether any server applied it, or there was nothing to apply."""
+        """Returns whether any server applied it, or there was nothing to apply."""
         return self._applied
 
 
@@ -100,7 +100,7 @@ class OwnUpdates:
         self._open: dict[int, None] = {}  # in the order of their numbers
 
     def begin(self) -> tuple[int, int]:
-        """A number that was never used, and the lowest one that is not over."""
+        """Returns a number that was never used, and the lowest one that is not over."""
         if not self.writer:
             return UNNAMED, 0
         number, self._next = self._next, self._next + 1

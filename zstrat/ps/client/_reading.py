@@ -110,7 +110,7 @@ class ServerPull(NamedTuple):
     take: Callable[[Pulled | Exchanged], None]
 
     def message(self, session: int) -> Pull | PullRows:
-        """A message that asks for nothing else."""
+        """Returns a message that asks for nothing else."""
         if self.rows:
             return PullRows(session, self.reads, self.rows, self.indices)
         return Pull(session, self.reads)
@@ -153,7 +153,8 @@ class Reading:
                 )
 
     def result(self) -> list[np.ndarray]:
-        """The values of the variables in order, then the rows, when all is here."""
+        """Returns the values of the variables in order, then the rows, when all is
+        here."""
         return [value for value in self._values if value is not None]
 
     def _asked(self, ps: int, whole: list[int], parts: list[int]) -> ServerPull:

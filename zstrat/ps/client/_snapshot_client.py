@@ -125,7 +125,8 @@ class SnapshotCalls(AskedServers):
     async def read_snapshot(
         self, ps: int, snapshot: int, place: int, offset: int, size: int
     ) -> np.ndarray:
-        """Bytes ``[offset, offset + size)`` of a tensor: uint8 [size], read-only.
+        """Returns bytes ``[offset, offset + size)`` of a tensor: uint8 [size],
+        read-only.
 
         Raises:
             NotFoundError: The snapshot does not exist, or was written.
@@ -144,7 +145,7 @@ class SnapshotCalls(AskedServers):
         return part.arrays[0]
 
     async def release(self, snapshot: int) -> None:
-        """Lets go of a snapshot on all servers. A file that is being written is
+        """Releases a snapshot on all servers. A file that is being written is
         removed. It may be gone already.
 
         Cancellation: it may be released.
@@ -193,7 +194,8 @@ class SnapshotCalls(AskedServers):
         await self.each([(ps, message)], Done)
 
     async def sees(self, path: str) -> list[bool]:
-        """Which servers find this file (absolute) on their machine, in task order.
+        """Returns which servers find this file (absolute) on their machine, in task
+        order.
 
         Cancellation: nothing is lost.
         """
@@ -211,8 +213,9 @@ class SnapshotCalls(AskedServers):
     async def _rest(
         self, ps: int, snapshot: int, answer: SnapshotPinned
     ) -> list[TensorEntry]:
-        """The tensors of a snapshot, of which ``answer`` has the first; the others, as
-        thousands do not fit into one answer, are asked for by their places."""
+        """Returns the tensors of a snapshot, of which ``answer`` has the first; the
+        others, as thousands do not fit into one answer, are asked for by their
+        places."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
             message = PinSnapshot(self.session, snapshot, [], [], len(entries))

@@ -44,8 +44,8 @@ FEWEST: Final = 16
 
 
 def as_rows(array: np.ndarray) -> np.ndarray:
-    """The rows ``[n]`` of a C-order ``array`` of ``[n, ...]``, each one an opaque
-    element: a view (unless they are empty and there is nothing to see)."""
+    """Returns the rows ``[n]`` of a C-order ``array`` of ``[n, ...]``, each one an
+    opaque element: a view (unless they are empty and there is nothing to see)."""
     count = len(array)
     if not array.nbytes:
         return np.zeros(count, "V1")
@@ -60,7 +60,8 @@ def _opaque(width: int) -> np.dtype:
 
 
 def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """A copy of the rows ``indices`` ([n] of intp, all inside), in their order."""
+    """Returns a copy of the rows ``indices`` ([n] of intp, all inside), in their
+    order."""
     out = np.empty((len(indices), *table.shape[1:]), table.dtype)
     if out.size:
         # Clipping, because numpy buffers ``out`` when it has to be able to refuse.
@@ -80,19 +81,19 @@ def put_rows(table: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
 
 
 def are_increasing(indices: np.ndarray) -> bool:
-    """Whether each one is larger than the one before: sorted and distinct."""
+    """Returns whether each one is larger than the one before: sorted and distinct."""
     # Counted, as `all` takes four times as long for the indices of one table.
     return not np.count_nonzero(indices[1:] <= indices[:-1])
 
 
 def distinct(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The indices sorted, each one once, with the sum of its rows."""
+    """Returns the indices sorted, each one once, with the sum of its rows."""
     found = runs(indices)
     return found.unique, sums(found, rows)
 
 
 def bucket(rows: int, most: int) -> int:
-    """The least of 16, 24, 32, 48, 64, ... (at most ``most``) that is not below
+    """Returns the least of 16, 24, 32, 48, 64, ... (at most ``most``) that is not below
     ``rows``: a third of the padding at worst, two programs per doubling."""
     size = max(rows, min(FEWEST, most))
     power = 1 << (size - 1).bit_length()
@@ -214,8 +215,8 @@ def _check_scatter(
 def check_rows(
     indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
 ) -> bool:
-    """Whether ``indices`` name rows of a variable of this ``shape``, and an array of
-    the shape ``rows`` can hold them. ``who`` begins the error if not.
+    """Returns whether ``indices`` name rows of a variable of this ``shape``, and an
+    array of the shape ``rows`` can hold them. ``who`` begins the error if not.
 
     Returns:
         Whether the indices are sorted and distinct.
@@ -256,7 +257,8 @@ def check_rows(
 def compute(
     op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
 ) -> None:
-    """The new value, into ``out`` (maybe ``source`` itself), from checked operands."""
+    """Computes the new value into ``out`` (maybe ``source`` itself), from checked
+    operands."""
     with np.errstate(all="ignore"):
         if op is UpdateOp.ASSIGN:
             np.copyto(out, operands[0])

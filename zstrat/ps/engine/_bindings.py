@@ -45,7 +45,7 @@ class TracedLeaf:
     is_part: bool
 
     def is_moved_as(self, other: TracedLeaf) -> bool:
-        """Whether it makes no difference which of the two a variable is."""
+        """Returns whether it makes no difference which of the two a variable is."""
         own = (self.digest, self.rule.uses, self.operands)
         return own == (other.digest, other.rule.uses, other.operands)
 
@@ -95,7 +95,7 @@ class Bindings:
         return [(self._trees[digest].data, bound) for digest, bound in keys.items()]
 
     def has(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> bool:
-        """Whether all variables of this very binding that are here are bound.
+        """Returns whether all variables of this very binding that are here are bound.
 
         Raises:
             BusyError: It is a new one, and there are too many.
@@ -150,7 +150,7 @@ class Bindings:
         self._trees[tree.digest] = replace(tree, leaves={})
 
     def forget(self, keys: Iterable[int]) -> None:
-        """The variables are gone, and others may get their keys."""
+        """Drops the bindings of variables that are gone; others may get their keys."""
         for key in keys:
             self._bound.pop(key, None)
             self._tree_of.pop(key, None)

@@ -125,7 +125,7 @@ class OptimizerEngine:
         return Registered(optimizer, name, code, digest, bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
-        """The optimizer of this id.
+        """Returns the optimizer of this id.
 
         Raises:
             NotFoundError: The optimizer does not exist.
@@ -151,7 +151,7 @@ class OptimizerEngine:
             self._registered[new.optimizer] = new
 
     def is_registered(self, optimizer: int, code: bytes) -> bool:
-        """Whether this very code is known under this id."""
+        """Returns whether this very code is known under this id."""
         known = self._registered.get(optimizer)
         return known is not None and known.digest == digest_of(code)
 
@@ -176,7 +176,8 @@ class OptimizerEngine:
         arrays: Sequence[np.ndarray],
         operands: Sequence[np.ndarray] | None,
     ) -> Checked:
-        """An update, if the optimizer moves the variable and takes such a gradient.
+        """Returns an update, if the optimizer moves the variable and takes such a
+        gradient.
 
         Args:
             operands: Those that the push has brought for the optimizer.
@@ -247,7 +248,7 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
 def _taken(
     bound: Bound, operands: Sequence[np.ndarray] | None, who: str
 ) -> tuple[np.ndarray, ...]:
-    """The operands that a rule takes, of those of its tree."""
+    """Returns the operands that a rule takes, of those of its tree."""
     uses, kinds = bound.leaf.rule.uses, bound.leaf.operands
     if not uses:
         return ()
@@ -268,8 +269,8 @@ def _taken(
 
 
 def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:
-    """The gradient as its rule takes it: jax makes 32 bits of 64 for a variable of
-    32."""
+    """Returns the gradient as its rule takes it: jax makes 32 bits of 64 for a variable
+    of 32."""
     want = np.dtype(bound.leaf.rule.gradient)
     return gradient if gradient.dtype == want else gradient.astype(want)
 

@@ -67,7 +67,7 @@ class RowLayout:
         ]
 
     def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
-        """The leaves in the order of the state."""
+        """Returns the leaves in the order of the state."""
         rows, shared = iter(rows), iter(shared)
         return [next(rows if has else shared) for has in self.rows]
 
@@ -96,8 +96,8 @@ class RowProgram:
     def run(
         self, shared: Sequence[np.ndarray], operands: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The new rows, as opaque vectors, of value and slots, which are valid until
-        the next call; and the new slots without rows."""
+        """Returns the new rows, as opaque vectors, of value and slots, which are valid
+        until the next call; and the new slots without rows."""
         value, *rows, gradient = self.vectors
         # Donated, so it is gone whether the call succeeds or fails.
         scratch, self.scratch = self.scratch, None
@@ -152,12 +152,13 @@ class RowKinds:
         )
 
     def get(self, layout: int, gradient: np.dtype) -> RowKind | None:
-        """The kind of updates of variables with such slots, if it is known."""
+        """Returns the kind of updates of variables with such slots, if it is known."""
         return self._kinds.get((layout, gradient))
 
     def kind(self, number: int, gradient: np.dtype, cell: Cell) -> RowKind:
-        """The kind of updates of variables whose slots have the layout ``number``,
-        which must be one that updates keep (`steady`); it is made if it is new."""
+        """Returns the kind of updates of variables whose slots have the layout
+        ``number``, which must be one that updates keep (`steady`); it is made if it is
+        new."""
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
@@ -169,15 +170,16 @@ class RowKinds:
         return kind
 
     def program(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
-        """The program for ``size`` rows; ``cell`` is named if it cannot be compiled."""
+        """Returns the program for ``size`` rows; ``cell`` is named if it cannot be
+        compiled."""
         program = kind.programs.get(size)
         if program is None:
             program = kind.programs[size] = self._compile(kind, size, cell)
         return program
 
     def steady(self, number: int, gradient: np.dtype, cell: Cell) -> int:
-        """The layout that slots have after updates with such gradients: that of a
-        bfloat16 variable changes with its first float32 gradient.
+        """Returns the layout that slots have after updates with such gradients: that of
+        a bfloat16 variable changes with its first float32 gradient.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to some rows.
@@ -189,8 +191,8 @@ class RowKinds:
         return self._steady[key]
 
     def initial(self, rule: LeafRule, cell: Cell) -> tuple[Any, int]:
-        """A program that makes the first slots of the rows of a variable, and how many
-        it takes at a time."""
+        """Returns a program that makes the first slots of the rows of a variable, and
+        how many it takes at a time."""
         row = shape(cell.shape[1:], cell.dtype)
         size = bucket(cell.shape[0], _most([row]))
         call = self._initials.get((rule, row, size))
@@ -317,7 +319,7 @@ def _flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def _vector(rows: Shape) -> Shape:
-    """The shape of the same elements in one row."""
+    """Returns the shape of the same elements in one row."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 
@@ -350,9 +352,9 @@ def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
 
 
 def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
-    """Whether no slot without rows is computed from any row; operands are not. Errs on
-    the safe side: what an inner function returns is taken to depend on all that it is
-    given."""
+    """Returns whether no slot without rows is computed from any row; operands are not.
+    Errs on the safe side: what an inner function returns is taken to depend on all that
+    it is given."""
     shared = len(layout.shared) + len(layout.rule.uses)
     first = len(layout.gathered) - 1  # value and slots come before, the gradient after
     tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
@@ -365,7 +367,7 @@ def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
 
 
 def _rows_of(size: int, row: Shape) -> Shape:
-    """The shape of ``size`` such rows."""
+    """Returns the shape of ``size`` such rows."""
     return shape((size, *row.shape), row.dtype)
 
 

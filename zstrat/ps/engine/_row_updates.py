@@ -173,7 +173,8 @@ class RowUpdates:
         return slots
 
     def _foresee(self, step: RowStep, ahead: Ahead) -> RowKind:
-        """The kind of an update whose slots will look as earlier ones leave them."""
+        """Returns the kind of an update whose slots will look as earlier ones leave
+        them."""
         place, cell = (self._optimizer, id(step.cell)), step.cell
         slots, number = step.slots.get(self._optimizer), ahead.layouts.get(place)
         if number is None and slots is not None:
@@ -205,7 +206,7 @@ class RowUpdates:
             ) from None
 
     def _numbered(self, rule: LeafRule, cell: Cell) -> int:
-        """The layout of new slots, which are made by rows."""
+        """Returns the layout of new slots, which are made by rows."""
         layouts = self._kinds.layouts
         number = layouts.initial(rule, cell)
         if rule.row_dependence:
@@ -219,8 +220,8 @@ class RowUpdates:
     def initial(
         self, rule: LeafRule, cell: Cell, room: list[np.ndarray] | None = None
     ) -> Slots:
-        """New slots, made a block of rows at a time: there is no second table of them
-        on the way. ``room``: memory for them."""
+        """Returns new slots, made a block of rows at a time: there is no second table
+        of them on the way. ``room``: memory for them."""
         number = self._numbered(rule, cell)
         layout = self._kinds.layouts[number]
         made = self._room(cell, number) if room is None else room
@@ -255,7 +256,7 @@ class RowUpdates:
         slots.become(tuple(cells), number)
 
     def _calls(self, steps: Sequence[RowStep]) -> list[RowCalls]:
-        """The calls of steps that were prepared."""
+        """Returns the calls of steps that were prepared."""
         kinds = []
         for step in steps:
             layout = step.slots[self._optimizer].layout

@@ -60,7 +60,7 @@ class SlotLayouts:
         return self._layouts[number]
 
     def initial(self, rule: LeafRule, cell: Cell) -> int:
-        """The number of the layout that a new variable's slots have.
+        """Returns the number of the layout that a new variable's slots have.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
@@ -77,7 +77,7 @@ class SlotLayouts:
         return number
 
     def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
-        """Slots that were loaded before anybody knew the rule.
+        """Slots that were loaded before their update rule was known.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps, or not all of it.
@@ -91,7 +91,7 @@ class SlotLayouts:
         return Slots(cells, layout.about, number)
 
     def number(self, layout: SlotLayout) -> int:
-        """The number of a layout; a new one gets the next.
+        """Returns the number of a layout; a new one gets the next.
 
         Raises:
             BusyError: Too many shapes have been compiled for.

@@ -169,7 +169,7 @@ class Unbound(Slots):
 
     @staticmethod
     def like(other: Slots | None) -> Unbound:
-        """A copy, or none of any leaf."""
+        """Returns unbound slots with the leaves of ``other``, or without leaves."""
         if isinstance(other, Unbound):
             filled = {name: list(rows) for name, rows in other.filled.items()}
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)
@@ -177,8 +177,8 @@ class Unbound(Slots):
 
     @staticmethod
     def of(slots: Slots) -> Unbound:
-        """The leaves of slots, without their layout: another program takes them over,
-        which sends again what the optimizer keeps."""
+        """Returns the leaves of slots, without their layout: another program takes them
+        over, which sends again what the optimizer keeps."""
         if isinstance(slots, Unbound):
             return slots
         filled = {
@@ -190,7 +190,7 @@ class Unbound(Slots):
     def make_room(
         self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
     ) -> None:
-        """A place for a leaf that looks like this, if it is not there."""
+        """Makes an empty leaf of this name, shape and dtype, unless there is one."""
         kept = [
             (cell, each)
             for cell, each in zip(self.cells, self.leaves, strict=True)
@@ -211,7 +211,7 @@ class Unbound(Slots):
         self.become(tuple([cell for cell, _ in kept]), _LAYOUT)
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Rows of a leaf were loaded."""
+        """Notes that rows of a leaf were loaded."""
         self.filled[name].append((start, stop))
 
     def require_filled(self, who: str) -> None:

@@ -93,7 +93,7 @@ class UpdatePrograms:
         return self._layouts.here()
 
     def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
-        """Whether `prepare` for such steps would have nothing to do."""
+        """Returns whether `prepare` for such steps would have nothing to do."""
         if not all(self._optimizer in step.slots for step in steps):
             return False
         kinds = self._kinds(steps)
@@ -156,7 +156,7 @@ class UpdatePrograms:
                 raise
 
     def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
-        """New slots for a variable, by rows if they have them.
+        """Returns new slots for a variable, by rows if they have them.
 
         Raises: As `prepare`.
         """
@@ -207,7 +207,7 @@ class UpdatePrograms:
         return number
 
     def _compile_all(self, steps: Sequence[SlotStep], numbers: Sequence[int]) -> None:
-        """The programs of updates whose slots will have these layouts."""
+        """Compiles the programs of updates whose slots will have these layouts."""
         if not any(step.late for step in steps):
             kinds = self._kinds(steps)
             if self._are_joint(steps, kinds):
@@ -225,9 +225,9 @@ class UpdatePrograms:
         )
 
     def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Whether one program makes all these updates. It does not where slots change
-        their layout: that happens in their first update alone, so the program would be
-        compiled for one use."""
+        """Returns whether one program makes all these updates. It does not where slots
+        change their layout: that happens in their first update alone, so the program
+        would be compiled for one use."""
         steady = all(self._after.get(kind) == kind[0] for kind in kinds)
         late = any(step.late for step in steps)
         return steady and not late and self._joint.takes(steps, kinds)
@@ -269,7 +269,7 @@ class UpdatePrograms:
         return Slots(cells, self._layouts[number].about, number)
 
     def _first(self, cell: Cell, number: int) -> Any:
-        """The program that makes new slots, of this layout."""
+        """Returns the program that makes new slots, of this layout."""
         call = self._initials.get(number)
         if call is None:
             rule = self._layouts[number].rule
@@ -299,7 +299,8 @@ class UpdatePrograms:
         return UpdateProgram(call, after, rule.tree)
 
     def _left(self, step: SlotStep, number: int) -> int:
-        """The number of the layout that an update leaves of slots of this one."""
+        """Returns the number of the layout that an update leaves of slots of this
+        one."""
         key = (number, step.gradient.dtype)
         after = self._after.get(key)
         if after is None:
@@ -322,7 +323,7 @@ def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
 
 
 def _is_whole(step: SlotStep, optimizer: int) -> bool:
-    """Whether XLA has not begun to write where the value or its slots are."""
+    """Returns whether XLA has not begun to write where the value or its slots are."""
     given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
 
@@ -351,7 +352,8 @@ class JointPrograms:
     programs: dict[Kinds, Any] = field(default_factory=dict)
 
     def takes(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Whether these, whose slots keep their layouts, are updated together."""
+        """Returns whether these, whose slots keep their layouts, are updated
+        together."""
         return (
             2 <= len(steps) <= MAX_JOINT_VARIABLES
             and MIN_JOINT_BYTES
@@ -362,7 +364,7 @@ class JointPrograms:
         )
 
     def prepare(self, steps: Sequence[SlotStep], kinds: Kinds) -> None:
-        """Compiles; to be called `here` (`SlotLayouts`)."""
+        """Compiles the programs; call it inside of `here` (`SlotLayouts`)."""
         if kinds in self.programs:
             return
         rules = [step.rule for step in steps]

@@ -47,7 +47,7 @@ class StateReader:
         self._reader, self._digests = reader, digests
 
     def read(self, number: int) -> bytes:
-        """The bytes of a whole array.
+        """Returns the bytes of a whole array.
 
         Raises:
             NotFoundError: No array has the number.
@@ -56,8 +56,8 @@ class StateReader:
         return b"".join(map(bytes, self.parts(number)))
 
     def parts(self, number: int) -> Iterator[memoryview]:
-        """The bytes of an array, a few MiB at a time. Each part is overwritten by the
-        next one, and only after the last is it known that the array is intact.
+        """Returns the bytes of an array, a few MiB at a time. Each part is overwritten
+        by the next one, and only after the last is it known that the array is intact.
 
         Raises: As `read`.
         """
@@ -93,7 +93,7 @@ class StateFiles:
             )
 
     def new_path(self) -> str:
-        """A path for a new file of arrays, which no other file has."""
+        """Returns a path for a new file of arrays, which no other file has."""
         mark = secrets.token_hex(4)
         return str(self.folder / f"{self._name}.{mark}.safetensors")
 
@@ -104,7 +104,7 @@ class StateFiles:
             arrays: The path of the other file, which is whole. Its arrays are called
                 "0", "1" and so on.
             digests: Of the arrays, in this order.
-            facts: What is to be said besides, as JSON.
+            facts: Further facts to write, as JSON.
 
         Raises:
             ResourceExhaustedError: The disk is full.

@@ -33,7 +33,7 @@ class AttachedBackups:
 
     Args:
         connect: Makes a link to a backup; None: the store cannot have one.
-        fill_timeout: Seconds that a backup has to appear which is to be filled.
+        fill_timeout: Seconds within which a backup that will be filled has to appear.
         silence: Seconds that a backup has to appear which is whole already.
         on_lost: Receives the session and the reason when a whole backup is lost.
         on_replaced: Called when a backup has become the primary.

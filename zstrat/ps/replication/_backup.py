@@ -364,7 +364,7 @@ class Backup:
         self._store.variables.jump(JUMP)
 
     def is_primary(self, remote: object) -> bool:
-        """Whether the changes come from that peer."""
+        """Returns whether the changes come from that peer."""
         return remote is self._primary
 
     def follow_new_owner(self, session: int) -> None:

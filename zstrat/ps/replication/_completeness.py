@@ -47,8 +47,8 @@ class Completeness:
         self._was_unreplicated |= not self.needs_backup
 
     def is_sure(self, view: int, *, is_alone: bool, lost_at: float | None) -> bool:
-        """Whether no process can have acknowledged what is not here, although the other
-        one of two copies is gone.
+        """Returns whether no process can have acknowledged what is not here, although
+        the other one of two copies is gone.
 
         Args:
             view: The newest one known.
@@ -59,11 +59,11 @@ class Completeness:
             return True
         if lost_at is None or self.parted_at is None:
             return False
-        # Within that time a program that is alive, and only not heard here, has one of
+        # Within that time a program that is alive but out of reach has one of
         # the two go on alone, and the other one is notified by that one.
         return self.parted_at - lost_at >= self._grace
 
     def may_hold(self, view: int) -> bool:
-        """Whether a primary may have acknowledged anything: not if it is to have a
-        backup, and never had one."""
+        """Returns whether a primary may have acknowledged anything: not if it is to
+        have a backup, and never had one."""
         return bool(view) or not self.needs_backup or self._was_unreplicated

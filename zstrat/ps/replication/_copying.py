@@ -2,7 +2,7 @@
 backup, and for a file (`zstrat.ps.handover`).
 
 Small things are messages at once; values and slots are pinned, and follow in parts
-while updates go on. Slots come without a layout: the backup treats them as restored
+while updates continue. Slots come without a layout: the backup treats them as restored
 from a checkpoint, and its optimizers bind them (`Unbound`).
 """
 

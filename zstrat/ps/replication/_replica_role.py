@@ -159,7 +159,7 @@ class ReplicaRole:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether another process has a copy of the store, or is to have one."""
+        """Whether another process has a copy of the store, or will get one."""
         return self.completeness.needs_backup or not (
             self._role is Role.PRIMARY and self._shutdown is not Shutdown.GIVING_WAY
         )
@@ -241,7 +241,7 @@ class ReplicaRole:
             StaleSessionError: The view is over.
             ZstratError: The backup could not be made whole.
 
-        Cancellation: a copy goes on.
+        Cancellation: a copy continues.
         """
         self.require(message.view)
         self.completeness.ordered()
@@ -479,7 +479,7 @@ class ReplicaRole:
         if backup is None and not self.completeness.may_hold(self._view):
             return None
         is_third = backup is not None and backup.is_beside
-        # The other one of two copies, if both are known to go on together.
+        # The other one of two copies, if both are known to continue together.
         partner = 0 if self.is_replaced else self.backups.partner
         if backup is not None:
             partner = backup.partner

@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, what: str, array: np.ndarray) -> Source:
-        """A source that is in memory."""
+        """Returns a source that is in memory."""
         return cls(what, array.dtype, array.shape, lambda out: np.copyto(out, array))
 
 
@@ -102,7 +102,7 @@ class _Target:
                 self.unbound.fill(move.leaf, move.at, move.at + size)
 
     def place(self, out: np.ndarray, move: Move) -> np.ndarray:
-        """The rows of the array that a move fills."""
+        """Returns the rows of the array that a move fills."""
         if not self.rows:
             return out
         return out[move.at : move.at + move.source.shape[0]]
@@ -231,7 +231,7 @@ class Loading:
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
     ) -> _Target:
-        """The array that these moves go to, which has their dtype."""
+        """Returns the array that these moves go to, which has their dtype."""
         first = moves[0]
         if first.optimizer is None:
             return _Target(first.held.cell, moves, rows)
@@ -245,7 +245,7 @@ class Loading:
 
 
 def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move:
-    """The move of a source to the place that an entry names.
+    """Returns the move of a source to the place that an entry names.
 
     Raises:
         NotFoundError: The variable or the optimizer does not exist.

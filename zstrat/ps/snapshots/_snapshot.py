@@ -60,7 +60,7 @@ class ServerSnapshot:
     is_released: bool = False
 
     def release(self) -> None:
-        """Lets go of all pins: old values that only they kept are freed."""
+        """Releases all pins, which frees old values that only they kept."""
         self.is_released = True
         for tensor in self.tensors:
             tensor.pin.release()
@@ -115,7 +115,7 @@ class Snapshots:
         return snapshot
 
     def get(self, number: int) -> ServerSnapshot:
-        """The snapshot of this number.
+        """Returns the snapshot of this number.
 
         Raises:
             NotFoundError: It was released, or its coordinator was lost meanwhile.
@@ -129,7 +129,7 @@ class Snapshots:
         return snapshot
 
     def tensor(self, number: int, place: int) -> SnapshotTensor:
-        """The tensor at this place of a snapshot.
+        """Returns the tensor at this place of a snapshot.
 
         Raises:
             NotFoundError: The snapshot or the tensor does not exist.
@@ -143,7 +143,7 @@ class Snapshots:
         return tensors[place]
 
     def release(self, number: int) -> None:
-        """Lets go of it. It may be gone already."""
+        """Releases the snapshot, unless it is gone already."""
         snapshot = self._held.pop(number, None)
         if snapshot is not None:
             snapshot.release()

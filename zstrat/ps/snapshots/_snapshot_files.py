@@ -53,7 +53,7 @@ class DiskThread:
         return self._thread.submit(job)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """The outcome of a job. Cancellation: it runs all the same."""
+        """Returns the outcome of a job. Cancellation: it runs all the same."""
         outcome: list[T] = []
         await self._thread.submit(lambda: outcome.append(job()))
         return outcome[0]

@@ -8,7 +8,7 @@ has to have before the first of them begins.
 
 A cell is in one of two states:
 
-*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks.
+*host*: a 64-byte-aligned numpy buffer of our own, which knows whether it has readers.
 
 *device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
@@ -75,8 +75,8 @@ class Buffer:
         return self._window is not None and self._window() is not None
 
     def lease(self) -> np.ndarray:
-        """The value, read-only and without a copy. Leases that live at the same time
-        share one window, which therefore dies with the last of them."""
+        """Returns the value, read-only and without a copy. Leases that live at the same
+        time share one window, which therefore dies with the last of them."""
         array = self.array
         if not array.size:
             return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
@@ -100,8 +100,8 @@ class Write(Enum):
 def wanted_beside(
     cell: Cell, writes: Iterable[Write], is_lost: bool, on_device: bool
 ) -> int:
-    """How many of these updates, in this order, go beside the value as it is by then:
-    ``is_lost`` if there is none to begin with, ``on_device`` if XLA has it.
+    """Returns how many of these updates, in this order, go beside the value as it is by
+    then: ``is_lost`` if there is none to begin with, ``on_device`` if XLA has it.
 
     Raises:
         UnavailableError: The value was lost, and is not assigned first.
@@ -242,7 +242,8 @@ class Cell:
         return pin
 
     def lease(self) -> np.ndarray:
-        """The value, read-only and without a copy; it never changes afterwards."""
+        """Returns the value, read-only and without a copy; it never changes
+        afterwards."""
         if self._buffer is not None:
             return self._buffer.lease()
         return self._view()
@@ -308,16 +309,16 @@ class Cell:
         return out
 
     def rows_in_place(self) -> np.ndarray | None:
-        """The rows as opaque elements, which may be written where they are for as long
-        as nothing else is done to this cell: `begin_rows` and `settle`, when there is
-        nothing that these would have to do; None if there is."""
+        """Returns the rows as opaque elements, which may be written where they are for
+        as long as nothing else is done to this cell: `begin_rows` and `settle`, when
+        there is nothing that these would have to do; None if there is."""
         buffer = self._buffer
         if buffer is None or self._spare is not None or self._reserved:
             return None
         return None if buffer.is_leased or self.is_pinned else buffer.rows
 
     def look(self) -> np.ndarray:
-        """The value, for as long as nothing is done to this cell: no lease."""
+        """Returns the value, for as long as nothing is done to this cell: no lease."""
         return self._view() if self._buffer is None else self._buffer.array
 
     def overwrite(self) -> np.ndarray:
@@ -352,7 +353,8 @@ class Cell:
         self._buffer, self._device = Buffer(array), None
 
     def give(self) -> object:
-        """The value for XLA: an array that it may donate, or memory that it reads.
+        """Returns the value for XLA: an array that it may donate, or memory that it
+        reads.
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -367,7 +369,8 @@ class Cell:
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """An optimizer failed while it wrote: nothing is there until it is assigned."""
+        """Drops the value until it is assigned, as an optimizer failed while it
+        wrote."""
         if self._buffer is not None:
             self._leave(self._buffer)
         self._device, self._buffer, self._spare, self._lost = None, None, None, why

@@ -40,7 +40,7 @@ of larger ones nearly all pages are huge anyway."""
 
 
 def made(initialize: object, entry: InitialEntry) -> Cell:
-    """The value of a new variable: what the initializer returns for its part.
+    """Returns the value of a new variable: what the initializer returns for its part.
 
     Raises:
         InvalidArgumentError: It is not callable, it raises, or it returns something of
@@ -78,7 +78,8 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
 
 
 def _is_ours(value: np.ndarray) -> bool:
-    """Whether it owns memory that we may write to, laid out as a cell wants it."""
+    """Returns whether it owns memory that we may write to, laid out as a cell wants
+    it."""
     flags = value.flags
     return (
         type(value) is np.ndarray
@@ -150,7 +151,8 @@ def create_plan(
     arrays: Sequence[np.ndarray],
     variables: HeldVariables,
 ) -> CreatePlan:
-    """New variables with their values; those that are there already are left out.
+    """Returns new variables with their values; those that are there already are left
+    out.
 
     Raises:
         AlreadyExistsError: A key is taken by another name, shape or dtype.

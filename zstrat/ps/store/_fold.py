@@ -4,7 +4,7 @@ A push is applied whole or not at all, so an addition would begin when the last 
 there, and read from memory again what has just been written. A *fold* computes
 ``value + chunk`` for each chunk into other memory, and when the body is whole, that
 memory becomes the value. Nobody is kept waiting meanwhile. If another push changes the
-variable in between, which its version tells, that push wins: the fold kept no copy of
+variable in between, which its version shows, that push wins: the fold kept no copy of
 the chunks that it took, so its own push has to be sent `Again`, and then is taken as it
 is. So that senders that cross each other do not always send everything twice, nothing
 is folded into such a variable for `NOT_FOLDED_AFTER` updates after that.
@@ -103,8 +103,8 @@ def fold_of(
     specs: Sequence[ArraySpec],
     find: Callable[[int], HeldVariable | None],
 ) -> Fold | None:
-    """A fold for the body of a push, if that is one array that a variable can be folded
-    with; everything else goes, or is refused, the plain way."""
+    """Returns a fold for the body of a push, if that is one array that a variable can
+    be folded with; everything else goes, or is refused, the plain way."""
     if (
         len(specs) != 1
         or len(message.updates) != 1
@@ -127,5 +127,6 @@ def fold_of(
 
 
 def _is_fast(dtype: np.dtype) -> bool:
-    """Whether adding a chunk takes about as long as copying it: the loop does it."""
+    """Returns whether adding a chunk takes about as long as copying it: the loop does
+    it."""
     return dtype.kind in "iuf" and dtype.itemsize >= 4

@@ -57,7 +57,7 @@ class Ledger:
         return bool(self._over) and self._is_over(step)
 
     def has_applied(self, step: int) -> bool:
-        """Whether any push of a step above the mark was applied."""
+        """Returns whether any push of a step above the mark was applied."""
         return step in self._applied
 
     def close(self, over: Iterable[StepRun]) -> None:
@@ -133,7 +133,7 @@ class Writers:
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of updates of all writers that are remembered."""
+        """Returns the number of updates of all writers that are remembered."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
@@ -153,7 +153,7 @@ class Writers:
         return ledger
 
     def of(self, writer: int) -> Ledger:
-        """The ledger of a process, which is the latest now."""
+        """Returns the ledger of a process, which is the latest now."""
         ledger = self._ledgers.get(writer)
         if ledger is None:
             ledger = self._ledgers[writer] = Ledger()

@@ -62,7 +62,7 @@ def rows_plan(
     indices: Sequence[np.ndarray],
     largest: int,
 ) -> RowsPlan:
-    """A lookup of rows of these variables.
+    """Returns a lookup of rows of these variables.
 
     Args:
         largest: Bound of the bytes of the answer.
@@ -120,7 +120,7 @@ def promise_large_reply(
 
 
 def too_many(task: str, what: str, count: int, most: int) -> InvalidArgumentError:
-    """The words for a message that names more variables than one may."""
+    """Returns the words for a message that names more variables than one may."""
     return InvalidArgumentError(
         f"{task}: a message {what} {count} variables, the limit is {most}: send several"
     )

@@ -62,7 +62,7 @@ class Parts:
         self._low_water = 0
 
     def __len__(self) -> int:
-        """Number of parts that are remembered."""
+        """Returns the number of parts that are remembered."""
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
@@ -116,8 +116,8 @@ class Parts:
         runs.names[part] = names
 
     def applied(self, step: int, first: int, ledger: Ledger) -> AppliedParts:
-        """The parts of a step that were applied, as many of them as fit into a message,
-        from ``first`` on."""
+        """Returns the parts of a step that were applied, as many of them as fit into a
+        message, from ``first`` on."""
         runs, entries, room = self._steps.get(step, _Runs()), list[PartEntry](), ANSWER
         for part in sorted(part for part in runs.names if part >= first):
             if not ledger.is_duplicate(step, part):
@@ -172,7 +172,7 @@ class EagerRun(NamedTuple):
 
 
 def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
-    """A push as a part of a run."""
+    """Returns a push as a part of a run."""
     return PushPart(
         push.session,
         push.step,

@@ -1,4 +1,4 @@
-"""A value as it was at one moment, while updates go on: what must be kept of it.
+"""A value as it was at one moment, while updates continue: what must be kept of it.
 
 A pin costs nothing when it is made. It refers to the memory of its cell and learns from
 the cell what is about to happen to that:
@@ -74,7 +74,7 @@ class UndoLog:
             done += len(some)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Which rows of ``[start, stop)`` are in the log."""
+        """Returns which rows of ``[start, stop)`` are in the log."""
         return np.flatnonzero(self._places[start:stop]) + start
 
     def patch(self, out: np.ndarray, start: int, rows: np.ndarray) -> None:
@@ -90,7 +90,7 @@ class UndoLog:
             out[rows[first:last]] = self._blocks[block][found]
 
     def row(self, row: int) -> np.ndarray:
-        """The bytes of one logged row."""
+        """Returns the bytes of one logged row."""
         block, at = divmod(int(self._places[row]) - 1, self._most)
         return self._blocks[block][at : at + 1].view(np.uint8)
 
@@ -186,8 +186,8 @@ class Pin:
         self._kept(0, 0)
 
     def view(self, start: int, stop: int) -> np.ndarray | None:
-        """The bytes ``[start, stop)`` of the pinned value without a copy; None if they
-        may change still, or have changed.
+        """Returns the bytes ``[start, stop)`` of the pinned value without a copy; None
+        if they may change still, or have changed.
 
         Raises: As `copy`.
         """
@@ -205,7 +205,7 @@ class Pin:
             self._first = stop // self.width
 
     def release(self) -> None:
-        """Lets go of the value."""
+        """Releases the pinned value."""
         self.is_over = True
         self._bytes = self._log = None
 

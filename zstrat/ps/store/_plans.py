@@ -270,7 +270,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """A transformation to load and register."""
+    """The plan to load a transformation and register it."""
 
     generation: int
     engine: OptimizerEngine
@@ -304,9 +304,9 @@ Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindP
 
 
 def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
-    """Bytes moved, roughly, by numpy in the same time: a scatter costs its rows, and
-    all if it must copy; Adam with what XLA takes to start is 16 times an addition, and
-    on rows half a scatter, which goes through fresh memory."""
+    """Returns bytes moved, roughly, by numpy in the same time: a scatter costs its
+    rows, and all if it must copy; Adam with what XLA takes to start is 16 times an
+    addition, and on rows half a scatter, which goes through fresh memory."""
     if op is UpdateOp.OPTIMIZE:
         return 16 * held.cell.nbytes
     if op in SCATTERS or op is UpdateOp.OPTIMIZE_ROWS:

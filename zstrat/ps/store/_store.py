@@ -435,8 +435,8 @@ class Store:
         self.counts.updates += updates
 
     def _ledger_of(self, push: Push) -> Ledger:
-        """The ledger that knows whether a push was applied: the session's, or that of
-        its writer.
+        """Returns the ledger that knows whether a push was applied: the session's, or
+        that of its writer.
 
         Raises:
             InvalidArgumentError: The mark of its writer is above the step.

@@ -43,7 +43,7 @@ class HeldVariables(dict[int, HeldVariable]):
         )
 
     def find(self, keys: Iterable[int]) -> list[HeldVariable]:
-        """The variables, in order.
+        """Returns the variables, in order.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -51,11 +51,11 @@ class HeldVariables(dict[int, HeldVariable]):
         return [self[key] for key in keys]
 
     def nbytes(self, keys: Iterable[int]) -> int:
-        """Bytes of the values of those that exist."""
+        """Returns bytes of the values of those that exist."""
         return sum(held.cell.nbytes for key in keys if (held := self.get(key)))
 
     def versions(self, keys: Iterable[int]) -> list[int]:
-        """The versions of these variables; -1 for one that is gone."""
+        """Returns the versions of these variables; -1 for one that is gone."""
         found = map(self.get, keys)
         return [-1 if held is None else held.version for held in found]
 

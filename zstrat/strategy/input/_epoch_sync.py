@@ -129,7 +129,7 @@ class SynchronizedPass:
             # steps.
             self._is_endless = self._has_more()
             steps = _NEVER if self._is_endless else 0
-        # The largest digest and the largest of their negatives tell whether all are
+        # The largest digest and the largest of their negatives show whether all are
         # equal. A worker without an order gives numbers that count in neither.
         digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
         apart, forever, unknown, most, high, low = self._all_max(

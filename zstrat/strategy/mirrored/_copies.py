@@ -213,7 +213,8 @@ def _require_enough(mirrored: DistributedValues, components: int) -> None:
 
 
 def _own(component: int, tree: Any) -> Any:
-    """Returns the pytree as that component sees it."""
+    """Returns the pytree with each distributed value replaced by its value for
+    ``component``."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, DistributedValues):

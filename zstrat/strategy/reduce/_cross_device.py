@@ -187,7 +187,7 @@ def _per_replica(value: Any) -> DistributedValues:
         return PerReplica((value,))
     if not value.replicas:
         raise ValueError(
-            "`per_replica_value` must be non-empty: it has the value of no replica"
+            "`per_replica_value` must be non-empty: it has no value of any replica"
         )
     return value
 

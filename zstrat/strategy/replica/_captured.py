@@ -177,7 +177,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that may be globals, in the function and those defined in it."""
+    """Returns names that may be globals, in the function and those defined in it."""
     found = _named.get(id(code))
     if found is None or found[0] is not code:
         if len(_named) >= _MAX_NAMED:

@@ -142,7 +142,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def no_rank() -> ValueError:
-    """Makes the error of a scalar that is to be gathered."""
+    """Makes the error of gathering a scalar."""
     return ValueError(
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"

@@ -241,7 +241,7 @@ def _warn_of_retrace(name: str, times: int, before: Words, now: Words) -> None:
 
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Returns a reference that tells whether the function is still in use."""
+    """Returns a reference that shows whether the function is still in use."""
     held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
     try:
         return weakref.ref(held)

@@ -119,7 +119,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             on the cluster, because it was killed or has failed, this one continues with
             its variables: created in the same order with the same names, shapes and
             dtypes they have their old values, and optimizers their old state. `resumed`
-            tells whether there was one. If there was none, the session starts empty, as
+            says whether there was one. If there was none, the session starts empty, as
             without a name, which empties the cluster. `close` ends the session; a
             program that ends otherwise leaves it. A step that was under way when the
             program before ended may have reached some ps and not others; none has an
@@ -131,7 +131,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             update is acknowledged that only one of them has. Any one ps may be killed,
             frozen or cut off, then: the other copy takes its place within the timeout,
             nothing is raised, and no update is lost or applied twice. A ps that comes
-            back, empty or not, takes the copy that is missing while training goes on.
+            back, empty or not, takes the copy that is missing while training continues.
             Until then there is one copy: a warning of logging says so, and
             ``coordinator.metrics()["stores_without_backup"]``. If both copies are lost,
             ``on_ps_loss`` says what follows. It takes twice the memory, and each update

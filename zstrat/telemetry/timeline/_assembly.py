@@ -137,7 +137,7 @@ class _Assembly:
         return kinds
 
     def _may_meet(self, began: float, ended: float, clock: ClockLine) -> bool:
-        """Whether an interval may overlap the time line, given the error of its
+        """Returns whether an interval may overlap the time line, given the error of its
         clock."""
         return ended >= self.began - clock.error and began <= self.ended + clock.error
 

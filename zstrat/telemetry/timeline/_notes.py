@@ -116,7 +116,7 @@ class ProgramNotes:
         self.ended: Final[list[tuple[int, float]]] = []
         """How many closures a worker has reported as ended, and when."""
         self.fetched: Final[list[tuple[float, float]]] = []
-        """When somebody began to wait for a value, and had it."""
+        """When a thread began to wait for a value, and when it had it."""
         self.steps = 0
         """Closures that have ended since."""
         self.is_full = False
@@ -146,7 +146,7 @@ class ProgramNotes:
                 self._done()
 
     def fetch(self, began: float, ended: float) -> None:
-        """Notes that somebody has waited for a value."""
+        """Notes that a thread has waited for a value."""
         if self._has_room(len(self.fetched)):
             self.fetched.append((began, ended))
 

@@ -100,14 +100,14 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
 
 
 def _numbers(timeline: Timeline) -> dict[int, int]:
-    """The number of each span, from 1 on, by its identity."""
+    """Returns the number of each span, from 1 on, by its identity."""
     rows = [row for task in timeline.tasks for row in task.rows]
     spans = [span for row in rows for span in row.spans]
     return {id(span): number for number, span in enumerate(spans, 1)}
 
 
 def _parents(timeline: Timeline) -> dict[int, list[int]]:
-    """The identities of the spans that lead to a span, by its own identity."""
+    """Returns the identities of the spans that lead to a span, by its own identity."""
     found: dict[int, list[int]] = {}
     for tail, head in timeline.arrows:
         found.setdefault(id(head), []).append(id(tail))

@@ -34,7 +34,7 @@ is a series of its own there, and there is none for what hardly any step takes."
 def exposition(
     tasks: Iterable[TaskStatistics], accept: str, *, names: bool
 ) -> tuple[str, str]:
-    """The text for Prometheus, and its content type.
+    """Returns the text for Prometheus, and its content type.
 
     Args:
         accept: What the scraper says that it reads.
@@ -149,7 +149,7 @@ def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
 
 
 def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    """The last points of what `log_scalar` was given."""
+    """Yields the last points of what `log_scalar` was given."""
     for name, points in _dict(_dict(values, "coordinator"), "scalars").items():
         last = points[-1] if isinstance(points, list) and points else None
         value = last[2] if isinstance(last, list) else None

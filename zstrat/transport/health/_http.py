@@ -102,7 +102,7 @@ class BadRequest(ValueError):
 
 
 def parse_request(head: bytes) -> HttpRequest:
-    """The request that these bytes are, up to the empty line.
+    """Returns the request that these bytes are, up to the empty line.
 
     Raises:
         BadRequest: They are not a request, or not one that this server answers.
@@ -132,8 +132,9 @@ def parse_request(head: bytes) -> HttpRequest:
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a browser that says so was led to this machine by its user. A page of a
-    stranger may have had its own name resolve to loopback, to read what is here."""
+    """Returns whether a browser that says so was led to this machine by its user. A
+    page of a stranger may have had its own name resolve to loopback, to read what is
+    here."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     if name in ("", "localhost"):
         return True
@@ -296,7 +297,7 @@ class HttpServer:
 
 
 def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
-    """The answer as it travels."""
+    """Returns the answer as it travels."""
     body = f"{answer.body}\n".encode() if answer.kind == TEXT else answer.body.encode()
     more = [f"Content-Length: {len(body)}"]
     more += [f"{name}: {value}" for name, value in answer.headers]

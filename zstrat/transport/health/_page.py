@@ -64,15 +64,17 @@ class PageToken:
         self.secret: Final = made
 
     def is_same(self, secret: str) -> bool:
-        """Whether this text is the token. Takes the same time for all that are not."""
+        """Returns whether this text is the token. Takes the same time for all that are
+        not."""
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def is_in_address(self, asked: HttpRequest) -> bool:
-        """Whether the address itself has the token: it is to become a cookie."""
+        """Returns whether the address itself has the token: it is to become a
+        cookie."""
         return any(map(self.is_same, parse_qs(asked.query).get("token", ())))
 
     def is_shown(self, asked: HttpRequest, port: int) -> bool:
-        """Whether the cookie, or the header for programs, has it."""
+        """Returns whether the cookie, or the header for programs, has it."""
         scheme, _, secret = asked.authorization.partition(" ")
         if scheme.lower() == "bearer" and self.is_same(secret.strip()):
             return True
@@ -80,7 +82,8 @@ class PageToken:
         return any(name == _name(port) and self.is_same(it) for name, _, it in pairs)
 
     def cookie(self, port: int) -> str:
-        """The value of ``Set-Cookie``. A link in a letter works, so it is Lax."""
+        """Returns the value of ``Set-Cookie``. A link in a letter works, so it is
+        Lax."""
         return f"{_name(port)}={self.secret}; Path=/; HttpOnly; SameSite=Lax"
 
 
@@ -95,7 +98,7 @@ _SCRIPTS: Final = ("charts.js", "page.js")
 
 @cache
 def document() -> HttpAnswer:
-    """The page, as it is answered."""
+    """Returns the page, as it is answered."""
     style = f"\n{_asset('page.css')}"
     known = {each.name: each for job in ("ps", "worker") for each in task_metrics(job)}
     numbers = [
@@ -136,7 +139,7 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """The name of a script or style in a Content-Security-Policy: the digest of the
-    text in its element."""
+    """Returns the name of a script or style in a Content-Security-Policy: the digest of
+    the text in its element."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

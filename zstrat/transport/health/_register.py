@@ -230,7 +230,8 @@ class TelemetryNotices:
 
 
 def _goes_on(values: Mapping[str, PlainTree]) -> bool:
-    """Whether steps run. Bytes do not count, as notices send some themselves."""
+    """Returns whether steps run. Bytes do not count, as notices send some
+    themselves."""
     rates = values.get("rates")
     counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
     goes_on = isinstance(rates, dict) and any(map(rates.get, counted))

@@ -273,7 +273,7 @@ def serve_http(
     of `dashboard` at ``/``.
 
     On loopback it shows everything. At another address it shows health and counts to
-    everybody, and the page to those who have the ``token``. A process has one such
+    all clients, and the page to those that have the ``token``. A process has one such
     port.
 
     Args:

@@ -48,7 +48,7 @@ class RunLook:
     Args:
         run: Which run of this process it is; 0: there is none now.
         name: What it is called, as in "chief:0".
-        metrics: As `ClusterCoordinator.metrics`; None if it did not tell.
+        metrics: As `ClusterCoordinator.metrics`; None if there was no answer.
         state: "runs", or else "waits" or "hangs", and why in ``words``.
     """
 
@@ -128,7 +128,7 @@ class RunPicture:
         self._only_grew &= not is_another
 
     def frame(self, after: int) -> str:
-        """The frame after the one with number ``after`` (0: none was seen)."""
+        """Returns the frame after the one with number ``after`` (0: none was seen)."""
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
         if only_new:
@@ -186,7 +186,7 @@ def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
     ``now``. Rows are the same if their first ``columns`` are, None: if all are."""
     old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
     for common in range(min(len(old), len(new)), 0, -1):
-        # The first row tells almost always.
+        # The first row decides almost always.
         if old[-common] == new[0] and old[-common:] == new[:common]:
             return now[common:]
     return now
@@ -226,7 +226,7 @@ def _finite(value: PlainTree) -> PlainTree:
 
 
 def _at(metrics: Metrics, otherwise: float) -> float:
-    """Seconds since the run began, by its own clock if it reports it."""
+    """Returns seconds since the run began, by its own clock if it reports it."""
     return _number(metrics, "seconds") or otherwise
 
 
@@ -297,7 +297,7 @@ class RunWatch:
         self._is_over = False
         self._viewers = 0
         self._deserted: asyncio.Future[None] | None = None
-        """Done when the last page has heard that this process ends."""
+        """Done when the last page was notified that this process ends."""
 
     @property
     def is_full(self) -> bool:
@@ -311,7 +311,7 @@ class RunWatch:
             self._looking = loop.create_task(self._look_on(), name="look at the run")
 
     async def end(self) -> None:
-        """Tells all pages that this process ends; waits a moment for them to hear."""
+        """Notifies all pages that this process ends; waits a moment for them."""
         self._is_over = True
         if self._looking is not None:
             self._looking.cancel()

@@ -93,8 +93,8 @@ class TraceRecorder:
 
     @abc.abstractmethod
     def drew(self, leaf: object) -> bool:
-        """Whether this very object is (a leaf of) an element that the step drew from an
-        iterator. Such arrays are split over the replicas of a worker."""
+        """Returns whether this very object is (a leaf of) an element that the step drew
+        from an iterator. Such arrays are split over the replicas of a worker."""
 
     @abc.abstractmethod
     def draw(self, iterator: Any) -> Any:
@@ -105,7 +105,7 @@ class TraceRecorder:
         """Called before Python branches on whether the data of this name have ended.
 
         Raises:
-            LoopsOverData: The step is being traced, which cannot tell.
+            LoopsOverData: The step is being traced, so this is not known.
         """
 
     def take_values(self, values: Mapping[int, Any]) -> None:
@@ -246,7 +246,7 @@ class GradientCall:
         return replace(self, examples=tuple(counts))
 
     def has_examples(self, leaf: int) -> bool:
-        """Whether the leaf has one gradient per example."""
+        """Returns whether the leaf has one gradient per example."""
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:

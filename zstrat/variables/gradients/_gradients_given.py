@@ -224,7 +224,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:
-    """Whether the array has one gradient for each of several examples."""
+    """Returns whether the array has one gradient for each of several examples."""
     shape = tuple(np.shape(_value(gradient)))
     return len(shape) > len(variable.shape) and shape[1:] == tuple(variable.shape)
 
@@ -289,7 +289,7 @@ def _extras(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether all leaves are arrays, numbers or variables."""
+    """Returns whether all leaves are arrays, numbers or variables."""
     leaves = jax.tree.leaves(value, is_leaf=_is_variable)
     kinds = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
     return all(isinstance(leaf, kinds) or _is_variable(leaf) for leaf in leaves)

@@ -276,7 +276,7 @@ class Optimizer:
         if found is None:
             raise RuntimeError(
                 f"optimizer {self.name!r} has not updated variable {variable.name!r} "
-                "yet: apply gradients first, or name the tree when it is made, "
+                "yet: apply gradients first, or pass the tree to the optimizer, "
                 "zs.Optimizer(transformation, params=params)"
             )
         call, leaf, number = found

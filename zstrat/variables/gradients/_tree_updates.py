@@ -87,7 +87,7 @@ async def apply_now_async(call: GradientCall) -> None:
 
 
 def lives_here(call: GradientCall) -> bool:
-    """Whether this process updates all variables of the call.
+    """Returns whether this process updates all variables of the call.
 
     Raises:
         ValueError: Some are here, and some on parameter servers.

@@ -40,7 +40,7 @@ Allocate = Callable[[int], memoryview]
 
 
 def aligned(position: int) -> int:
-    """The next multiple of `ALIGNMENT` at or above ``position``."""
+    """Returns the next multiple of `ALIGNMENT` at or above ``position``."""
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
@@ -145,7 +145,8 @@ class Assembly:
         self._memory, self._position = memory, self.nbytes
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The arrays of the complete body: read-only views that keep it alive."""
+        """Returns the arrays of the complete body: read-only views that keep it
+        alive."""
         memory = self._memory.toreadonly()
         return tuple(
             array_from(spec, memory[at : at + spec.nbytes])

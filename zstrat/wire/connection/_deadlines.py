@@ -39,12 +39,12 @@ class Carrier(Protocol):
     """A connection, as the system knows it."""
 
     def carried(self) -> Carried:
-        """What it has moved so far."""
+        """Returns what it has moved so far."""
         ...
 
     def is_held_by(self, pid: int) -> bool:
-        """Whether process ``pid`` of this machine has the other end and is not stopped;
-        False if that is not known."""
+        """Returns whether process ``pid`` of this machine has the other end and is not
+        stopped; False if that is not known."""
         ...
 
 
@@ -96,7 +96,7 @@ class Liveness:
         """Since when the network below is gone."""
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called at `due` at the latest, when what has arrived
+        """Checks the time limits. Call it at `due` at the latest, when what has arrived
         was read."""
         overslept = now - self.due
         self._ticked_at = now
@@ -110,9 +110,9 @@ class Liveness:
                 self.broken_at = min(now, self.broken_at + overslept)
 
     def look(self, now: float) -> None:
-        """Counts bytes that have come since the last look as heard, if no whole message
-        has come for a beat. To be called at every tick of a peer that has greeted: one
-        that has not could hold its place with a byte now and then."""
+        """Counts bytes that came since the last look as a sign of life, if no whole
+        message has come for a beat. To be called at every tick of a peer that has
+        greeted: one that has not could hold its place with a byte now and then."""
         if self.broken_at is not None or now - self.heard_at < self._times.beat:
             self._received = None
             return
@@ -125,19 +125,20 @@ class Liveness:
         return self._ticked_at + self._times.beat / 2
 
     def is_quiet(self, now: float) -> bool:
-        """Whether it is time for a beat: nothing else was said."""
+        """Returns whether it is time for a beat: nothing else was said."""
         return now - self.sent_at >= self._times.beat
 
     @property
     def is_heard(self) -> bool:
-        """Whether the peer lives, as far as one can tell: the network below is whole,
+        """Whether the peer lives, as far as is known: the network below is whole,
         and at the last `tick` it had missed no two beats."""
         missed = self._ticked_at - self.heard_at
         return self.broken_at is None and missed < 2 * self._times.beat
 
     def is_lost(self, now: float, *, greeted: bool) -> bool:
-        """Whether the peer has been silent, or away, for longer than it may: see the
-        top of this file. Call `tick` before, which forgives what was our own sleep."""
+        """Returns whether the peer has been silent, or away, for longer than it may:
+        see the top of this file. Call `tick` before, which forgives what was our own
+        sleep."""
         times = self._times
         if self.broken_at is not None:
             return now - self.broken_at > times.reconnect
@@ -147,8 +148,9 @@ class Liveness:
         return silence > times.liveness and not self._is_spared(silence, now)
 
     def _is_spared(self, silence: float, now: float) -> bool:
-        """Whether the peer is a process of this machine that runs. It takes a look at
-        all connections of the machine, so the answer is good for ``liveness``."""
+        """Returns whether the peer is a process of this machine that runs. It takes a
+        look at all connections of the machine, so the answer is good for
+        ``liveness``."""
         if not self.neighbour or silence > STARVED * self._times.liveness:
             return False
         if now >= self._spared_until:
@@ -280,7 +282,8 @@ class Requests(Generic[Token]):
         return taken
 
     def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
-        """The request with the deadline that progress has given it, if any has."""
+        """Returns the request with the deadline that progress has given it, if any
+        has."""
         if not waiting.idle_timeout:
             return waiting
         last, moved_at = waiting.last or self._latest, float("-inf")

@@ -26,8 +26,8 @@ _VERSIONS: Final = 16
 
 
 def quoted(text: str, most: int) -> str:
-    """What a stranger said, on one line: no character of it does anything to a log or
-    a terminal."""
+    """Returns what a stranger said, on one line: no character of it does anything to a
+    log or a terminal."""
     text = text[:most]
     if text.isprintable():
         return text
@@ -35,12 +35,12 @@ def quoted(text: str, most: int) -> str:
 
 
 def task_name(hello: Hello) -> str:
-    """What messages call a task: ``worker:1``."""
+    """Returns what messages call a task: ``worker:1``."""
     return f"{quoted(hello.job, 20)}:{hello.index}"
 
 
 def described(hello: Hello) -> str:
-    """The task and where it runs, for words to a person."""
+    """Returns the task and where it runs, for words to a person."""
     return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 
@@ -87,7 +87,8 @@ def mismatch(
 
 
 def _is_plain(hello: Hello) -> bool:
-    """Whether it may be remembered: greetings of strangers are, by the thousand."""
+    """Returns whether it may be remembered: greetings of strangers are, by the
+    thousand."""
     versions = hello.versions
     if len(versions) > _VERSIONS:
         return False

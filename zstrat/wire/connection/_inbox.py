@@ -70,7 +70,7 @@ class Inbox:
         """Heavy messages and parts of bodies since the last credit was given."""
 
     def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
-        """A message, or the header of one whose body follows (None).
+        """Returns a message, or the header of one whose body follows (None).
 
         Raises:
             ProtocolError: It is out of order, or its frames are not what it announces.
@@ -90,7 +90,7 @@ class Inbox:
         return self._take_arrays(announced, frames[1:])
 
     def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
-        """The next chunk of the body; the message, if it was the last one.
+        """Returns the next chunk of the body; the message, if it was the last one.
 
         Raises:
             ProtocolError: It is not the next one, or none was announced.
@@ -138,14 +138,14 @@ class Inbox:
         return _arrived((announced.request, message, is_heavy, None))
 
     def _sink(self, announced: Announced) -> Sink | None:
-        """What works on the body while it arrives, if anything does. Only requests have
-        a sink: notices, answers and shipped bytes are wanted whole."""
+        """Returns what works on the body while it arrives, if anything does. Only
+        requests have a sink: notices, answers and shipped bytes are wanted whole."""
         if self._absorb is None or announced.outside or not announced.request & 1:
             return None
         return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
-        """The body is in memory that the peer shares with us."""
+        """Takes over a body in memory that the peer shares with this process."""
         placed = decode_header(place, self._limits).build(())
         if not isinstance(placed, Placed):
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
@@ -161,7 +161,7 @@ class Inbox:
         self.taken += 1
 
     def _whole(self) -> Arrived | None:
-        """The message, once its body is complete."""
+        """Returns the message, once its body is complete."""
         if self._incoming is None or not self._incoming[1].is_complete:
             return None
         announced, assembly = self._incoming
@@ -246,8 +246,9 @@ class Backlog:
         self.messages.clear()
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
-        """Whether the peer has read nothing for ``timeout`` seconds although something
-        waits for it. To be asked at every tick, as the time is counted tick by tick.
+        """Returns whether the peer has read nothing for ``timeout`` seconds although
+        something waits for it. Call it at every tick, as the time is counted tick
+        by tick.
 
         What a slow line still carries to the peer is not left unread by it.
         """

@@ -1,4 +1,4 @@
-"""What a `Peer` tells its shell to do: the shell carries these orders out in turn."""
+"""Orders of a `Peer` to its shell, which carries them out in turn."""
 
 from __future__ import annotations
 

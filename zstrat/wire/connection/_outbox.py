@@ -201,7 +201,7 @@ class Outbox:
         return number
 
     def take(self) -> Frames | None:
-        """The next message to send, or None until something changes."""
+        """Returns the next message to send, or None until something changes."""
         if self._urgent:
             return self._urgent.popleft()
         if self._body is not None:

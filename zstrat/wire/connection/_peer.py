@@ -103,7 +103,7 @@ _UNKNOWN: Final = UnknownCarrier()
 
 
 class Peer(Generic[Token]):
-    """State of one connection. Not to be used after it said `Closed`.
+    """The state of one connection. Do not use it after it returned `Closed`.
 
     ``Token`` is what the caller wants back with the outcome of a request.
     """
@@ -140,7 +140,7 @@ class Peer(Generic[Token]):
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
         self.outbox = Outbox(limits, channel)
-        """What is to be sent; only `transmit` takes from it."""
+        """The messages to send; only `transmit` takes from it."""
         self._inbox = Inbox(
             allocate, channel, limits, initiator=initiator, absorb=absorb
         )
@@ -162,7 +162,8 @@ class Peer(Generic[Token]):
             self.outbox.say(me)
 
     def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
-        """One message: its header and its raw frames, which it may keep as arrays."""
+        """Handles one message: its header and its raw frames, which it may keep as
+        arrays."""
         if self.state is _CLOSED:
             return ()
         try:
@@ -203,7 +204,8 @@ class Peer(Generic[Token]):
             return self._blame(error)
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
-        """The network below is gone. An acceptor waits for the peer to come back."""
+        """Notes that the network connection is gone. An acceptor waits for the peer to
+        come back."""
         if self._initiator:
             return self._close(reason, broken=True)
         if self._life.broken_at is None:
@@ -224,7 +226,7 @@ class Peer(Generic[Token]):
             words = life.loss(now, greeted=greeted)
             if self.early:
                 words += (
-                    f", and sent {self.early} other messages: it goes on with a "
+                    f", and sent {self.early} other messages: it continues a "
                     "connection that was given up here, or is not a task"
                 )
             return self._close(words, broken=broken)
@@ -252,7 +254,7 @@ class Peer(Generic[Token]):
 
     @property
     def is_heard(self) -> bool:
-        """Whether the connection is open, and the peer was heard just now."""
+        """Whether the connection is open, and the peer has sent something just now."""
         return self.state is _OPEN and self._life.is_heard
 
     def request(
@@ -328,7 +330,7 @@ class Peer(Generic[Token]):
         return self._close(reason)
 
     def transmit(self, now: float) -> Frames | None:
-        """The next message to send, or None until something changes."""
+        """Returns the next message to send, or None until something changes."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
             if outbox.wants_channel and self.hello is not None:
@@ -518,7 +520,7 @@ _BEAT: Final = Beat(wanted=False)
 
 
 def failure(error: BaseException) -> Failure:
-    """The error as the outcome of a request."""
+    """Returns the error as the outcome of a request."""
     return Failure(cast("PlainTree", to_wire(error)))
 
 
