@@ -24,7 +24,8 @@ STRIKES = """
             self.left = number
         def __call__(self, frame, event, value):
             # jax catches everything where it makes a NamedTuple again (FlatTree.paths).
-            if "/jax/" in frame.f_code.co_filename or frame.f_code.co_name == "<lambda>":
+            code = frame.f_code
+            if "/jax/" in code.co_filename or code.co_name == "<lambda>":
                 return
             self.left -= event in ("call", "c_return")
             if event in ("call", "c_return") and not self.left:
