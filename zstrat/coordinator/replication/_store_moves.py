@@ -305,8 +305,8 @@ class StoreMoves:
             raise InvalidArgumentError(
                 f"{address} is not in the cluster, and the session has a name "
                 f"(resume={self._cluster.name!r}): the next program that takes "
-                f"it over looks for stores only at {', '.join(sorted(self._home))}. Name "
-                "the new ps in the cluster, or leave out resume="
+                f"it over looks for stores only at {', '.join(sorted(self._home))}. "
+                "Name the new ps in the cluster, or leave out resume="
             )
         if number is None:
             after = max(self._numbers.values()) + 1
