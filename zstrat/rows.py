@@ -56,7 +56,7 @@ _BYTE: Final = np.dtype(np.uint8)
 
 
 class Runs(NamedTuple):
-    """Where equal indices are.
+    """The positions of equal indices, grouped.
 
     Those of ``unique[i]`` stand at ``order[starts[i] : starts[i] + counts[i]]``, in
     their first order. ``unique`` grows strictly.

@@ -115,7 +115,7 @@ def make_folder(path: str) -> None:
 
 
 def create(path: str) -> int:
-    """Descriptor of a new file; refuses one that is there."""
+    """Creates a file and returns its descriptor; refuses a file that exists."""
     return os.open(path, _NEW, 0o666)
 
 

@@ -205,14 +205,15 @@ class CheckpointFolder:
             self._sweep()
 
     def part(self, name: str) -> str:
-        """File name of a part that no other writer uses or will use."""
+        """Returns the file name of a part that no other writer uses or will use."""
         return f"part-{name}-{self.mark}.safetensors"
 
     def path_of(self, file: str) -> str:
         return os.path.join(self.path, file)
 
     def show(self) -> str:
-        """Path of a new empty file, which only users of this folder can see."""
+        """Returns the path of a new empty file, which only users of this folder can
+        see."""
         path = self.path_of(f"seen-{self.mark}")
         with blamed(path, "writing"):
             os.close(create(path))

@@ -92,7 +92,8 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds. ``size``: of the whole file."""
+    """The header of a file: its tensors and their places. ``size``: of the whole
+    file."""
 
     places: Mapping[str, TensorPlace]
     metadata: Mapping[str, str]
@@ -163,7 +164,8 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
 
 
 def decode_header(text: bytes, size: int, file: str) -> Header:
-    """Inverse of `encode_header`, for a file of ``size`` bytes with that header.
+    """Decodes the result of `encode_header`, for a file of ``size`` bytes with that
+    header.
 
     Raises:
         DataLossError: The header is damaged, or the file is shorter or longer than it
@@ -255,6 +257,7 @@ def _tiled(found: list[tuple[TensorInfo, int]], file: str) -> int:
 
 
 def _at(found: list[tuple[TensorInfo, int]], size: int) -> str:
-    """Name of the first tensor that has no room in ``size`` bytes, "" for none."""
+    """Returns the name of the first tensor that has no room in ``size`` bytes, "" for
+    none."""
     cut = [(at, info.name) for info, at in found if at + info.nbytes > size]
     return min(cut)[1] if cut else ""

@@ -70,7 +70,7 @@ class TensorReader:
         return self._header.size
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype and shape of a tensor.
+        """Returns the dtype and shape of a tensor.
 
         Raises:
             NotFoundError: The file has no such tensor.

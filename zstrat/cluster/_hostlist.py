@@ -70,7 +70,7 @@ def natural_order(host: str) -> tuple[list[str | int], str]:
 
 
 def _parts(hostlist: str) -> list[str]:
-    """Cut at the commas that are outside of brackets."""
+    """Splits the text at commas outside of brackets."""
     parts: list[str] = []
     at, end = 0, len(hostlist)
     while at < end:

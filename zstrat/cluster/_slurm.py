@@ -116,7 +116,7 @@ class SlurmClusterResolver(SourceResolver):
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Job and index of this process."""
+        """Returns the job and index of this process."""
         return self.task_type, self.task_id
 
     def _accelerators(self) -> Mapping[str, int]:

@@ -21,7 +21,7 @@ from zstrat.wire import DTYPES
 
 
 class ReduceOp(enum.Enum):
-    """How values of ranks, or of replicas, become one."""
+    """The operation that combines the values of ranks or replicas into one."""
 
     SUM = "SUM"
     MEAN = "MEAN"

@@ -57,7 +57,7 @@ _recording: Final = recorder.get
 
 
 class TracingStrategy(Protocol):
-    """What tracing a step needs of a `CoordinatedStrategy`."""
+    """The part of a `CoordinatedStrategy` that tracing a step uses."""
 
     def scope(self) -> AbstractContextManager[object]: ...
 

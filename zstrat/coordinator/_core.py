@@ -254,7 +254,8 @@ class CoordinatorCore:
 
 
 class _LoopCalls:
-    """What the engine asks of the loop. Has no reference to the `CoordinatorCore`."""
+    """The calls of the engine to the loop. Has no reference to the
+    `CoordinatorCore`."""
 
     dispatcher: Dispatcher
     """Set after construction, as the dispatcher needs the engine."""

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 
 class QueueLeft(NamedTuple):
-    """How many closures are left after some were handed out, and whether the queue was
-    full before that."""
+    """The number of closures left in the queue after some were handed out, and whether
+    the queue was full before that."""
 
     waiting: int = 0
     full: bool = False

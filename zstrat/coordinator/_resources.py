@@ -57,7 +57,7 @@ NOT_READY: Final = RemoteValueStatus.NOT_READY
 
 
 class Record:
-    """How to build a resource, and the outcome on each worker.
+    """The recipe to build a resource, and the outcome on each worker.
 
     The values change with the engine's lock held.
     """

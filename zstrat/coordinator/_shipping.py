@@ -68,7 +68,7 @@ INPUTS_PER_MESSAGE: Final = 2**20
 
 @dataclass(slots=True, eq=False)
 class WorkerChannel:
-    """The connection to one worker, and what was sent on it."""
+    """The connection to one worker, and a record of what was sent on it."""
 
     session: int
     task: TaskSession

@@ -72,7 +72,7 @@ class Result:
 
 
 class ValueSource(Protocol):
-    """What a value needs of the `ClosureEngine`."""
+    """The part of `ClosureEngine` that a value needs."""
 
     fetch_kept: Callable[[Kept], list[np.ndarray]]
     fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]]

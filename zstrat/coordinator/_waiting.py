@@ -85,7 +85,7 @@ class LoopSide(Protocol):
 
 
 class GuardedQueue(Protocol):
-    """What `Waiters` needs of the `ClosureEngine`."""
+    """The part of `ClosureEngine` that `Waiters` uses."""
 
     lock: Lock
     """Held during attempts."""

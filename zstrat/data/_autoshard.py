@@ -128,7 +128,7 @@ class Allotment:
 
 
 def as_dataset(source: Any) -> Dataset:
-    """Anything that a strategy distributes, as a `Dataset`.
+    """Converts anything that a strategy distributes to a `Dataset`.
 
     A dict, a tuple, an array or an object of a class that jax knows as a pytree is data
     itself, one element for each index of the first axis; a list, like any other

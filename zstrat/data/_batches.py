@@ -279,7 +279,7 @@ def _no_shape(leaf: Any) -> Any:
 
 
 def _lengths(shapes: Any) -> list[int | None]:
-    """Yields all lengths in a structure of shapes; a tuple is a part, or a shape."""
+    """Returns all lengths in a structure of shapes; a tuple is a part, or a shape."""
     if isinstance(shapes, dict | tuple):
         inner = shapes.values() if isinstance(shapes, dict) else shapes
         return [length for shape in inner for length in _lengths(shape)]

@@ -91,7 +91,7 @@ def options_of(recipe: Recipe) -> Options:
 
 
 class ShapePromise(enum.IntEnum):
-    """What is known of the shapes of all elements before a pass.
+    """The shapes of all elements, as far as they are known before a pass.
 
     TF traces the functions of a dataset, and so knows what they promise; here only what
     they made shows it. The greater one is that of elements made of several.

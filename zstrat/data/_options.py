@@ -19,7 +19,7 @@ dataset, under `AutoShardPolicy.HINT`."""
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """What each of several workers reads of a dataset that all of them have.
+    """The way a dataset is sharded among workers that all have it.
 
     AUTO is FILE where the dataset is read from files, at least one for each worker, and
     DATA otherwise. FILE: file i goes to worker ``i % workers``. DATA: every worker
@@ -98,8 +98,7 @@ class Options:
         self.experimental_distribute.auto_shard_policy = policy
 
     def merge(self, options: Options) -> Options:
-        """These options and others in one; where both say something, ``options``
-        counts."""
+        """Merges these options with others; where both are set, ``options`` wins."""
         theirs = options.experimental_distribute.chosen
         ours = self.experimental_distribute.chosen
         return Options(ours if theirs is None else theirs)

@@ -49,7 +49,7 @@ MOST_THREADS: Final = 16
 
 
 class _End(NamedTuple):
-    """What the thread leaves last in the buffer: the source's error, or its end."""
+    """The last item of the buffer: the source's error, or its end."""
 
     error: BaseException | None = None
     trace: TracebackType | None = None
@@ -80,7 +80,8 @@ class _Buffer:
             self._room.put(True)
 
     def put(self, item: object) -> bool:
-        """False once the buffer is closed: the item was not taken, stop."""
+        """Puts an item into the buffer. Returns False if the buffer is closed: the item
+        was not taken, stop."""
         # No deadline: a slow reader is not a fault, and one that is gone closes this.
         if not self._room.get() or self._is_closed:
             return False
@@ -88,7 +89,7 @@ class _Buffer:
         return True
 
     def finish(self, end: _End) -> None:
-        """After the last item; there is always room for it."""
+        """Puts the end after the last item; there is always room for it."""
         self._items.put(end)
 
     def get(self) -> Any:
@@ -229,7 +230,7 @@ def in_order(
 
 
 class _Result(NamedTuple):
-    """What a call returned or raised."""
+    """The result of a call, or the error that it raised."""
 
     value: Any
     error: BaseException | None
@@ -239,7 +240,8 @@ _Results = SimpleQueue[_Result]
 
 
 def _dropped() -> _Result:
-    """Error of a call that is no longer made: readers must not wait for it."""
+    """Returns an error for a call that will not be made, as readers must not wait for
+    it."""
     return _Result(None, CancelledError())
 
 
@@ -321,8 +323,8 @@ _OPEN: Final[weakref.WeakSet[Callers]] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Before the interpreter ends: it would tear a thread out of jax's C++, which
-    ends the process with an error."""
+    """Ends the threads before the interpreter does: it would tear a thread out of jax's
+    C++, which ends the process with an error."""
     running, left = list(_RUNNING.items()), list(_OPEN)
     for _, buffer in running:
         buffer.close()

@@ -38,7 +38,8 @@ UNKNOWN: Final = -2
 
 
 class Recipe(abc.ABC):
-    """How to pass over a dataset. Subclasses are final."""
+    """A plan of operations by which a dataset makes its elements. Subclasses are
+    final."""
 
     __slots__ = ()
 
@@ -66,8 +67,9 @@ class Recipe(abc.ABC):
         return self
 
     def apart(self) -> Recipe:
-        """Itself with a count of passes of its own, however often others pass over it:
-        for those who have to agree about the numbers of their passes."""
+        """Returns the recipe with its own count of passes, which other readers of it do
+        not change: for processes that have to agree about the numbers of their
+        passes."""
         return self.of_each(lambda source: source.apart())
 
     def first(self) -> Recipe:
@@ -89,8 +91,8 @@ class Recipe(abc.ABC):
         return SlicedPass(self, start=count) if count else self
 
     def chance(self) -> str:
-        """Why a pass with the same numbers may come in another order, as text for the
-        user; "" if none does, as far as the recipe shows."""
+        """Returns why a pass with the same numbers may come in another order, as text
+        for the user; "" if none does, as far as the recipe shows."""
         return ""
 
     def one(self, item: Any) -> Element:

@@ -70,7 +70,7 @@ class CheckpointableIterator(abc.ABC):
 
     @abc.abstractmethod
     def misfit(self, state: Mapping[str, Any]) -> str:
-        """Why the iterator cannot go to that place; "" if it can."""
+        """Returns why the iterator cannot go to that position; "" if it can."""
 
 
 @final

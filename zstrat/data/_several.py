@@ -165,7 +165,8 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 @runtime_checkable
 class HasRecipe(Protocol):
-    """What a function made: anything that has a recipe, as a dataset has."""
+    """An object with a recipe, such as a dataset: a function for `interleave` returns
+    one."""
 
     @property
     def recipe(self) -> Recipe: ...
@@ -173,7 +174,7 @@ class HasRecipe(Protocol):
 
 @final
 class MadeRecipes:
-    """What is known of the datasets that a function has made. A copy knows nothing."""
+    """A record of the datasets that a function has made. A copy of it is empty."""
 
     __slots__ = ("_found", "last")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """What makes a dataset of something else."""
+    """The constructors of `Dataset`."""
 
     __slots__ = ("_recipe",)
 

@@ -160,7 +160,7 @@ def with_leaves(tree: Element, new: Iterable[Any]) -> Element:
 
 
 def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with the words for its place, in order."""
+    """Yields every leaf with a description of its path, in order."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield from leaves(item, f"{path}[{key!r}]")

@@ -1,4 +1,4 @@
-"""Where tf.data keeps what shares datasets out: the same names under the same path."""
+"""TF's path of the sharding options of tf.data: the same names as there."""
 
 from ._options import SHARD_HINT as SHARD_HINT
 from ._options import AutoShardPolicy as AutoShardPolicy

@@ -82,7 +82,8 @@ class Binding:
 
     @staticmethod
     def decoded(name: str, transformation: Any, data: bytes) -> Binding:
-        """Inverse of `encoded`, with the transformation that is here. Traces it.
+        """Decodes the result of `encoded`, with the transformation of this process.
+        Traces it.
 
         Raises:
             InvalidArgumentError: It is malformed, or the optimizer is cut otherwise

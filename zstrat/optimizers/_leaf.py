@@ -191,8 +191,8 @@ class LeafRule:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """Equal for leaves that are moved alike, whatever their number of rows if they
-        are moved row by row. For this process alone."""
+        """A digest that is equal for leaves with one update rule, of any number of rows
+        if they are updated row by row. For this process alone."""
         # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
@@ -346,7 +346,7 @@ class _Step:
 
 
 def _dependence_on_rows(rule: LeafRule) -> str:
-    """Why the rows of a leaf are not moved one by one; "" if they are."""
+    """Returns why the rows of a leaf cannot be updated one by one; "" if they can."""
     if not rule.kind.shape:
         return "it has no rows"
     rows = rule.kind.shape[0]

@@ -51,8 +51,8 @@ _ANY: Final = "unknown"
 
 
 def dependence_on_padding(tree: TreeRule, leaf: int) -> str:
-    """Why rows of zeros after the rows of gradients would change the result; "" if they
-    are not. Found out once for each leaf."""
+    """Returns why rows of zeros after the rows of gradients would change the result; ""
+    if they would not. Found out once for each leaf."""
     return tree.remembered(("padding", leaf), lambda: _dependence(tree, leaf))
 
 

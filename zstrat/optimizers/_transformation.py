@@ -178,8 +178,9 @@ class TreeTransformation:
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """In which it is traced and runs: with 64 bits if it has some, and by jax's own
-        rules of dtypes, which optax is written for, whatever the user has set."""
+        """Sets the precision for tracing and running: 64 bits if the transformation has
+        some, and jax's own rules of dtypes, which optax is written for, whatever the
+        user has set."""
         with (
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),

@@ -45,7 +45,7 @@ _ORDER: Final = (
 
 
 class _WaitingJoin(NamedTuple):
-    """What a worker waits for, and the timer that ends its wait."""
+    """A worker's request to join that waits, and the timer that ends its wait."""
 
     peer: object
     message: JoinSession

@@ -277,7 +277,8 @@ class PsProcess:
             return Done()
 
     def _follow_new_owner(self, owner: Owner) -> None:
-        """Passes what is here to the next program."""
+        """Passes the copies that this process hosts to the session of the next
+        program."""
         for store, copy in self._copies.items():
             self._copies[store] = replace(copy, session=owner.session)
             copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)

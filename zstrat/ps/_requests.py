@@ -125,7 +125,7 @@ def advance(
 def serve(
     store: Store, message: Plain, fold: Fold | None
 ) -> Outcome | PendingRequest[Outcome]:
-    """Serves a request that is one thing to do.
+    """Serves a request that needs a single action.
 
     Raises:
         ZstratError: It is refused; nothing has changed.

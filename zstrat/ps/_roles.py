@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Caller(Protocol):
-    """What a parameter server needs to know of a peer (`zstrat.transport.Remote`)."""
+    """The properties of a peer that a parameter server uses
+    (`zstrat.transport.Remote`)."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +69,7 @@ ROLES: Final[dict[type[Message], frozenset[Job]]] = {
 
 
 def check_role(task: str, remote: Caller, message: Message) -> None:
-    """Refuses what a peer may not ask for, by its role.
+    """Refuses requests that a peer of this role may not make.
 
     Raises:
         PermissionDeniedError: It is not for peers of this role, or it is a push that

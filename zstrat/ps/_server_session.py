@@ -162,10 +162,10 @@ class ServerSession:
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
     def _require_alone(self, asked: OpenSession) -> None:
-        """Refuses a program without second copies that takes over a session with them.
+        """Refuses a program without backups that takes over a session with them.
 
         Raises:
-            InvalidArgumentError: The program has no second copies, and what was left
+            InvalidArgumentError: The program has no backups, and what was left
                 has.
         """
         owner, role = self._ownership.owner, self._parts.role

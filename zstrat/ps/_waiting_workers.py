@@ -32,7 +32,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 
 
 class _WaitingReport(NamedTuple):
-    """What a worker has reported, and the timer that ends its wait."""
+    """A worker's report that waits, and the timer that ends its wait."""
 
     peer: object
     message: ReportWorker

@@ -176,7 +176,7 @@ def _tree_level(value: Any) -> dict[str, Any]:
 
 
 def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Children by their keys as texts, as a checkpoint has them.
+    """Returns children by their keys as text, as a checkpoint has them.
 
     Of two with the same text, the one that is saved is kept.
 

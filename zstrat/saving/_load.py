@@ -351,7 +351,7 @@ log = logging.getLogger("zstrat.saving")
 @final
 @dataclass(frozen=True)
 class SavedServers:
-    """What one checkpoint holds for the parameter servers of one cluster."""
+    """The part of one checkpoint that the parameter servers of one cluster load."""
 
     path: str
     variables: frozenset[int]

@@ -44,7 +44,7 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """What one walk found."""
+    """The result of one walk."""
 
     pairs: list[tuple[Any, int]] = field(default_factory=list)
     """Objects of the program, each with its stored node."""
@@ -159,7 +159,7 @@ class Matching:
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
-        """Stored nodes that an attribute of a matched object matches."""
+        """Returns the stored nodes that an attribute of a matched object matches."""
         return [
             place
             for node, values in self._taken.items()
@@ -168,7 +168,8 @@ class Matching:
         ]
 
     def unused(self) -> list[str]:
-        """Stored variables, optimizers and slots that no object has taken."""
+        """Returns the stored variables, optimizers and slots that no object has
+        taken."""
         nodes = [
             node.path
             for place, node in enumerate(self._nodes)
@@ -258,7 +259,7 @@ class Matching:
                 found.worker_places[iterator.resource] = iterator.states_of(state)
 
     def _find_twice(self, found: Found) -> None:
-        """Variables that are at two places of the program and were two in the
+        """Finds variables that are at two places of the program and were two in the
         checkpoint, with values that differ, or that nothing says are equal."""
         new = {id(value) for value, _ in found.pairs}
         slots = [self._nodes[at].slots for _, at in self._by_kind(found, Optimizer)]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a program is notified of its end, and what it does then.
+    """Options: how a program is notified of its end, and what it does then.
 
     Args:
         termination_watcher_fn: Returns whether the end was announced; called between
@@ -76,7 +76,8 @@ class TerminationConfig:
 
 
 class Wish(enum.IntEnum):
-    """What one process wants all processes to do; they do the greatest wish."""
+    """The action that one process wants all processes to take; they take the greatest
+    one."""
 
     GO_ON = 0
     SAVE = 1

@@ -196,7 +196,7 @@ class MultiStepContext:
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """By name the last argument of `set_non_tensor_output`."""
+        """The last argument of each `set_non_tensor_output`, by name."""
         return self._non_tensor_outputs
 
     def set_last_step_output(

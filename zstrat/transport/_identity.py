@@ -26,7 +26,7 @@ def new_incarnation() -> int:
 
 @cache
 def _process_bits(pid: int) -> int:
-    """Random bits of this process; a child that it forks has others."""
+    """Returns the random bits of this process; a child that it forks has others."""
     del pid
     return secrets.randbits(31) << 32
 

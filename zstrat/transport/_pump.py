@@ -91,14 +91,16 @@ Receive = Callable[[list[zmq.Frame]], None]
 
 
 def parts_of(frames: list[zmq.Frame], at: int) -> list[bytes | memoryview]:
-    """Header and raw frames of a message, as `Peer` takes them; ``at``: the header."""
+    """Returns the header and raw frames of a message, as `Peer` takes them; ``at``: the
+    header."""
     if len(frames) == at + 1:
         return [frames[at].bytes]
     return [frames[at].bytes, *[raw.buffer for raw in frames[at + 1 :]]]
 
 
 class Sending(enum.Enum):
-    """What became of a message: sent, no room for it now, or the peer is not there."""
+    """The outcome of sending a message: sent, no room for it now, or the peer is not
+    there."""
 
     DONE = enum.auto()
     BLOCKED = enum.auto()

@@ -94,7 +94,8 @@ class Blocks:
         return None
 
     def give_back(self, start: int) -> bool:
-        """False if no such block is taken: the peer made it up."""
+        """Frees a block. Returns False if no such block is taken: the peer made it
+        up."""
         end = self._taken.pop(start, None)
         if end is None:
             return False
@@ -137,7 +138,7 @@ QUOTA: Final = Quota(max(CAPACITY // 4, _PHYSICAL // 4))
 
 
 class Arena:
-    """What this process shares with its peers: it writes, they read.
+    """A shared memory that this process writes and its peers read.
 
     ``memory`` (uint8 [capacity]) begins with the word by which the peer knows that it
     has mapped the right file, and the proof for this process that the peer has.

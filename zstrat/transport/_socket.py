@@ -175,7 +175,7 @@ _HEAD: Final = struct.Struct("=HI")
 
 
 class EventKind(enum.Enum):
-    """What libzmq says of a connection of a socket."""
+    """The events of a socket's connection that libzmq's monitor reports."""
 
     LISTENING = zmq.EVENT_LISTENING
     ACCEPTED = zmq.EVENT_ACCEPTED

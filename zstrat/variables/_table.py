@@ -117,7 +117,7 @@ def absent(ids: np.ndarray) -> np.ndarray | None:
 
 
 class TableLayout(enum.StrEnum):
-    """How rows are distributed over the components."""
+    """The distribution of a table's rows over its components."""
 
     DIV = "div"
     MOD = "mod"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class VariableUse(enum.Enum):
-    """How a traced body uses a variable."""
+    """The ways in which a traced body uses a variable."""
 
     VALUE = enum.auto()
     """Reads or updates it."""

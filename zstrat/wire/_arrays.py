@@ -94,7 +94,7 @@ def name_of(dtype: np.dtype) -> str | None:
 
 
 def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """Name of the dtype and dims, as they go into the header.
+    """Returns the name of the dtype and the dims, as they go into the header.
 
     Raises:
         TypeError: It is not an array, or one of objects, texts, dates or records.

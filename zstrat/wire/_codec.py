@@ -95,7 +95,7 @@ class Announced(NamedTuple):
 
 
 class _Form:
-    """How one class of messages is encoded."""
+    """The encoding of one class of messages."""
 
     __slots__ = ("arrays", "blobs", "cls", "fields", "kind", "names", "plain", "row")
 
@@ -113,7 +113,8 @@ class _Form:
 def encode(
     message: Message, request: int = 0, limit: int = Limits().header
 ) -> tuple[bytes, tuple[np.ndarray, ...]]:
-    """Header frame and raw frames (uint8 [nbytes], views where that is possible).
+    """Returns the header frame and the raw frames (uint8 [nbytes], views where that is
+    possible).
 
     Args:
         limit: The largest header that the other side takes.
@@ -178,7 +179,8 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
 def decode(
     header: Buffer, buffers: Sequence[Buffer], limits: Limits
 ) -> tuple[int, Message]:
-    """Request and message of a whole set of frames; arrays are views of the buffers.
+    """Returns the request and the message of a whole set of frames; arrays are views of
+    the buffers.
 
     Raises:
         ProtocolError: The frames are not exactly what the header announces.

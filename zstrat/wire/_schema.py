@@ -187,7 +187,8 @@ class Row:
         ]
 
     def checks_of(self, values: list[Any]) -> list[tuple[int, Check]]:
-        """Place and check of the values that their types alone do not prove right."""
+        """Returns the place and check of the values that their types alone do not prove
+        right."""
         return self._deep if tuple(map(type, values)) == self._usual else self._every
 
 
@@ -236,8 +237,8 @@ def most_records(cls: type) -> int:
 
 
 def check_tree(value: Any) -> Any:
-    """Free-form data; the size of a header bounds it, and `BRANCHES` how many lists
-    and maps it has."""
+    """Checks free-form data; the size of a header bounds it, and `BRANCHES` how many
+    lists and maps it has."""
     if type(value) not in _PLAIN:
         _check_branches(value)
     return value
@@ -361,7 +362,7 @@ def _all_right(columns: list[Column], rows: list[Any]) -> bool:
 
 
 def _each(values: list[Any], check: Check) -> list[Any]:
-    """Returns the values, checked one by one; says which of them is wrong."""
+    """Returns the values, checked one by one; the error says which of them is wrong."""
     checked = []
     for place, value in enumerate(values):
         try:

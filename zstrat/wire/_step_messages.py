@@ -11,7 +11,7 @@ from ._schema import Arrays, PlainTree, message
 
 
 class Outcome(enum.IntEnum):
-    """How a closure ended on a worker."""
+    """The outcome of a closure on a worker."""
 
     OK = 0
     FAILED = 1

@@ -68,7 +68,7 @@ class Costs:
 @final
 @dataclass(slots=True, eq=False)
 class StepNotes:
-    """How a step spent its time, and the age of its values."""
+    """The times that a step spent in its phases, and the age of its values."""
 
     drew: float = 0.0
     """Seconds of its preparation."""
@@ -134,7 +134,8 @@ class SharedPull:
 @final
 @dataclass(slots=True)
 class Post:
-    """What the thread sends to the loop. Pushes come first, so that pulls read them."""
+    """The messages that the executor thread passes to the loop. Pushes come first, so
+    that pulls read them."""
 
     pushes: list[tuple[Any, Any]] = field(default_factory=list)
     """Pairs of a push and the ending that is reported after its acknowledgement."""
@@ -319,7 +320,8 @@ class Reads(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a step of a plan needs; ``reads`` and ``nbytes`` without lookups."""
+    """The resources that a step of a plan needs; ``reads`` and ``nbytes`` without
+    lookups."""
 
     specs: tuple[VariableSpec, ...]
     """Specs of the variables that are read as a whole."""

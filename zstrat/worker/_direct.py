@@ -207,8 +207,8 @@ class Direct:
         raise _not_here(*variables)
 
     def update_many(self, updates: Sequence[StorageUpdate]) -> None:
-        """They are applied with the next read, or at the end of the step, together with
-        all that waits: on each server all of its own or none."""
+        """Queues updates, which are applied with the next read, or at the end of the
+        step, together with all that waits: on each server all of its own or none."""
         if not updates:
             return
         for variable, *_ in updates:

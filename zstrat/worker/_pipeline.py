@@ -517,7 +517,7 @@ class Pipeline:
         self.leave(self._queue.popleft().ending, now)
 
     def _forget(self, steps: list[ClosureStep]) -> None:
-        """These were taken off the end of the line."""
+        """Forgets steps that were taken off the end of the line."""
         for step in steps:
             if step in self._answered:
                 self._answered.remove(step)

@@ -67,7 +67,8 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
-    """What the steps of one batch share; a step with its own inputs has its own."""
+    """The state that the steps of one batch share; a step with its own inputs has its
+    own."""
 
     function: bytes
     arguments: int

@@ -426,8 +426,8 @@ def _gathered(
 def _copies(
     leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Memory for what the root of a broadcast gets: never that which it gave, unless
-    nobody can write to it."""
+    """Allocates memory for the result at the root of a broadcast: never the input
+    array, unless nobody can write to it."""
     return {
         at: POOL.empty(leaf.flat.size, leaf.flat.dtype)
         for at, leaf in enumerate(leaves)

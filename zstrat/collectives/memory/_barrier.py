@@ -249,8 +249,8 @@ class ShmBarrier:
         return tuple(other.rank for other in self._others if other.words[0] < posted)
 
     def abort(self, error: Exception) -> None:
-        """From any thread: calls, the one that waits too, raise ``error`` or what came
-        before it."""
+        """Makes all calls, including one that waits, raise ``error`` or an earlier
+        error. From any thread."""
         self._error = self._error or error
         other = self._asleep
         if other is not None:

@@ -142,7 +142,7 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
 
 
 class Measurement(NamedTuple):
-    """How long one call took."""
+    """The measured duration of one call."""
 
     call: str
     algorithm: str

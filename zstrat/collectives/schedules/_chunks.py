@@ -44,7 +44,7 @@ _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
 
 
 class BlockTraits:
-    """What the actions on one block have to do with its memory."""
+    """Facts about the memory that the actions on one block use."""
 
     __slots__ = ("actions", "forwards", "grows", "is_taken", "turn")
 
@@ -145,7 +145,7 @@ _TAKE, _REDUCE_FIRST = Act.TAKE, Act.REDUCE_FIRST
 
 
 class Codec(Protocol):
-    """How values are made smaller for the wire.
+    """Compresses values for the wire.
 
     ``place`` names the same part of the same call every time that the call is made, so
     that a codec can add next time what it left out this time.

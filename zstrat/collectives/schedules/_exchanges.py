@@ -123,7 +123,8 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:
-    """What all others send to this rank, reduced: first that of the rank before it."""
+    """Yields a reduction for each other rank, starting with the rank before this
+    one."""
     for step in range(1, size):
         yield Action(Act.REDUCE, (rank - step) % size, step)
 

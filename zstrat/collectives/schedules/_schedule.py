@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Act(enum.Enum):
-    """What is done with one block."""
+    """The kinds of actions of a rank on one block."""
 
     SEND = enum.auto()
     """What this rank has of the block goes to the peer."""

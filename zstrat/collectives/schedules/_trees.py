@@ -55,7 +55,7 @@ def double_tree_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:
-    """Up the binomial tree, to rank 0."""
+    """Yields the actions that reduce up the binomial tree, to rank 0."""
     for step in range((size - 1).bit_length()):
         if rank & (1 << step):
             yield Action(Act.SEND, rank - (1 << step), step)
@@ -66,8 +66,8 @@ def _reduces(rank: int, size: int) -> Iterator[Action]:
 
 
 def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
-    """Down the binomial tree, the largest part of it first; ``number`` is the rank
-    counted from the root."""
+    """Yields the actions that copy down the binomial tree, to the largest subtree
+    first; ``number`` is the rank counted from the root."""
     low = (number & -number).bit_length() - 1 if number else (size - 1).bit_length()
     if number:
         yield Action(Act.TAKE, (rank - (1 << low)) % size, places + low)
@@ -96,8 +96,8 @@ def _up_and_down(number: int, size: int, shift: int, places: int) -> Iterator[Ac
 
 
 def parent_of(number: int, size: int) -> int | None:
-    """In a binary tree over 0..size-1 in their order, in which all odd ones are leaves;
-    0 is the root and has one child."""
+    """Returns the parent in a binary tree over 0..size-1 in their order, in which all
+    odd numbers are leaves; 0 is the root and has one child."""
     if not number:
         return None
     low = number & -number

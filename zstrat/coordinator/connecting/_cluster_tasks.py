@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ClusterTasks(TaskSessionEvents, Protocol):
-    """What recovery, replication, moves of stores and time lines need of `Cluster`.
-    What only one of them needs is in a protocol of its own."""
+    """The part of `Cluster` that recovery, replication, moves of stores and time lines
+    share."""
 
     @property
     def name(self) -> str:
@@ -58,6 +58,6 @@ class ClusterTasks(TaskSessionEvents, Protocol):
         ...
 
     def store_lost(self, store: int, reason: str) -> None:
-        """No process serves the store. `TaskSession.gone` says whether it is lost for
-        good."""
+        """Notes that no process serves the store. `TaskSession.gone` says whether it is
+        lost for good."""
         ...

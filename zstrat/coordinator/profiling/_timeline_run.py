@@ -123,7 +123,7 @@ BYTES_OF_SPAN: Final = 200
 
 
 class TimedCluster(ClusterTasks, Protocol):
-    """What `TimelineRun` needs of the `Cluster`."""
+    """The part of `Cluster` that `TimelineRun` uses."""
 
     timeline: TimelineRun | None
     """The time line that is being recorded."""

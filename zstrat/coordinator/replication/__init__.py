@@ -1,4 +1,4 @@
-"""Second copies of stores: which process has which, what follows when one is lost, and
+"""Backups of stores: which process has which, what follows when one is lost, and
 how stores move while a program trains."""
 
 from __future__ import annotations

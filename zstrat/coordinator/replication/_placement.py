@@ -44,8 +44,8 @@ cancelled."""
 
 @final
 class StorePlacement:
-    """The copies of all stores. Store ``i`` is what the process ``i`` has by itself;
-    processes create further ones when asked (`create_stores`).
+    """The copies of all stores. Process ``i`` hosts store ``i`` from the start;
+    processes create further copies when asked (`create_stores`).
 
     A store moves when another process is its *target*. That gets a backup, which is
     promoted when it is complete. Without replicas a store has a backup only to move.
@@ -186,7 +186,7 @@ class StorePlacement:
                 store.home = store.primary.process
 
     def forgive(self) -> list[PlacementOrder]:
-        """After some time, asks processes again that refused a copy."""
+        """Asks processes again that refused a copy some time ago."""
         for process in self._processes:
             process.unwilling.clear()
         return self._seek_all() if self._is_started else []
@@ -423,8 +423,8 @@ class StorePlacement:
         return store.refused(reason, never_counted=never_counted)
 
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
-        """Nobody knows whether the order was carried out: gives it once more, or asks
-        another process for a copy."""
+        """Sends an order again whose outcome is not known, or asks another process for
+        a copy."""
         store = self.stores[order.store]
         if not self._is_last(order):
             return []

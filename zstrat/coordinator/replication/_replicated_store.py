@@ -420,7 +420,8 @@ class ReplicatedStore:
         return [*self.report_lost(reason), *self.detach(reason)]
 
     def _ask_backup(self, reason: str) -> list[PlacementOrder]:
-        """Only the backup, which may be away, knows whether it may be the primary."""
+        """Asks the backup, which may be away, as it alone knows whether it may be the
+        primary."""
         is_there = self.is_there(self.backup)
         asked = self.promote(reason)
         return [*([] if is_there else self.report_lost(reason)), *asked]

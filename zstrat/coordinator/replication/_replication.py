@@ -1,4 +1,4 @@
-"""Keeps a second copy of each store, continues with it when the first is lost, and
+"""Keeps a backup of each store, promotes it when the primary is lost, and
 moves stores on purpose.
 
 `StorePlacement` decides, and `StoreOrders` carries out. Each process has a session of
@@ -101,7 +101,7 @@ class Replication:
         return self._known.sessions
 
     def start(self) -> None:
-        """Starts to give each store a second copy, when all are served at home. Does
+        """Starts to give each store a backup, when all are served at home. Does
         nothing if it was started since the last `renew`: some may have moved."""
         if self.is_started:
             return
@@ -389,6 +389,6 @@ class Replication:
         self._orders.carry_out(self.placement.process_lost(task.place, reason))
 
     def _stop(self) -> None:
-        """Stops deciding; what was asked may be carried out."""
+        """Stops deciding; orders that were sent may still be carried out."""
         self.is_started = False
         self._orders.stop()

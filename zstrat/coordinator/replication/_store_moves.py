@@ -100,7 +100,7 @@ def plan_drain(
 
 
 class MovingCluster(ClusterTasks, Protocol):
-    """What moves of stores need of `Cluster`."""
+    """The part of `Cluster` that moves of stores use."""
 
     @property
     def replication(self) -> Replication | None: ...

@@ -99,7 +99,8 @@ class StoreOrders:
         self._news = asyncio.Event()
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
-        """Does what was decided, or asks a process for it."""
+        """Carries out the orders that this process can, and sends the others to the
+        processes concerned."""
         for order in orders:
             match order:
                 case Drop():
@@ -143,7 +144,8 @@ class StoreOrders:
             self._report_loss(number, words)
 
     def stop(self) -> None:
-        """Awaits and reports nothing further; what was asked may be carried out."""
+        """Stops waiting for answers and reporting; orders that were sent may still be
+        carried out."""
         for asking in self._asking.values():
             asking.cancel()
         self._ended += self._asking.values()

@@ -43,10 +43,10 @@ class CopiesStatus:
         self._servers, self._processes = servers, processes
         bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
-        """Stores without a second copy, and the log level for when they get one."""
+        """Stores without a backup, and the log level for when they get one."""
 
     def log_changes(self) -> None:
-        """Logs which stores got or lost a second copy since the last call."""
+        """Logs which stores got or lost a backup since the last call."""
         if self._replicas:
             for store in self._placement.stores:
                 self._log_change(store)

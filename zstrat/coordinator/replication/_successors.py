@@ -39,7 +39,7 @@ class FoundCopy(NamedTuple):
 
 
 class Successor(NamedTuple):
-    """How one store continues.
+    """The copies by which one store continues in the next program.
 
     Args:
         chosen: The copy that becomes the primary, or is it already.

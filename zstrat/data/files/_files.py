@@ -76,7 +76,8 @@ class Listed(Files):
 @final
 @dataclass(frozen=True, slots=True)
 class Records(Files):
-    """What a reader yields of each file, in arrays that nobody else writes to.
+    """The records that a reader yields for each file, in arrays that nobody else writes
+    to.
 
     Args:
         is_bytes: They are records of bytes.

@@ -109,7 +109,8 @@ _default_fingerprint: StrategyFingerprint | None = None
 
 @dataclass(frozen=True, slots=True)
 class StrategyFingerprint:
-    """What a body can see of its strategy; equal fingerprints can share a program.
+    """The properties of a strategy that a body can see; bodies with equal fingerprints
+    can share a program.
 
     Programs hold the ``strategy`` weakly; ``side`` says on which side of the strategy
     the code runs.

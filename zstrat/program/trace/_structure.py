@@ -71,7 +71,8 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How to rebuild a result: dtype name and shape of each leaf, and the plain form.
+    """The layout by which a result is rebuilt: dtype name and shape of each leaf, and
+    the plain form.
 
     One object per compiled program: compare it by identity.
     """

@@ -12,7 +12,7 @@ The owner of the connection reports its state to this line (`hold`, `resume`,
 state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
 straight to the link and end with its connection.
 
-A server that has a second copy may continue in another process (`move`). Requests under
+A server that has a backup may continue in another process (`move`). Requests under
 way are then sent again to that process, as after a connection that broke. So are
 requests that a process refused because it is not the primary (`NotPrimaryError`).
 """
@@ -73,7 +73,8 @@ MAX_WAITING_REQUESTS: Final = 16384
 
 
 class LineState(enum.Enum):
-    """What becomes of requests, as the owner of the connection has said last."""
+    """The state of the connection, which decides what happens to requests, as its owner
+    set it last."""
 
     UNTOLD = "nothing was said: they go to the link, and end with its connection"
     OPEN = "they go to the link, and are sent again behind the next connection"
@@ -167,7 +168,7 @@ class ServerLine:
         *,
         sent: bool = True,
     ) -> asyncio.Future[Message] | None:
-        """Repeat a request that ended with ``lost``, if repeating it is safe.
+        """Repeats a request that ended with ``lost``, if repeating it is safe.
 
         Returns:
             The outcome to wait for instead; None: ``lost`` is final.
@@ -247,7 +248,7 @@ class ServerLine:
         return PeerLostError(self._task, words)
 
     def _pause(self) -> None:
-        """Hold requests for `NOT_PRIMARY_PAUSE`: the process is not the server now."""
+        """Holds requests for `NOT_PRIMARY_PAUSE`: the process is not the server now."""
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
         if self._retry is None:
@@ -296,7 +297,7 @@ class ServerLine:
         return self._sent_before if held.sent else self._not_sent
 
     def _take_all(self) -> list[_RequestInLine]:
-        """Remove and return all waiting requests, in the order of the calls."""
+        """Removes and returns all waiting requests, in the order of the calls."""
         held = self._sent_before + self._not_sent
         self._sent_before, self._not_sent = [], []
         return held

@@ -34,7 +34,8 @@ parts are two messages; one more costs nothing beside so many."""
 
 
 class PsUpdate(NamedTuple):
-    """What a push does to one variable. ``optimizer`` is 0 unless ``op`` optimises."""
+    """One update of one variable in a push. ``optimizer`` is 0 unless ``op``
+    optimises."""
 
     ps: int
     key: int

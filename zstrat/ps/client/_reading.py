@@ -100,8 +100,8 @@ class RowsRef(NamedTuple):
 
 
 class ServerPull(NamedTuple):
-    """What one message of the pull asks one server for. ``take`` receives the answer;
-    it raises ValueError or StopIteration if that is malformed."""
+    """One message of a pull to one server. ``take`` receives the answer; it raises
+    ValueError or StopIteration if that is malformed."""
 
     ps: int
     reads: list[Read]

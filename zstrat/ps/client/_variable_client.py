@@ -111,8 +111,8 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each(messages, object)
 
     async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
-        """Drops what a failed creation of these has left, as far as it is there. What
-        of it is still under way is done before.
+        """Drops what a failed creation has left of these variables and optimizers.
+        Requests of it that are under way are completed before.
 
         Cancellation: it may have been dropped.
         """

@@ -1,8 +1,8 @@
-"""Which variables an optimizer moves here, and how: what its trees say of each leaf.
+"""Which variables an optimizer updates here, and how: what its trees say of each leaf.
 
-A transformation is shipped by a coordinator; the tree that it moves is sent as data by
-the sender of gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
-that are moved alike, as tables of different heights are, get one *representative*, so
+A transformation is shipped by a coordinator; the tree that it updates is sent as data
+by the sender of gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
+with one update rule, as tables of different heights have, get one *representative*, so
 that they share slots' layouts, programs and calls.
 
 `Bindings.trace` runs where optimizers do, all else where the store lives; the caller of
@@ -82,7 +82,7 @@ class Bindings:
         self._alike: dict[bytes, LeafRule] = {}
 
     def get(self, key: int) -> Bound | None:
-        """Returns what moves the variable with this key."""
+        """Returns the binding of the variable with this key."""
         return self._bound.get(key)
 
     @property
@@ -118,7 +118,7 @@ class Bindings:
         Raises:
             InvalidArgumentError: It is not a binding, does not fit here, or the
                 transformation cannot be cut into leaves here.
-            AlreadyExistsError: A variable is moved differently already.
+            AlreadyExistsError: A variable has another update rule already.
         """
         from zstrat.optimizers import Binding
 
@@ -182,7 +182,7 @@ class Bindings:
 
 
 def digest_of(data: bytes) -> bytes:
-    """By which equal bytes are known again."""
+    """Returns a digest by which equal bytes are recognized."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

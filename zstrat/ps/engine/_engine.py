@@ -176,7 +176,7 @@ class OptimizerEngine:
         arrays: Sequence[np.ndarray],
         operands: Sequence[np.ndarray] | None,
     ) -> Checked:
-        """Returns an update, if the optimizer moves the variable and takes such a
+        """Returns an update, if the optimizer updates the variable and takes such a
         gradient.
 
         Args:

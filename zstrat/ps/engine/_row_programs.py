@@ -43,7 +43,8 @@ ROUNDS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """What a row of a variable and of its slots looks like, and the other slots.
+    """The shapes and dtypes of a row of a variable and of its slots, and of the other
+    slots.
 
     ``leaves`` are in the order of the state: one row of those that have ``rows``, all
     of the others.
@@ -72,7 +73,7 @@ class RowLayout:
         return [next(rows if has else shared) for has in self.rows]
 
     def split(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Inverse of `merge`."""
+        """Undoes `merge`."""
         pairs = list(zip(leaves, self.rows, strict=True))
         return [x for x, has in pairs if has], [x for x, has in pairs if not has]
 

@@ -378,7 +378,7 @@ def _scatter(
     tables: Sequence[list[np.ndarray]],
     fresh: Sequence[np.ndarray],
 ) -> None:
-    """Inverse of `_gather`."""
+    """Scatters the rows back; undoes `_gather`."""
     at = 0
     for update, start, stop in pieces:
         indices, end = steps[update].indices[start:stop], at + stop - start

@@ -123,7 +123,8 @@ class SlotLayouts:
 
 
 def spec(array: Any) -> Shape:
-    """Without a weak type, which would make equal slots look different."""
+    """Returns the shape and dtype without a weak type, which would make equal slots
+    look different."""
     return shape(array.shape, array.dtype)
 
 

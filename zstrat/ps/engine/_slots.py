@@ -45,7 +45,7 @@ class SlotArray:
 
 @dataclass(slots=True)
 class Slots:
-    """What an optimizer keeps for one variable: a cell for each leaf of its state.
+    """The slots of one variable for one optimizer: a cell for each leaf of the state.
 
     Whole updates leave the cells on the device, updates of rows bring those that have
     rows back to the host. ``layout`` numbers (shape and dtype of the variable;
@@ -130,7 +130,7 @@ class RowStep(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What the updates of one push, up to some place in it, leave in slots."""
+    """The state of slots after the updates of one push up to some place in it."""
 
     layouts: dict[tuple[int, int], int] = field(default_factory=dict)
     """The numbers of the layouts that slots will have, by optimizer and by the `id` of

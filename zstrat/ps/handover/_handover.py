@@ -12,7 +12,7 @@ their addresses. Law of the file: **an incarnation answers for one state at a ti
 the old process is silent before the state is complete, and the new one answers when it
 is removed. All that a process had is handed over, or nothing.
 
-With second copies another process may have served the store meanwhile. So such a store
+With backups another process may have served the store meanwhile. So such a store
 is not served until the coordinator, which knows the views, says so: see `StoreRole`.
 """
 
@@ -64,7 +64,7 @@ log = logging.getLogger("zstrat.ps")
 
 
 class StoreRole(enum.Enum):
-    """What a process was to a store."""
+    """The role of a process for a store when it ended."""
 
     ALONE = "alone"
     """No other process had a copy with all that was acknowledged: the next process
@@ -80,7 +80,7 @@ class StoreRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HandedOverStore:
-    """What a process has of one store.
+    """The state of one store that a process leaves to the next.
 
     Args:
         number: Of the store.

@@ -1,4 +1,4 @@
-"""A second copy of what a parameter server holds, in another process."""
+"""The backup of a parameter server's store, in another process."""
 
 from __future__ import annotations
 

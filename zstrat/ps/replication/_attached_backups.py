@@ -222,8 +222,8 @@ class AttachedBackups:
         return self._wait_third_filled(third)
 
     async def _wait_third_filled(self, third: LogShipping) -> None:
-        """If the third copy is lost the backup is still there, so the third copy is
-        given up without an order of the coordinator."""
+        """Waits until the third copy is filled. If that is lost the backup is still
+        there, so the third copy is given up without an order of the coordinator."""
         assert third.work is not None, "a third copy is always filled"
         try:
             await asyncio.shield(third.work)

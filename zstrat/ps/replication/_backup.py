@@ -60,7 +60,7 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 
 
 class BackupState(enum.Enum):
-    """What a backup may be used for.
+    """The states of a backup, which decide what it may be used for.
 
     FILLING ──`CopyWhole`, or it is given a whole store──▶ WHOLE
     FILLING ──a process before left all of it──▶ INHERITED

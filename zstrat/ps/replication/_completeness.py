@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @final
 class Completeness:
-    """What one process knows of the completeness of its copy. Decides without I/O.
+    """Tracks whether the copy of one process is complete. Decides without I/O.
 
     Args:
         timeouts: Those after which a lost program cannot have acted without notice.
@@ -25,9 +25,9 @@ class Completeness:
         self.parted_at: float | None = None
         """When it last lost the other one of two copies; seconds."""
         self.needs_backup = False
-        """The session was opened with second copies, or the one before it was."""
+        """The session was opened with backups, or the one before it was."""
         self._was_unreplicated = False
-        """A program before had no second copies."""
+        """An earlier program had no backups."""
         self._sure_view: int | None = None
         """The view in which it was sure when another program came."""
 

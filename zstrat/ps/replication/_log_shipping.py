@@ -74,7 +74,7 @@ class _Answer(NamedTuple):
 
 
 class ShippingStage(enum.Enum):
-    """How much of the store the backup has.
+    """The stages of a backup, by how much of the store it has.
 
     FILLING ──`CopyWhole` is in the log──▶ WHOLE
        └───── release, refuse, abandon ──────┴─▶ OVER
@@ -157,8 +157,8 @@ class LogShipping:
         return self._link.failure
 
     def statistics(self) -> dict[str, str | int]:
-        """State of the backup: it lacks ``behind`` changes, in ``log_bytes`` of memory,
-        and ``unacknowledged`` answers wait for it."""
+        """Returns the state of the backup: it lacks ``behind`` changes, in
+        ``log_bytes`` of memory, and ``unacknowledged`` answers wait for it."""
         state = self._stage.value
         if self.failure:
             state = "lost"

@@ -49,7 +49,7 @@ ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 
 
 class Role(enum.Enum):
-    """What a process is to a store.
+    """The role of a process for a store.
 
     BACKUP ──promoted──▶ PRIMARY
     PRIMARY ──it swaps with its backup──▶ HANDING_OVER
@@ -74,7 +74,7 @@ class Role(enum.Enum):
 
 
 class Shutdown(enum.Enum):
-    """What the end of the process means for requests.
+    """The states of a process up to its end, which decide how it answers requests.
 
     RUNNING ──it ends, and has a whole backup──▶ GIVING_WAY
     GIVING_WAY ──promoted, or the session ends──▶ RUNNING
@@ -365,7 +365,7 @@ class ReplicaRole:
         self._step_aside(Role.DROPPED)
 
     def _return(self) -> None:
-        """A coordinator has this process serve after all, alone: the backup that had
+        """Serves after all, alone, by order of a coordinator: the backup that had
         refused it is gone, so no process has more than this one."""
         if self._role is Role.DROPPED:
             raise self.refusal

@@ -219,5 +219,5 @@ class SnapshotWrite:
 
 
 def _buffer() -> np.ndarray:
-    """Aligned as the disk likes it."""
+    """Allocates a buffer that is aligned for the disk."""
     return aligned((PIECE,), np.dtype(np.uint8), BLOCK)

@@ -1,4 +1,4 @@
-"""The log of the changes of a store, from which another process keeps a second copy.
+"""The log of the changes of a store, from which another process keeps a backup.
 
 A change is logged as the message that made it, or as one that replays it on a store
 that had all changes before it. A replay decides nothing: what was refused, or was a
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Message)
 
 
 class ChangeLog(Protocol):
-    """Receives the changes of a store, to keep a second copy of it."""
+    """Receives the changes of a store, to keep a backup of it."""
 
     def append(self, change: Message) -> None:
         """Receives a change when it has been made, as a message that replays it. The
@@ -37,7 +37,7 @@ class ChangeLog(Protocol):
         """Notes that the store has changed in a way that no message describes."""
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        """Returns the answer to a change, or a future that gets it when the second copy
+        """Returns the answer to a change, or a future that gets it when the backup
         has the change."""
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:

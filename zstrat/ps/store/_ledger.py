@@ -49,7 +49,7 @@ class Ledger:
         return len(self._applied)
 
     def is_duplicate(self, step: int, part: int) -> bool:
-        """True if the push was applied, or if its step is over."""
+        """Returns True if the push was applied, or if its step is over."""
         if step == UNNAMED:
             return False
         if step < self.low_water or part in self._applied.get(step, ()):
@@ -61,7 +61,8 @@ class Ledger:
         return step in self._applied
 
     def close(self, over: Iterable[StepRun]) -> None:
-        """These steps are over; what they have applied is remembered all the same."""
+        """Notes that these steps are over; remembers all the same what they have
+        applied."""
         merged: list[tuple[int, int]] = []
         for first, end in sorted([*self._over, *over]):
             if end <= max(first, self.low_water):

@@ -75,7 +75,8 @@ class Counts:
 
 
 class Store:
-    """The variables that one task holds for one session, and what moves them.
+    """The variables that one task holds for one session, and the optimizers that update
+    them.
 
     ``task`` names the parameter server in errors; ``largest`` bounds the bytes of rows
     that one request may ask for.

@@ -84,7 +84,8 @@ class HeldVariables(dict[int, HeldVariable]):
             held.version += by
 
     def clear(self) -> None:
-        """Another session begins: its versions are not compared with those of this."""
+        """Drops all variables, as another session begins: its versions are not compared
+        with those of this one."""
         super().clear()
         self.generation += 1
         self.first_version = 0

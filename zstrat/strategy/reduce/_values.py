@@ -228,7 +228,8 @@ def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> A
 
 
 def as_array(value: Any) -> Any:
-    """jax if it is traced or on a device, numpy else, so that nothing is narrowed."""
+    """Returns a jax array if the value is traced or on a device, else a numpy array, so
+    that nothing is downcast."""
     if isinstance(value, AbstractVariable):
         value = value.value()
     return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)

@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
 
 class _Collector:
-    """What prometheus_client asks for the metrics of one scrape."""
+    """The collector that prometheus_client asks for the metrics of one scrape."""
 
     def __init__(self, tasks: list[TaskStatistics], names: bool) -> None:
         self._statistics, self._names = tasks, names
@@ -116,7 +116,8 @@ def _number(
 
 
 def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    """Of each histogram how many values are not above each edge, and their sum."""
+    """Yields for each histogram how many values are not above each edge, and their
+    sum."""
     ends, whole = EDGES[metric.unit], 0 if metric.unit is Unit.SECONDS else 1
     for name, windowed in _dict(values, metric.name).items():
         try:

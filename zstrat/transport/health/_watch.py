@@ -43,7 +43,7 @@ Rows = list["PlainTree"]
 
 @dataclass(frozen=True, slots=True)
 class RunLook:
-    """What was found when a process was asked for its run.
+    """The answer of a process that was asked for its run.
 
     Args:
         run: Which run of this process it is; 0: there is none now.
@@ -202,7 +202,8 @@ process run for as long as one call takes, and that of a thousand tasks takes lo
 
 
 def as_json(value: PlainTree, pieces: int = _PIECES) -> str:
-    """In ASCII, in one line, and without numbers that JSON does not have."""
+    """Formats as JSON in ASCII, in one line, and without numbers that JSON does not
+    have."""
     if pieces and isinstance(value, dict):
         made = [
             f"{json.dumps(str(key))}:{as_json(each, pieces - 1)}"
@@ -324,8 +325,8 @@ class RunWatch:
                     await self._deserted
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: a whole frame, and then what changes, each as soon as
-        the one before was taken; at the end of this process the event "end".
+        """Yields server-sent events: a whole frame, and then what changes, each as soon
+        as the one before was taken; at the end of this process the event "end".
 
         Cancellation, and closing the generator: the page stops being a viewer.
         """

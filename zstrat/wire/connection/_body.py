@@ -45,14 +45,15 @@ def aligned(position: int) -> int:
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Fresh aligned memory; the pool of the transport does better."""
+    """Allocates aligned memory; the pool of the transport does better."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes].data
 
 
 def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
-    """Offset and bytes of each chunk of the body made of ``raws`` (uint8 [nbytes])."""
+    """Yields the offset and bytes of each chunk of the body made of ``raws`` (uint8
+    [nbytes])."""
     gathered, start, position, small = bytearray(), 0, 0, min(SMALL, chunk)
     for raw in raws:
         position, size = aligned(position), raw.nbytes

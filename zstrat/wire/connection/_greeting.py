@@ -47,7 +47,7 @@ def described(hello: Hello) -> str:
 def mismatch(
     me: Hello, other: Hello, expect: tuple[str, int | None] | None = None
 ) -> ZstratError | None:
-    """Why ``me`` cannot work with ``other``, or None.
+    """Returns why ``me`` cannot work with ``other``, or None.
 
     Args:
         expect: Job and index that must answer, where the caller knows; an index of
@@ -97,7 +97,8 @@ def _is_plain(hello: Hello) -> bool:
 
 
 def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
-    """Shipped functions are byte code, which only the same Python can run."""
+    """Compares the Python versions: shipped functions are byte code, which only the
+    same Python can run."""
     if not _ships(me, other) and not _ships(other, me):
         return None
     mine, theirs = map(_minor, (me.versions, other.versions))

@@ -191,7 +191,8 @@ peer takes whether the peer reads or not."""
 
 
 class Backlog:
-    """What one peer has sent while it does not read the answers that wait for it.
+    """The messages that a peer has sent while it does not read the answers that wait
+    for it.
 
     A peer that asks on and never reads would fill the memory of the other side. So
     when more than ``most`` bytes of answers wait, its messages are kept unread, up to

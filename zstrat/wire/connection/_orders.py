@@ -15,7 +15,7 @@ Token = TypeVar("Token")
 
 
 class OrderState(enum.Enum):
-    """How far a connection is; it only goes forward."""
+    """The stages of a connection; it only goes forward."""
 
     GREETING = enum.auto()
     OPEN = enum.auto()
