@@ -27,7 +27,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics size lint pytest test-fast cluster bench bench-check scale api docs units clean
+.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers messages metrics durations size lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile

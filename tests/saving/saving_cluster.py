@@ -1,7 +1,7 @@
 """A cluster without processes: parameter servers that are objects of this test.
 
 Each variable of a server is a `LocalStorage` with what optimizers keep beside it; they
-are told of their trees, and really run. What the client is asked for goes through the
+receive their trees, and really run. What the client is asked for goes through the
 files and messages' own types.
 """
 

@@ -164,7 +164,7 @@ MODELS = {number: Model(number) for number in (1, 2)}
 X = np.arange(1, 5, dtype=np.float32)
 
 
-# What is captured, made anew of a number; what is done with it.
+# A captured value, made again of a number; what is done with it.
 KINDS = {
     "tuple": (lambda n: (4 // n, n), lambda c, x: x.reshape(c)),
     "nested": (lambda n: ((0, n - 1), (n,)), lambda c, x: jnp.pad(x, c[0]) * c[1][0]),
@@ -243,7 +243,7 @@ def of_function(f, x):
     return f(x)
 
 
-ANEW = {
+MADE_AGAIN = {
     "partial": lambda: functools.partial(Model.times, MODELS[2], by=1.0),
     "partial of jax": lambda: jax.tree_util.Partial(Model.times, MODELS[2], by=1.0),
     "another partial": lambda: Twice(lambda x: x),
@@ -254,7 +254,7 @@ ANEW = {
 
 
 @pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
-@pytest.mark.parametrize("make", ANEW.values(), ids=ANEW)
+@pytest.mark.parametrize("make", MADE_AGAIN.values(), ids=MADE_AGAIN)
 def test_one_made_anew_is_traced_for_other_shapes(two, make):
     for size in range(1, 4):
         x = np.ones(size)

@@ -1,5 +1,5 @@
 """Values that a step has lost: of one that fails on the devices, or is still making
-them when it does. Who needs one is told, who assigns one has it again."""
+them when it does. A read of one raises, an assignment makes it again."""
 
 import jax
 import jax.numpy as jnp

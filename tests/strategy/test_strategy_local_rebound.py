@@ -1,4 +1,4 @@
-"""What a replica function uses is bound anew between two calls of ``run``: a global, a
+"""What a replica function uses is bound again between two calls of ``run``: a global, a
 cell of a closure, a default or code, of itself or of what it calls. That is seen by the
 next call, and what is bound to an equal number is not traced once more."""
 
@@ -436,7 +436,7 @@ def test_signs_of_complex_zeros_are_told_apart(two, imaginary):
 
 def phases(two):
     found = []
-    for phase in (2.0, 3.0):  # bound anew in the cell of both, and of those before
+    for phase in (2.0, 3.0):  # bound again in the cell of both, and of those before
 
         def step(x):
             TRACES.append(1)

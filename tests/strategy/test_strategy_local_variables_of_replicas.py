@@ -10,7 +10,7 @@ import pytest
 import zstrat as zs
 from zstrat.strategy import Mirrored, PerReplica
 
-# One strategy is given functions that are made anew for each test.
+# One strategy is given functions that each test makes again.
 pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
 
 A = zs.VariableAggregation
