@@ -115,6 +115,7 @@ from zstrat.variables import DowncastWarning as DowncastWarning
 from zstrat.variables import IndexedSlices as IndexedSlices
 from zstrat.variables import Module as Module
 from zstrat.variables import Optimizer as Optimizer
+from zstrat.variables import Rounds as Rounds
 from zstrat.variables import ShardedVariable as ShardedVariable
 from zstrat.variables import Variable as Variable
 from zstrat.variables import VariableAggregation as VariableAggregation

@@ -28,6 +28,7 @@ from zstrat.wire import (
 )
 
 from ._fences import Fences
+from ._round_closing import RoundClosing
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
@@ -147,7 +148,8 @@ class Cluster:
         self.fences: Final[Fences] = Fences(
             session, self.client, self.ps, self._absent, timeouts.request
         )
-        self.pause: Final = SessionPause(self.fences)
+        self.rounds: Final = RoundClosing(self.client, timeouts.liveness)
+        self.pause: Final = SessionPause(self.fences, self.rounds)
 
     def _worker_session(
         self, task_number: int, place: int, address: str
@@ -227,6 +229,7 @@ class Cluster:
         if self.recovery is not None:
             await self.recovery.stop()
         await self.fences.stop()
+        await self.rounds.stop()
         if self.replication is not None:
             await self.replication.stop()
         await self._leave_tasks(exits)
@@ -249,6 +252,7 @@ class Cluster:
     def attach(self, dispatcher: Dispatcher) -> None:
         """Gives all workers to a dispatcher, and starts it."""
         self.dispatcher = dispatcher
+        self.rounds.attach(dispatcher)
         self.worker_sessions.attach(dispatcher)
         # Before it starts, so that it sends the session number that workers know.
         dispatcher.enter(self.renewal.worker_session)

@@ -97,12 +97,13 @@ class CoordinatorCore:
             errors_once=errors_once,
         )
         loop = _LoopCalls(portal)
-        self.engine = ClosureEngine(queue, loop)
+        self.engine = ClosureEngine(queue, loop, self.session.cluster.rounds)
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
             self.session.cluster.fences,
             self.session.cluster.ps,
+            self.session.cluster.rounds,
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.options.prefetch,
             worker_wait_timeout=(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ._engine import ClosureEngine
     from ._fences import Fences
     from ._queue import Closure
+    from ._round_closing import RoundClosing
     from ._values import Kept
     from ._waiting import Cancelling
     from .connecting import TaskSession
@@ -65,6 +66,7 @@ class Dispatcher:
         session: int,
         fences: Fences,
         servers: Sequence[TaskSession],
+        rounds: RoundClosing,
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -86,7 +88,7 @@ class Dispatcher:
         self.shipping = ClosureShipping(
             engine, self.members, self.turn_soon, self.worker_lost
         )
-        self.fences = fences
+        self.fences, self.rounds = fences, rounds
         self.turns, self._session = 0, session
         self._marking = Marking(session, servers)
         self._worker_wait_timeout = worker_wait_timeout
@@ -296,8 +298,16 @@ class Dispatcher:
                 layouts = {layout.layout: layout for layout in message.layouts}
                 task.layouts.update(layouts)
                 if not self._stopped:
-                    channel = self.channels[task.place]
-                    more = self.outcomes.handle(channel, message, self._now())
+                    channel, now = self.channels[task.place], self._now()
+                    # Of runs that count: others were given to another worker.
+                    contributed = [
+                        each
+                        for each in message.contributions
+                        if each.step in channel.member.in_flight
+                    ]
+                    more = self.outcomes.handle(channel, message, now)
+                    if contributed:
+                        self.rounds.contributed(task.place, contributed, now)
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
@@ -347,6 +357,8 @@ class Dispatcher:
                 idle.set()
         self._set_timer(due, now)
         self._set_alarm(now)
+        if self.rounds.is_used:
+            self.rounds.look(now)
 
     def _take_closures(self, grant: Grant, now: float) -> list[Closure]:
         if grant.alone:

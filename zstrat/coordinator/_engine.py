@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
+    from ._round_closing import RoundClosing
 
 INTERRUPT_SECONDS: Final = 1.0
 """Seconds that Ctrl-C waits for the loop to report how many closures it cancelled."""
@@ -40,8 +41,8 @@ INTERRUPT_SECONDS: Final = 1.0
 class ClosureEngine:
     """The queue with its lock, and the calls of the user that wait for closures."""
 
-    def __init__(self, queue: Queue, loop: LoopSide) -> None:
-        self.loop = loop
+    def __init__(self, queue: Queue, loop: LoopSide, rounds: RoundClosing) -> None:
+        self.loop, self.rounds = loop, rounds
         # Plain attributes, as remote values call them: fetching takes no lock.
         self.fetch_kept: Callable[[Kept], list[np.ndarray]] = loop.fetch_kept
         self.fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
@@ -110,7 +111,7 @@ class ClosureEngine:
         return Closure(call, value, name, call.claims(), site, inputs, nbytes)
 
     def join(self, timeout: float | None) -> None:
-        """Blocks until all closures scheduled so far have ended."""
+        """Blocks until all closures scheduled so far have ended, and their rounds."""
         # Closures that other threads schedule from now on are not waited for.
         with self.lock:
             mark = self.queue.steps.next
@@ -426,10 +427,17 @@ class ClosureEngine:
         ready = self._try_raise("coordinator.join")
         if ready is not None:
             return ready
-        if queue.steps.low_water >= mark:
+        rounds = self.rounds
+        if queue.steps.low_water < mark:
+            return lambda: (
+                queue.steps.low_water >= mark or queue.phase is not QueuePhase.OPEN
+            )
+        if not rounds.is_open_below(mark):
             return None
+        rounds.flush_below = max(rounds.flush_below, mark)
+        self.loop.wake()
         return lambda: (
-            queue.steps.low_water >= mark or queue.phase is not QueuePhase.OPEN
+            not rounds.is_open_below(mark) or queue.phase is not QueuePhase.OPEN
         )
 
     def _try_until(self, ready: Ready, what: str) -> Ready | None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 from zstrat.telemetry import Throughput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ._queue import Closure
 
@@ -89,6 +89,8 @@ class Member:
     """Number of resources that it is building."""
     completed: int = 0
     losses: int = 0
+    has_contributed: bool = False
+    """Whether it has contributed to the open round of an optimizer."""
     last_error: str = ""
     """The error of the last step that failed there."""
     round_trip: float = 0.0
@@ -158,6 +160,7 @@ class Members:
                 f"{MOST_IN_FLIGHT}, or None to follow the speed of each worker"
             )
         self._depth, self._prefetch = closures_in_flight, prefetch
+        self._is_paced = False
         self._roomy: dict[int, Member] = {}
         """Members that may have room, so that a turn need not look at a thousand busy
         workers."""
@@ -229,11 +232,26 @@ class Members:
     def add(self, place: int, name: str) -> Member:
         """Adds a worker, which is not connected yet."""
         assert place not in self._at, place
-        member = Member(place, name, self._depth, self._prefetch)
+        depth = MIN_DEPTH if self._depth is None and self._is_paced else self._depth
+        member = Member(place, name, depth, self._prefetch)
         member.epoch = self._epochs.pop(place, 0)
         self._at[place] = member
         self.members = [*self.members, member]
         return member
+
+    def pace(self) -> None:
+        """From now on steps contribute to rounds: each worker holds one step that runs,
+        and one that waits for the round to be closed."""
+        self._is_paced = True
+        for member in self.members:
+            if self._depth is None:
+                member.fixed_depth = MIN_DEPTH
+
+    def note_rounds(self, places: Collection[int]) -> None:
+        """Notes which workers have contributed to the open round: the others get
+        closures first."""
+        for member in self.members:
+            member.has_contributed = member.place in places
 
     def retire(self, place: int, reason: str, now: float) -> None:
         """Gives the worker no more closures. It may end those that it has."""
@@ -333,9 +351,11 @@ class Members:
             # A sound member may have no room now; better to wait for it than to fail.
             sound = any(m.is_open and not m.avoided for m in self.members)
             takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
-        if ordinary >= sum([free for _, free in takers]):
-            return grants + [Grant(member, free) for member, free in takers]
-        return grants + _level(takers, ordinary)
+        if ordinary < sum([free for _, free in takers]):
+            given = _level(takers, ordinary)
+        else:
+            given = [Grant(member, free) for member, free in takers]
+        return grants + (_in_turn(given) if self._is_paced else given)
 
     def _with_room(self) -> list[tuple[Member, int]]:
         """Returns the members that have room, and how many closures each may get."""
@@ -416,11 +436,18 @@ class Members:
         return [Grant(chosen, 1, alone=True)]
 
 
+def _in_turn(grants: Sequence[Grant]) -> list[Grant]:
+    """Gives each member one closure, then each a second one: those of one round follow
+    one another."""
+    most = max([grant.count for grant in grants], default=0)
+    return [Grant(g.member, 1) for at in range(most) for g in grants if g.count > at]
+
+
 def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member with the fewest in flight."""
     if count == 1:
         return [Grant(min([m for m, _ in takers], key=_load), 1)]
-    heap = [(len(m.in_flight), m.place, 0, free) for m, free in takers]
+    heap = [(*_load(m), 0, free) for m, free in takers]
     heapq.heapify(heap)
     given: dict[int, int] = {}
     for _ in range(count):
@@ -434,4 +461,4 @@ def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
 
 
 def _load(member: Member) -> tuple[int, int]:
-    return len(member.in_flight), member.place
+    return len(member.in_flight) + member.has_contributed, member.place

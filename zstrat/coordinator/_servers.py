@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from zstrat.ps import PsClient
     from zstrat.transport import MakeTaskLink
-    from zstrat.variables import VariableSpec
+    from zstrat.variables import Rounds, VariableSpec
     from zstrat.wire import InitialEntry
 
     from ._cluster import Cluster
@@ -215,7 +215,9 @@ class ParameterServers:
         await recovery.through(update, again=False)
 
     @repeated
-    async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+    async def create_optimizer(
+        self, optimizer: int, name: str, code: bytes, rounds: Rounds | None
+    ) -> None:
         """Creates the optimizer on all parameter servers."""
         if self._cluster.options.joins:
             await self._wait_for([], [AwaitedOptimizer(optimizer, name)], self._timeout)
@@ -224,6 +226,8 @@ class ParameterServers:
             await self.client.create_optimizer(optimizer, name, code)
         if self._inventory is not None:
             self._inventory.registered(optimizer, name, code)
+        if rounds is not None:
+            self._cluster.rounds.add(optimizer, name, rounds)
 
     @repeated
     async def read_slots(

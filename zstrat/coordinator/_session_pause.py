@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._dispatch import Dispatcher
     from ._fences import Fences
     from ._queue import Queue
+    from ._round_closing import RoundClosing
 
 T = TypeVar("T")
 
@@ -87,9 +88,9 @@ class Gate:
 class SessionPause:
     """Pauses one session, while any caller holds the pause."""
 
-    def __init__(self, fences: Fences) -> None:
+    def __init__(self, fences: Fences, rounds: RoundClosing) -> None:
         self.gate = Gate()
-        self._fences = fences
+        self._fences, self._rounds = fences, rounds
         self._holders: set[object] = set()
         self._dispatcher: Dispatcher | None = None
 
@@ -121,6 +122,7 @@ class SessionPause:
             return SessionCut()
         dispatcher.hold()
         await dispatcher.engine.rest_async()
+        await self._rounds.settle()
         await self.gate.close()
         cut = cut_of(dispatcher.queue)
         await self._fences.up_to(cut.end, cut.besides)

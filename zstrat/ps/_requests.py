@@ -247,17 +247,32 @@ def exchange(
         applied = pushed.applied
     try:
         check(message.session)  # it may have ended while the push computed
-        pulled = _pulled(store, reads, rows, arrays[operands:])
-        if isinstance(pulled, RowsPlan):
-            if not compute_short(store, pulled, INLINE):
-                yield pulled
-            pulled = store.commit(pulled)
+        pulled = yield from pull(store, reads, rows, arrays[operands:])
     except Exception as error:  # goes to the caller, as the outcome of the pull
         clock = store.counts.pushes
         return Exchanged(applied, push_error, refuse(error), [], (), clock)
-    assert isinstance(pulled, Pulled)
     versions, values, clock = pulled.versions, pulled.arrays, pulled.clock
     return Exchanged(applied, push_error, None, versions, values, clock)
+
+
+def pull(
+    store: Store,
+    reads: Sequence[Read],
+    rows: Sequence[int],
+    indices: Sequence[np.ndarray],
+) -> Running[Pulled]:
+    """Serves a pull.
+
+    Raises:
+        ZstratError: It is refused.
+    """
+    pulled = _pulled(store, reads, rows, indices)
+    if isinstance(pulled, RowsPlan):
+        if not compute_short(store, pulled, INLINE):
+            yield pulled
+        pulled = store.commit(pulled)
+    assert isinstance(pulled, Pulled)
+    return pulled
 
 
 def _pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:

@@ -14,6 +14,7 @@ from zstrat.errors import PermissionDeniedError, StaleSessionError
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
+    Contribute,
     Exchange,
     Inspect,
     Job,
@@ -21,6 +22,8 @@ from zstrat.wire import (
     Message,
     OpenLog,
     Pull,
+    PullMerged,
+    PullRound,
     PullRows,
     Push,
     PushPart,
@@ -63,6 +66,9 @@ ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     PushPart: _TRAINING,
     AskParts: _TRAINING,
     Exchange: _TRAINING,
+    Contribute: _TRAINING,
+    PullMerged: _TRAINING,
+    PullRound: _TRAINING,
     Inspect: frozenset(Job),
 }
 """Roles that may send a message; any other only a coordinator may send."""

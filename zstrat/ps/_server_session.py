@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ._joining import Joining
     from ._roles import Caller
+    from ._round_requests import RoundRequests
     from ._service_telemetry import ServiceTelemetry
     from ._serving import Serving
     from ._waiting_workers import WaitingWorkers
@@ -43,6 +44,7 @@ class ServerParts:
 
     store: Store
     serving: Serving
+    rounds: RoundRequests
     snapshots: SnapshotService
     role: ReplicaRole
     joining: Joining
@@ -196,6 +198,7 @@ class ServerSession:
         store.change_program()
         if store.log is not None:  # its backup changes with it
             store.log.append(ChangeProgram(session))
+        self._parts.rounds.wake()
         self._parts.joining.look()
         return self._opened(resumed=True)
 
@@ -216,5 +219,6 @@ class ServerSession:
         parts.snapshots.clear()
         parts.store.clear()
         parts.telemetry.reset()
+        parts.rounds.wake()
         if self._on_cleared is not None:
             self._on_cleared()

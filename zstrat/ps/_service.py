@@ -53,6 +53,7 @@ from zstrat.wire import (
 from ._joining import Joining
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
+from ._round_requests import RoundRequest, RoundRequests
 from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
@@ -146,6 +147,9 @@ class PsService:
             clock=clock,
         )
         self._steps = StepRequests(self._store, self._serving, self._require_place)
+        self._rounds = RoundRequests(
+            self._store, self._serving, self._thread, self._require_waiting
+        )
         turn, thread = self._serving.turn, self._thread
         self._snapshots = SnapshotService(
             task, self._store, turn, self._require_place, thread, make_thread
@@ -162,6 +166,7 @@ class PsService:
             connect=connect,
             clock=clock,
         )
+        self.role.on_change = self._rounds.wake
         self._joining = Joining(task, self._ownership, self._store)
         self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
         if backup_of is not None:
@@ -180,6 +185,7 @@ class PsService:
         parts = ServerParts(
             self._store,
             self._serving,
+            self._rounds,
             self._snapshots,
             self.role,
             self._joining,
@@ -252,6 +258,10 @@ class PsService:
                     self._ownership.check(message.session)
                     self._waiting_workers.answered(message)
                     return Done()
+                case _ if isinstance(message, RoundRequest):
+                    self._ownership.check(message.session)
+                    self._require_open()
+                    return self._rounds.handle(message)
                 case AskParts() | Fence() | RaiseMark():
                     self._ownership.check(message.session)
                     return self._steps.handle(message)
@@ -360,6 +370,7 @@ class PsService:
         if not quietly:
             self._joining.close(self.role.shutdown_error)
             self._waiting_workers.close(self.role.shutdown_error)
+            self._rounds.wake()
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -445,6 +456,11 @@ class PsService:
         self._ownership.check(session)
         if (objection := self.role.objection) is not None:
             raise objection
+
+    def _require_waiting(self, session: int) -> None:
+        """`_require_place`, for a request that waits for others."""
+        self._require_place(session)
+        self._require_open()
 
     def _require_open(self) -> None:
         if self._draining:

@@ -90,10 +90,12 @@ from .gradients._gradient_call import encoded as encoded
 from .gradients._gradient_call import require_servers as require_servers
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id
+from .gradients._rounds import Rounds as Rounds
 from .gradients._slots import OptimizerHandle as OptimizerHandle
 from .gradients._slots import SlotRule as SlotRule
 from .gradients._slots import SlotValues as SlotValues
 from .gradients._tree_updates import TreeStep as TreeStep
 from .gradients._tree_updates import apply_now as apply_now
 from .gradients._tree_updates import lives_here as lives_here
+from .gradients._tree_updates import merged_operands as merged_operands
 from .gradients._tree_updates import operands_of as operands_of

@@ -58,6 +58,18 @@ from ._replication_messages import OrphanedCopy as OrphanedCopy
 from ._replication_messages import PromoteBackup as PromoteBackup
 from ._replication_messages import RaiseWriterMark as RaiseWriterMark
 from ._replication_messages import StoreHosted as StoreHosted
+from ._round_messages import CloseRound as CloseRound
+from ._round_messages import Contribute as Contribute
+from ._round_messages import CopyRounds as CopyRounds
+from ._round_messages import Merged as Merged
+from ._round_messages import MergedOperands as MergedOperands
+from ._round_messages import MergeOperands as MergeOperands
+from ._round_messages import MergeRule as MergeRule
+from ._round_messages import PulledRound as PulledRound
+from ._round_messages import PullMerged as PullMerged
+from ._round_messages import PullRound as PullRound
+from ._round_messages import RoundMember as RoundMember
+from ._round_messages import RoundNumber as RoundNumber
 from ._schema import Arrays as Arrays
 from ._schema import PlainTree as PlainTree
 from ._session import AbsentPeer as AbsentPeer
@@ -96,6 +108,7 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._step_messages import StepContribution as StepContribution
 from ._task_messages import AnswerReport as AnswerReport
 from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited

@@ -102,6 +102,19 @@ class LayoutMessage(NamedTuple):
     structure: PlainTree
 
 
+class StepContribution(NamedTuple):
+    """The gradients that a run of a step has contributed to rounds of an optimizer,
+    computed from values that are at least those of the round ``base``. ``coupled``: the
+    optimizer computes operands from all gradients of a round (`MergeOperands`)."""
+
+    step: int
+    attempt: int
+    optimizer: int
+    base: int
+    weight: float
+    coupled: bool
+
+
 @message
 class Completions:
     """Reports ended closures; a notice from worker to coordinator. ``results`` are the
@@ -112,6 +125,7 @@ class Completions:
     completions: list[Completion]
     layouts: list[LayoutMessage]
     results: bytes
+    contributions: list[StepContribution]
 
 
 class PrintedText(NamedTuple):

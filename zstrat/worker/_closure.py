@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from zstrat import errors
 from zstrat.program import FLAGS_ARE_NOT_HERE, Plan, trim
-from zstrat.ps import Ref, RowsRef
+from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.telemetry import StepTimes
 from zstrat.wire import (
     Completion,
@@ -28,6 +28,7 @@ from zstrat.wire import (
     Fetched,
     LayoutMessage,
     Outcome,
+    StepContribution,
     UpdateOp,
     decode,
     encode,
@@ -82,6 +83,8 @@ class StepNotes:
     """and the seconds in between spent waiting for them."""
     clocks: Clocks | None = None
     """Clocks of the servers at its first pull."""
+    rounds: dict[int, int] | None = None
+    """The rounds that it has read, by optimizer."""
 
 
 @final
@@ -129,6 +132,8 @@ class SharedPull:
     asked: float
     clocks: Clocks = field(default_factory=dict)
     """Clocks of the servers, in the order of their answers."""
+    rounds: dict[int, int] = field(default_factory=dict)
+    """The rounds that were read, by optimizer."""
 
 
 @final
@@ -166,6 +171,16 @@ class Ending:
     layout: LayoutMessage | None = None
     data: bytes = b""
     kept: Sequence[np.ndarray] | None = None
+    contributions: Sequence[StepContribution] = ()
+
+
+class RoundPush(NamedTuple):
+    """The push of a step that contributes gradients to rounds, beside updates that the
+    servers apply at once."""
+
+    updates: list[PsUpdate]
+    gradients: list[PsUpdate]
+    contributions: list[StepContribution]
 
 
 def failed(step: int, error: BaseException) -> Ending:
@@ -213,7 +228,7 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
     Raises:
         ValueError: The coordinator would refuse it; says what to return.
     """
-    message = Completions(0, [], [layout], b"")
+    message = Completions(0, [], [layout], b"", [])
     try:
         decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
     except (TypeError, ValueError, errors.ProtocolError) as error:
@@ -315,6 +330,11 @@ class Reads(NamedTuple):
 
     refs: tuple[Ref, ...]
     rows: tuple[RowsRef, ...] = ()
+    rounds: tuple[int, ...] = ()
+    """Optimizers whose rounds the step contributes to."""
+    waits: bool = True
+    """Whether it waits for the end of the rounds to which this worker has
+    contributed."""
 
 
 @final
@@ -329,6 +349,8 @@ class Needs:
     nbytes: int
     writes: bool
     optimizes: bool
+    rounds: tuple[int, ...]
+    """Optimizers with rounds."""
     advances: int
     """Number of further pulls before a step can run."""
     blocks: tuple[int, ...]
@@ -342,7 +364,7 @@ class Catalog:
 
     def __init__(self) -> None:
         self._needs: Final = WeakKeyDictionary[Plan, Needs]()
-        self._reads: Final[dict[tuple[Ref, ...], Reads]] = {}
+        self._reads: Final[dict[Hashable, Reads]] = {}
         self._row_bytes: Final[dict[int, int]] = {}
 
     def of(self, plan: Plan) -> Needs:
@@ -356,7 +378,7 @@ class Catalog:
         """Returns the pull for what one step wants now, and the bytes of its answer;
         None: there is nothing to pull."""
         if not wanted.rows:
-            return self._whole(wanted.reads), _nbytes(wanted.reads)
+            return self._whole(wanted.reads, needs.rounds), _nbytes(wanted.reads)
         if needs.specs == wanted.reads:
             refs, nbytes = () if needs.reads is None else needs.reads.refs, needs.nbytes
         else:
@@ -366,16 +388,19 @@ class Catalog:
         )
         for spec, indices in wanted.rows:
             nbytes += len(indices) * self._row_nbytes(spec)
-        return Reads(refs, rows), nbytes
+        return Reads(refs, rows, needs.rounds), nbytes
 
     def _computed(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
+        optimizers = {rule.id: rule for _, rule in plan.targets if rule is not None}
+        rounds = tuple([n for n, rule in optimizers.items() if rule.rounds is not None])
         return Needs(
             plan.reads,
-            self._whole(plan.reads),
+            self._whole(plan.reads, rounds),
             _nbytes(plan.reads),
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
+            rounds,
             plan.levels - 1,
             tuple(
                 [
@@ -389,9 +414,13 @@ class Catalog:
             ),
         )
 
-    def _whole(self, specs: Sequence[VariableSpec]) -> Reads | None:
+    def _whole(
+        self, specs: Sequence[VariableSpec], rounds: tuple[int, ...]
+    ) -> Reads | None:
         refs = _refs(specs)
-        return self._reads.setdefault(refs, Reads(refs)) if refs else None
+        if not refs:
+            return None
+        return self._reads.setdefault((refs, rounds), Reads(refs, (), rounds))
 
     def _row_nbytes(self, spec: VariableSpec) -> int:
         nbytes = self._row_bytes.get(spec.key)

@@ -205,6 +205,8 @@ class Pipeline:
             notes.arrived = now
             notes.pulled += took
             notes.clocks = {**pull.clocks, **(notes.clocks or {})}
+            if pull.rounds:
+                notes.rounds = notes.rounds or pull.rounds
             step.values, step.error = values, error
             if step.levels and error is None:
                 self._answered.append(step)

@@ -159,6 +159,7 @@ class Reports:
             [ending.completion for ending in endings],
             list(layouts.values()),
             b"".join([ending.data for ending in endings]),
+            [each for ending in endings for each in ending.contributions],
         )
 
     def _count(self, ending: Ending) -> None:

@@ -7,12 +7,14 @@ pushes. A batch whose steps draw nothing is prepared once for all steps.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
+from zstrat.errors import NotFoundError
 from zstrat.program import (
     Function,
     Plan,
@@ -25,14 +27,17 @@ from zstrat.program import (
 )
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
-from zstrat.variables import Storage, creator
+from zstrat.variables import Storage, creator, merged_operands
+from zstrat.wire import StepContribution, UpdateOp
 
 from . import _closure
-from ._closure import Catalog, Costs, Ending, ResultLayouts
+from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
 from ._pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy as np
 
     from zstrat.config import Limits
     from zstrat.errors import ZstratError
@@ -119,6 +124,8 @@ class StepRunner:
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self._bound: Final = WeakSet[Plan]()
+        self._calls: Final[dict[int, GradientCall]] = {}
+        """A call of each optimizer, by its number."""
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
@@ -227,8 +234,11 @@ class StepRunner:
         reads, nbytes = needs.reads, needs.nbytes
         if prepared.plan.has_lookups:
             reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
-        elif not prepared.plan.draws:
+        elif not prepared.plan.draws and not needs.rounds:
             task.once = (prepared, needs)
+        if needs.rounds and reads is not None and task.context.attempt > 1:
+            # Others may wait for its round, to which this worker has contributed.
+            reads = reads._replace(waits=False)
         now = self.clock()
         self.pipeline.prepared(
             step,
@@ -256,6 +266,7 @@ class StepRunner:
         try:
             for call in plan.calls:
                 self._bind(call)
+                self._calls[call.optimizer.id] = call
         except BaseException:  # to the step, whose outcome it is
             prepared.unread()
             raise
@@ -281,7 +292,7 @@ class StepRunner:
         return now
 
     def run(self, step: ClosureStep, began: float) -> float:
-        push: list[PsUpdate] | None = None
+        push: list[PsUpdate] | RoundPush | None = None
         notes: EagerNotes | None = None
         if step.ending is not None:
             ending = step.ending
@@ -296,7 +307,7 @@ class StepRunner:
                     result = self._eager(step, task, notes)
                 else:
                     result = step.work.run(step.values or ())
-                    push = _push(result)
+                    push = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
@@ -307,6 +318,58 @@ class StepRunner:
         cost = now - began
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
+
+    def _push(
+        self, step: ClosureStep, result: StepResult
+    ) -> list[PsUpdate] | RoundPush | None:
+        updates = [
+            PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
+            for spec, op, optimizer, arrays, _ in result.updates
+        ]
+        plan: Plan = step.work.plan
+        rounds = self._catalog.of(plan).rounds
+        if not rounds:
+            return updates or None
+        found = {rule.id: rule for _, rule in plan.targets if rule is not None}
+        read = {} if step.notes is None else step.notes.rounds or {}
+        attempt = step.task.context.attempt
+        contributions = [
+            StepContribution(
+                step.number,
+                attempt,
+                optimizer,
+                read.get(optimizer, 0),
+                _weight(found[optimizer], plan, result),
+                any(
+                    update.optimizer == optimizer and update.op is UpdateOp.OPERANDS
+                    for update in updates
+                ),
+            )
+            for optimizer in rounds
+        ]
+        apart = [update for update in updates if update.optimizer not in rounds]
+        gradients = [
+            update
+            for update in updates
+            if update.optimizer in rounds and update.op is not UpdateOp.OPERANDS
+        ]
+        return RoundPush(apart, gradients, contributions)
+
+    def operands(
+        self, optimizer: int, merged: Mapping[int, tuple[np.ndarray, ...]]
+    ) -> list[np.ndarray]:
+        """Computes the operands of an optimizer from the merged gradients of a round,
+        by key of the variable.
+
+        Raises:
+            NotFoundError: No step of the optimizer has run here.
+        """
+        call = self._calls.get(optimizer)
+        if call is None:
+            raise NotFoundError(
+                f"no step of optimizer {optimizer} has run on this worker"
+            )
+        return merged_operands(call, merged)
 
     def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)
@@ -360,8 +423,19 @@ class _Refusing:
         raise ValueError(f"optimizer {optimizer} was not created on this worker")
 
 
-def _push(result: StepResult) -> list[PsUpdate] | None:
-    return [
-        PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
-        for spec, op, optimizer, arrays, _ in result.updates
-    ] or None
+def _weight(rule: OptimizerHandle, plan: Plan, result: StepResult) -> float:
+    """Returns the weight of a step's gradients in a round, by the user's function.
+
+    Raises:
+        ValueError: It is not a finite number, or negative.
+    """
+    assert rule.rounds is not None
+    if rule.rounds.weights is None:
+        return 1.0
+    weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
+    if not 0 <= weight < math.inf:
+        raise ValueError(
+            f"optimizer {rule.name!r}: Rounds(weights=) returned {weight} for the "
+            "result of a step; expected a finite number, 0 or more"
+        )
+    return weight

@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.program import BESIDE
-from zstrat.ps import PsClient
+from zstrat.ps import PsClient, RoundMembers
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
     AskClock,
@@ -38,15 +38,20 @@ from zstrat.wire import (
     Fetch,
     Fetched,
     IteratorState,
+    MergedOperands,
+    MergeOperands,
+    MergeRule,
     Message,
     MoveServer,
     PutArguments,
     PutCode,
     ResourceBuilt,
+    RoundNumber,
 )
 
 from . import _closure
 from ._capture import SessionCapture
+from ._closure import RoundPush
 from ._reports import Reports, Results
 
 if TYPE_CHECKING:
@@ -84,6 +89,7 @@ Owned = (
     | AskIteratorFit
     | DropResources
     | MoveServer
+    | MergeOperands
     | AskClock
     | BeginCapture
     | EndCapture
@@ -128,6 +134,8 @@ class WorkerSession:
         self._servers, self._counts = servers, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
+        self._after: dict[int, int] = {}
+        """By optimizer: the first round to which this worker has not contributed."""
         self._program: tuple[float, int, bool] | None = None
         """When the program last sent closures, how many it had left, and whether its
         queue was full."""
@@ -219,11 +227,24 @@ class WorkerSession:
                 return executor.submit(partial(_state, resources, number))
             case AskIteratorFit(resource=number, state=state):
                 return executor.submit(partial(_fit, resources, number, state))
+            case MergeOperands():
+                return self._merged_operands(message)
             case AskClock() | BeginCapture() | EndCapture():
                 return self._capture.serve(message)
             case _:
                 assert_never(message)
         return Done()
+
+    async def _merged_operands(self, message: MergeOperands) -> Message:
+        """Computes what an optimizer needs of all gradients of a round.
+
+        Cancellation: changes nothing.
+        """
+        rule = MergeRule(message.rule)
+        closed = RoundMembers(message.optimizer, message.number, rule, message.members)
+        merged = await self.client.pull_merged(closed)
+        operands = partial(self.runner.operands, message.optimizer, merged)
+        return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:
         """Queues closures; those that are open already are ignored."""
@@ -261,7 +282,7 @@ class WorkerSession:
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
         self._heard = now = self._clock()
-        if len(pushes) == 1 and len(pulls) == 1:
+        if len(pushes) == 1 and len(pulls) == 1 and not _is_of_round(pushes, pulls):
             self._exchange(*pushes[0], post.read_at[0], pulls[0], now)
         else:
             for (push, ending), read_at in zip(pushes, post.read_at, strict=True):
@@ -282,7 +303,7 @@ class WorkerSession:
         pull: SharedPull,
         now: float,
     ) -> None:
-        step, reads = ending.completion.step, pull.reads
+        step, (refs, rows, _, _) = ending.completion.step, pull.reads
         push = _PushUnderWay(ending, read_at, now)
         try:
             pushed, pulled = self.client.exchange(
@@ -290,7 +311,8 @@ class WorkerSession:
                 0,
                 self._low_water,
                 updates,
-                *reads,
+                refs,
+                rows,
                 clocks=(push.clocks, pull.clocks),
             )
         except Exception as error:  # goes to the coordinator as the steps' outcome
@@ -302,12 +324,15 @@ class WorkerSession:
 
     def _push(
         self,
-        updates: list[PsUpdate],
+        updates: list[PsUpdate] | RoundPush,
         ending: Ending,
         read_at: Clocks | None,
         now: float,
     ) -> None:
         step = ending.completion.step
+        if isinstance(updates, RoundPush):
+            self._contribute(updates, ending, read_at, now)
+            return
         push = _PushUnderWay(ending, read_at, now)
         try:
             future = self.client.push(
@@ -318,11 +343,35 @@ class WorkerSession:
         else:
             future.add_done_callback(partial(self._pushed, push))
 
+    def _contribute(
+        self, sent: RoundPush, ending: Ending, read_at: Clocks | None, now: float
+    ) -> None:
+        """Contributes gradients to rounds, beside other updates of the step."""
+        step = ending.completion.step
+        for each in sent.contributions:
+            self._after[each.optimizer] = each.base + 1
+        ending.contributions = sent.contributions
+        push = _PushUnderWay(ending, read_at, now)
+        try:
+            attempt = sent.contributions[0].attempt
+            parts = [self.client.contribute(step, attempt, sent.gradients)]
+            if sent.updates:
+                pushing = self.client.push(
+                    step, 0, self._low_water, sent.updates, clocks=push.clocks
+                )
+                parts.append(pushing)
+        except Exception as error:  # goes to the coordinator as this step's outcome
+            self._reports.later(_closure.failed(step, error))
+        else:
+            asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
+
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
         error, ending = _error_of(future), push.ending
         if self._closed:
             return
         if error is not None:
+            for each in ending.contributions:
+                self._after[each.optimizer] = each.base
             ending = _closure.failed(ending.completion.step, error)
         else:
             self._acknowledged(push)
@@ -343,8 +392,19 @@ class WorkerSession:
                 recorder.stale(f"ps:{ps}", behind)
 
     def _pull(self, pull: SharedPull) -> None:
+        refs, rows, rounds, waits = pull.reads
+        clocks = pull.clocks
         try:
-            future = self.client.pull(*pull.reads, clocks=pull.clocks)
+            if rounds:
+                after = [
+                    RoundNumber(each, self._after.get(each, 0) if waits else 0)
+                    for each in rounds
+                ]
+                future = self.client.pull_round(
+                    after, refs, rows, clocks=clocks, numbers=pull.rounds
+                )
+            else:
+                future = self.client.pull(refs, rows, clocks=clocks)
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._arrived(pull, None, error)
         else:
@@ -423,6 +483,14 @@ class _PushUnderWay:
     read_at: Clocks | None
     since: float
     clocks: Clocks = field(default_factory=dict)
+
+
+def _is_of_round(
+    pushes: Sequence[tuple[Any, Ending]], pulls: Sequence[SharedPull]
+) -> bool:
+    """Returns whether one of these is about rounds, so that the pull may wait longer
+    than the push."""
+    return isinstance(pushes[0][0], RoundPush) or bool(pulls[0].reads.rounds)
 
 
 def _error_of(future: asyncio.Future[Any]) -> BaseException | None:

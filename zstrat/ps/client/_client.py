@@ -21,6 +21,7 @@ from ._asking import CallPart, nothing
 from ._line import REQUEST_TIMEOUT
 from ._pushing import OwnUpdates, Pushing, exchange
 from ._reading import Known, Reading
+from ._round_client import RoundCalls
 from ._snapshot_client import SnapshotCalls
 from ._variable_client import VariableCalls
 
@@ -41,7 +42,7 @@ MEMORY: Final = 256 * 2**20
 
 
 @final
-class PsClient(VariableCalls, SnapshotCalls):
+class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     """Pulls from and pushes to all parameter servers of one session.
 
     Args:
@@ -99,8 +100,7 @@ class PsClient(VariableCalls, SnapshotCalls):
                 there; names the variable.
             NotFoundError, StaleSessionError: As the server says.
         """
-        self._forget_restarted()
-        reading = Reading(refs, rows, self._known, clocks)
+        reading = self._reading(refs, rows, clocks)
         parts = [
             CallPart(asked.ps, asked.message(self.session), Pulled, asked.take)
             for asked in reading.messages()
@@ -244,13 +244,18 @@ class PsClient(VariableCalls, SnapshotCalls):
         Returns:
             What `push` and what `pull` would have returned.
         """
-        self._forget_restarted()
         push_clocks, pull_clocks = clocks or (None, None)
         pushing = Pushing(
             self.session, step, part, low_water, updates, clocks=push_clocks
         )
-        reading = Reading(refs, rows, self._known, pull_clocks)
+        reading = self._reading(refs, rows, pull_clocks)
         return exchange(self.lines, self.session, pushing, reading, deadline)
+
+    def _reading(
+        self, refs: Sequence[Ref], rows: Sequence[RowsRef], clocks: Clocks | None
+    ) -> Reading:
+        self._forget_restarted()
+        return Reading(refs, rows, self._known, clocks)
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [

@@ -37,6 +37,8 @@ from zstrat.ps.store._ledger import UNNAMED
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
+    CloseRound,
+    Contribute,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
@@ -46,6 +48,8 @@ from zstrat.wire import (
     Inspect,
     JoinSession,
     Pull,
+    PullMerged,
+    PullRound,
     PullRows,
     Push,
     PushPart,
@@ -373,6 +377,8 @@ def _repeated(message: Message) -> Message | None:
             return Withdraw(session, keys, [])  # some may be deleted already
         case Pull() | PullRows() | AskParts() | Inspect() | JoinSession():
             return message
+        case Contribute() | CloseRound() | PullMerged() | PullRound():
+            return message  # a run contributes once, and a round is closed once
         case Fence():
             return message  # to say twice which steps are over is as good as once
         case CreateVariables() | InitializeVariables() | CreateOptimizer():

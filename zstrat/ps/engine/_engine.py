@@ -188,6 +188,23 @@ class OptimizerEngine:
             InvalidArgumentError: Gradient or operands do not fit, or the optimizer may
                 not be applied to parts of a variable and the variable is one.
         """
+        known, bound, mixed = self.require_fit(optimizer, op, held, arrays)
+        who = f"variable {held.entry.name!r}, optimizer {known.name!r}"
+        return Checked(known, bound, _taken(bound, operands, who), mixed)
+
+    def require_fit(
+        self,
+        optimizer: int,
+        op: UpdateOp,
+        held: HeldVariable,
+        arrays: Sequence[np.ndarray],
+    ) -> tuple[Registered, Bound, bool]:
+        """Checks a gradient without its operands, as `check`.
+
+        Returns:
+            The optimizer, the binding, and whether the rows are in any order but sorted
+            and distinct.
+        """
         name = held.entry.name
         known = self._registered.get(optimizer)
         if known is None:
@@ -217,7 +234,7 @@ class OptimizerEngine:
                 f"{gradient.shape}"
             )
         _require_dtype(bound, cell.dtype, gradient.dtype, who)
-        return Checked(known, bound, _taken(bound, operands, who), mixed)
+        return known, bound, mixed
 
 
 def _require_rowwise(bound: Bound, who: str) -> None:

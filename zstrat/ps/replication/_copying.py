@@ -66,6 +66,7 @@ class StoreCopy:
             *_optimizers(store),
             *_slots(store),
             *_kept(store),
+            *store.rounds.messages(),
         ]
         """Messages that make the rest, in order."""
 
@@ -81,6 +82,7 @@ _CONTENT: Final = (
     "ledger",
     "writers",
     "parts",
+    "rounds",
     "counts",
     "kept",
     "kept_optimizers",

@@ -15,6 +15,7 @@ import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
+from zstrat.ps._round_requests import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.store._cell import Cell
@@ -24,9 +25,12 @@ from zstrat.wire import (
     AskParts,
     BindOptimizer,
     ChangeProgram,
+    CloseRound,
+    Contribute,
     CopyKept,
     CopyLedger,
     CopyParts,
+    CopyRounds,
     CopySlots,
     CopyTree,
     CopyVariables,
@@ -63,6 +67,9 @@ def replay(store: Store, change: Message) -> Running[None]:
     Raises:
         ZstratError: The primary had no such error: the two stores differ.
     """
+    if isinstance(change, CloseRound):
+        yield from close_round(store, change)
+        return
     make = CHANGES.get(type(change))
     if make is None:
         raise ProtocolError(f"{type(change).__name__} is not a change of a store")
@@ -192,6 +199,7 @@ CHANGES: Final[
     RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
         mark.writer, mark.low_water
     ),
+    Contribute: lambda store, message: store.contribute(message),
     ChangeProgram: lambda store, _: store.change_program(),
     # The content of the store before the first change.
     CopyLedger: _copy_ledger,
@@ -200,6 +208,7 @@ CHANGES: Final[
     CopySlots: _copy_slots,
     CopyTree: _copy_tree,
     CopyParts: _copy_parts,
+    CopyRounds: lambda store, copied: store.rounds.copy(copied),
     CopyWhole: lambda store, _: None,  # it marks the changes before it as complete
 }
 """By the kind of a change, a function that makes it at once, or returns what has to be

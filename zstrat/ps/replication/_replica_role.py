@@ -122,6 +122,8 @@ class ReplicaRole:
         self.incarnation = incarnation
         self._notify, self._clock = notify, clock
         self._role, self._shutdown = Role.PRIMARY, Shutdown.RUNNING
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the role has changed."""
         self._view = 0
         """The newest one known to a process that is not a backup."""
         self.backup: Backup | None = None
@@ -142,6 +144,10 @@ class ReplicaRole:
         self.silence: asyncio.Future[Message] | None = None
         """What callers wait for in vain while it is SILENT."""
         self.completeness = Completeness(timeouts)
+
+    def _become(self, role: Role) -> None:
+        self._role = role
+        self.on_change()
 
     @property
     def is_serving(self) -> bool:
@@ -306,9 +312,9 @@ class ReplicaRole:
             return
         self._view = left.view
         if left.role is StoreRole.NOTHING:
-            self._role = Role.DROPPED
+            self._become(Role.DROPPED)
         elif left.role is not StoreRole.ALONE:
-            self._role = Role.REPLACED
+            self._become(Role.REPLACED)
 
     def promoted(self, remote: Caller, message: PromoteBackup) -> None:
         """Makes the process the primary, for the coordinator that has asked for it."""
@@ -346,12 +352,12 @@ class ReplicaRole:
         except BaseException:  # to the coordinator
             # In another role the backup is the primary, or an order has ended this.
             if self._role is Role.HANDING_OVER:
-                self._role = Role.PRIMARY
+                self._become(Role.PRIMARY)
             raise
-        self._role = Role.DROPPED
+        self._become(Role.DROPPED)
 
     def _begin_handing_over(self) -> None:
-        self._role = Role.HANDING_OVER
+        self._become(Role.HANDING_OVER)
 
     def give_up(self, view: int) -> None:
         """Drops its role: another process serves the store, and nothing that is here is
@@ -369,12 +375,12 @@ class ReplicaRole:
         refused it is gone, so no process has more than this one."""
         if self._role is Role.DROPPED:
             raise self.refusal
-        self._role = Role.PRIMARY
+        self._become(Role.PRIMARY)
 
     def _step_aside(self, role: Role = Role.REPLACED) -> None:
         """Nothing that waits for the backup was acknowledged, or ever will be."""
         if self._role is not Role.DROPPED:
-            self._role = role
+            self._become(role)
         self.backups.refuse(self.refusal)
 
     def _backup_lost(self, session: int, why: str) -> None:
@@ -389,7 +395,7 @@ class ReplicaRole:
         """Ends what the session had here: answers that wait for a backup fail."""
         self.backups.refuse(error)
         if self.backup is None:
-            self._role = Role.PRIMARY
+            self._become(Role.PRIMARY)
         self._view = 0
         self.completeness.end_session()
         self._stop_giving_way()
@@ -424,7 +430,7 @@ class ReplicaRole:
             await self.backups.settle(deadline)
             if is_silent:
                 if self.backups.has_backup and self._role is not Role.DROPPED:
-                    self._role = Role.REPLACED  # as the backup may be promoted
+                    self._become(Role.REPLACED)  # as the backup may be promoted
                 self.backups.abandon()
             elif self.backups.has_backup:  # it serves from now on, if any process does
                 self._step_aside()

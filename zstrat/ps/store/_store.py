@@ -13,7 +13,7 @@ for a key within a session (`_variables`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -28,6 +28,8 @@ from zstrat.ps.engine._slots import Unbound
 from zstrat.wire import (
     Again,
     AskParts,
+    CloseRound,
+    Contribute,
     DeleteVariables,
     Done,
     Exchange,
@@ -52,6 +54,7 @@ from ._ledger import Ledger, Writers
 from ._lookups import RowsPlan, rows_plan, too_many
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
+from ._rounds import OpenRounds
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ class Store:
         self.variables = HeldVariables(task)
         """The variables, for the session that is open."""
         self.ledger, self.writers = Ledger(), Writers(task)
-        self.parts = Parts(task)
+        self.parts, self.rounds = Parts(task), OpenRounds(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
         self.kept: set[int] = set()
@@ -224,7 +227,7 @@ class Store:
 
     def _forget_pushes(self) -> None:
         self.ledger, self.writers = Ledger(), Writers(self._task)
-        self.parts = Parts(self._task)
+        self.parts, self.rounds = Parts(self._task), OpenRounds(self._task)
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
         """Validates a push; changes nothing but the mark of its writer.
@@ -334,6 +337,30 @@ class Store:
         self.raise_mark(low_water)
         return applied
 
+    def contribute(self, message: Contribute) -> None:
+        """Keeps the gradients of a step for rounds. Raises as
+        `OpenRounds.contribute`."""
+        kept = self.rounds.contribute(message, self.ledger, self.variables, self.engine)
+        if kept and self.log is not None:
+            step, attempt = message.step, message.attempt
+            updates, arrays = message.updates, message.arrays
+            self.log.append(Contribute(0, step, attempt, updates, arrays))
+
+    def commit_round(self, message: CloseRound, plan: PushPlan) -> None:
+        """Commits the update of a round, which ends.
+
+        Raises:
+            StaleSessionError: The store was cleared while the plan computed.
+        """
+        self._require_current(plan)
+        for update in plan.updates:
+            update.held.version += 1
+        self.counts.pushes += 1
+        self.counts.updates += len(plan.updates)
+        self.rounds.closed(message)
+        if self.log is not None:
+            self.log.append(replace(message, session=0))
+
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
@@ -385,10 +412,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
             AlreadyExistsError: The id of an optimizer is taken by another one.
         """
-        if plan.generation != self.variables.generation:
-            raise StaleSessionError(
-                f"{self._task}: the session ended while its request was computed"
-            )
+        self._require_current(plan)
         match plan:
             case PushPlan():
                 return self._commit_push(plan)
@@ -412,6 +436,12 @@ class Store:
         if self.log is not None:
             log_plan(self.log, plan)
         return Done()
+
+    def _require_current(self, plan: Plan) -> None:
+        if plan.generation != self.variables.generation:
+            raise StaleSessionError(
+                f"{self._task}: the session ended while its request was computed"
+            )
 
     def gave_up(self, plan: object) -> None:
         """Marks the log diverged if a plan that failed has lost values."""
@@ -472,6 +502,8 @@ class Store:
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
+            "contributions": self.rounds.count,
+            "contribution_bytes": self.rounds.nbytes,
             "remembered_steps": len(self.ledger) + len(self.writers),
             "low_water": self.ledger.low_water,
         }

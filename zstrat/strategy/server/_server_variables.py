@@ -225,12 +225,21 @@ class ServerVariables(StrategyCreator):
             InvalidArgumentError: A ps refuses it; says why.
             PSUnavailableError: A ps is gone.
         """
-        code = dump_code(optimizer.transformation)
+        rounds, code = optimizer.rounds, dump_code(optimizer.transformation)
+        if rounds is not None and self._bind_workers is None:
+            raise ValueError(
+                f"optimizer {optimizer.name!r} has rounds, which a coordinator closes, "
+                "and here every worker runs the whole program: leave out rounds=, or "
+                "schedule steps with a zs.ParameterServerStrategy and a "
+                "zs.ClusterCoordinator"
+            )
         with self._lock:
             self._withdraw()
             with self._numbers.taking():
                 number = self._numbers.optimizer()
-                work = self._servers.create_optimizer(number, optimizer.name, code)
+                work = self._servers.create_optimizer(
+                    number, optimizer.name, code, rounds
+                )
                 self._session.run(work, "creating an optimizer")
         return number
 

@@ -22,6 +22,7 @@ from zstrat.variables._variable import Variable
 from ._gradient_call import BindsAsync, GradientCall, require_servers, seen
 from ._gradients_given import given_pairs, given_tree
 from ._optimizer_state import Hyperparameters, assign_state, state_of
+from ._rounds import Rounds
 from ._slots import SlotInfo
 from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
@@ -50,6 +51,8 @@ class Optimizer:
         params: The tree of variables that it updates: paths, labels and masks refer to
             this tree, and the constructor refuses what it cannot do with it. Without
             it, the tree is that of each ``apply_gradients``.
+        rounds: Applies the gradients of several steps as one update, for synchronous
+            training on parameter servers. Default: each step is an update.
         count_iterations: Also keep TF's ``iterations``: an int32 variable that grows by
             one with each ``apply_gradients``. It is one more (small) update per step.
 
@@ -65,6 +68,7 @@ class Optimizer:
         name: str | None = None,
         *,
         params: Any = None,
+        rounds: Rounds | None = None,
         count_iterations: bool = False,
     ) -> None:
         from zstrat.optimizers import RandomNumbers, checked
@@ -73,6 +77,10 @@ class Optimizer:
         """The name of the optimizer in errors."""
         if not isinstance(self.name, str):
             raise TypeError(f"name={name!r:.80}: expected a string")
+        if not isinstance(rounds, Rounds | None):
+            raise TypeError(f"rounds={rounds!r:.80}: expected a zs.Rounds")
+        self.rounds = rounds
+        """When the gradients of several steps become one update."""
         self.iterations: Variable | None = None
         """Number of calls of `apply_gradients` so far; None without
         ``count_iterations``."""
@@ -90,6 +98,12 @@ class Optimizer:
         )
         """Unique in the session; negative for an optimizer of this process."""
         try:
+            if rounds is not None and self.id < 0:
+                raise ValueError(
+                    f"optimizer {self.name!r} has rounds, which need parameter "
+                    "servers: create it in the scope of a "
+                    "zs.ParameterServerStrategy, or leave out rounds="
+                )
             if tree is not None:
                 self._require_possible(*tree)
             if count_iterations:
@@ -196,6 +210,8 @@ class Optimizer:
         """
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
+        if self.rounds is not None:
+            self.rounds.require(call, in_step=recording is not None)
         if recording is None:
             apply_now(call, counts=True)
         else:
@@ -212,6 +228,8 @@ class Optimizer:
         Cancellation: some of the gradients may have been applied.
         """
         call = self._call(grads, variables, extra, is_reduced=False)
+        if self.rounds is not None:
+            self.rounds.require(call, in_step=False)
         await apply_now_async(call)
         self._has_moved(call)
 
@@ -437,7 +455,7 @@ class Optimizer:
         if self._tree is not None:
             structure, targets = self._tree
             params = structure.treedef.unflatten(targets)
-        state = (self.id, self.name, self.is_local, self.iterations)
+        state = (self.id, self.name, self.is_local, self.iterations, self.rounds)
         return _handle, (*state, self._transformation, self._random, params)
 
     def __repr__(self) -> str:
@@ -454,6 +472,7 @@ def _handle(
     name: str,
     is_local: bool,
     iterations: Variable | None,
+    rounds: Rounds | None,
     transformation: Any,
     random: RandomNumbers,
     params: Any,
@@ -461,6 +480,7 @@ def _handle(
     handle = object.__new__(Optimizer)
     handle.id, handle.name, handle.is_local = optimizer, name, is_local
     handle.iterations, handle._transformation = iterations, transformation
+    handle.rounds = rounds
     handle._random = random
     handle._params = params
     handle._forget_traces()

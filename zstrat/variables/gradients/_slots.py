@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
+    from ._rounds import Rounds
+
 
 class OptimizerHandle(Protocol):
     """An optimizer, as storages, recorders and slots know it."""
@@ -32,6 +34,9 @@ class OptimizerHandle(Protocol):
 
     @property
     def transformation(self) -> Any: ...
+
+    @property
+    def rounds(self) -> Rounds | None: ...
 
     def slot_rule(self, variable: Any) -> SlotRule:
         """Returns what the optimizer keeps for a variable of this process.

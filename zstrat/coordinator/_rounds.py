@@ -1,0 +1,180 @@
+"""`OptimizerRounds`: decides which contributions are the members of a round, and when
+it closes. Without clock or socket.
+
+The law of this file: a contribution that was accepted is a member of exactly one round,
+or is counted as dropped. Only here is it decided which; the parameter servers are given
+the members, so no two of them differ.
+
+    OPEN ──all workers have contributed, or the grace is over──▶ CLOSING
+      ▲                                                            │
+      └──────────────── all servers have applied it ───────────────┘
+
+While a round is closing, contributions are to the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from zstrat.telemetry import Throughput
+from zstrat.wire import RoundMember
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from zstrat.variables import Rounds
+    from zstrat.wire import PlainTree, StepContribution
+
+
+class Contributed(NamedTuple):
+    """A contribution: the worker, when it was reported, and what the servers know."""
+
+    worker: int
+    at: float
+    member: RoundMember
+
+
+class ClosingRound(NamedTuple):
+    """A round that is to be closed. ``coupled``: it needs operands of all gradients."""
+
+    number: int
+    members: list[RoundMember]
+    coupled: bool
+
+
+@dataclass(slots=True)
+class WorkerRounds:
+    """What rounds know of one worker."""
+
+    dropped: int = 0
+    """Contributions that came too late."""
+    last: int = 0
+    """Rounds that it was the last to contribute to."""
+    held: float = 0.0
+    """Seconds that rounds waited for it alone."""
+
+
+@final
+@dataclass(slots=True)
+class OptimizerRounds:
+    """The rounds of one optimizer. Workers are known by their place."""
+
+    optimizer: int
+    name: str
+    policy: Rounds
+    number: int = 0
+    """The open round: how many were closed."""
+    is_closing: bool = False
+    """Whether the round before the open one is being applied."""
+    coupled: bool = False
+    """Whether the optimizer computes operands from all gradients of a round."""
+    workers: dict[int, WorkerRounds] = field(default_factory=dict)
+    rate: Throughput = field(default_factory=Throughput)
+    _members: dict[int, Contributed] = field(default_factory=dict)
+    """Contributions to the open round, by step."""
+    _enough_at: float | None = None
+    """When the open round could do without the others."""
+
+    def contributed(self, worker: int, given: StepContribution, now: float) -> None:
+        """Takes a contribution that all servers have."""
+        of_worker = self.workers.setdefault(worker, WorkerRounds())
+        self.coupled |= given.coupled
+        if given.base < self.number and self.policy.late == "drop":
+            of_worker.dropped += 1
+            return
+        member = RoundMember(given.step, given.attempt, given.weight)
+        self._members[given.step] = Contributed(worker, now, member)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose contributions wait."""
+        return list(self._members)
+
+    def is_open_below(self, step: int) -> bool:
+        """Returns whether a contribution of a step below ``step`` waits. From any
+        thread."""
+        return any(each < step for each in self.steps)
+
+    def has(self, worker: int) -> bool:
+        """Returns whether the worker has contributed to the open round."""
+        return any(each.worker == worker for each in self._members.values())
+
+    def size(self, there: int) -> int:
+        """Returns the number of contributions that a round waits for, of ``there``
+        workers."""
+        return self.policy.workers or there
+
+    def enough(self, there: int) -> int:
+        """Returns the number of contributions that a round needs."""
+        return max(1, self.size(there) - self.policy.backup)
+
+    def due(self, there: int, now: float) -> float | None:
+        """Returns when the open round is to be closed; None: it waits for more
+        contributions."""
+        count = len(self._members)
+        if self.is_closing or count < self.enough(there):
+            self._enough_at = None
+            return None
+        if count >= self.size(there):
+            return now
+        if self._enough_at is None:
+            self._enough_at = now
+        return self._enough_at + self.policy.grace
+
+    def close(self) -> ClosingRound:
+        """Closes the open round with the contributions that there are."""
+        assert not self.is_closing, self.name
+        found = list(self._members.values())
+        self._note_wait(found)
+        closing = ClosingRound(
+            self.number,
+            sorted([each.member for each in found]),
+            self.coupled,
+        )
+        self._members, self._enough_at = {}, None
+        self.number, self.is_closing = self.number + 1, True
+        return closing
+
+    def closed(self, now: float) -> None:
+        """Notes that all servers have applied the round."""
+        self.is_closing = False
+        self.rate.mark(now, self.number - 1, self.number)
+
+    def restart(self) -> int:
+        """Begins again with the first round, as the servers were emptied; returns how
+        many contributions are lost."""
+        lost = len(self._members)
+        self.number, self.is_closing = 0, False
+        self._members, self._enough_at = {}, None
+        return lost
+
+    def missing(self, there: Collection[int]) -> list[int]:
+        """Returns the workers of ``there`` that have not contributed to the open
+        round."""
+        here = {each.worker for each in self._members.values()}
+        return [place for place in there if place not in here]
+
+    def _note_wait(self, found: list[Contributed]) -> None:
+        if len(found) < 2:
+            return
+        *_, before, last = sorted(found, key=lambda each: each.at)
+        known = self.workers[last.worker]
+        known.last += 1
+        known.held += last.at - before.at
+
+    def metrics(self, now: float) -> dict[str, PlainTree]:
+        """Returns the numbers of the rounds, for `ClusterCoordinator.metrics`."""
+        dropped = Counter({w: each.dropped for w, each in self.workers.items()})
+        return {
+            "closed": self.number - self.is_closing,
+            "waiting": len(self._members),
+            "per_s": self.rate.rate(now, self.number),
+            "dropped": {f"worker:{w}": n for w, n in dropped.items() if n},
+            "waited_for": {
+                f"worker:{w}": {"rounds": each.last, "seconds": each.held}
+                for w, each in self.workers.items()
+                if each.last
+            },
+        }

@@ -1,0 +1,129 @@
+"""`Rounds`: an optimizer on parameter servers applies the gradients of several steps as
+one update.
+
+After Chen et al., "Revisiting Distributed Synchronous SGD" (2016), which TensorFlow has
+as `SyncReplicasOptimizer`; but with one member set for all servers.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.wire import MergeRule
+
+from ._gradient_call import line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._gradient_call import GradientCall
+
+_RULES: Final = {"mean": MergeRule.MEAN, "sum": MergeRule.SUM, "rda": MergeRule.RDA}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """When the gradients of several steps become one update, and of which steps.
+
+    Each step contributes its gradients to a round of the optimizer, and each worker
+    contributes to a round once. A round is closed, on all parameter servers with the
+    same contributions, when all workers have contributed. With ``backup`` it is closed
+    as soon as all but so many have. Then the next step of a worker reads the new
+    values.
+
+    Args:
+        workers: The number of contributions to a round. Default: that of the workers
+            that there are at that moment.
+        backup: How many of them a round does without, if they come late.
+        grace: Seconds that a round waits for the last ``backup`` contributions.
+        late: What becomes of a contribution to a round that is closed. "drop": it has
+            no effect, and is counted in ``coordinator.metrics()``. "next": it counts
+            for the round that is open.
+        merge: "mean": the weighted mean of the gradients, where one that a step does
+            not have counts as zeros. "sum": their sum. "rda": the mean of their norms
+            times the direction of the mean of their directions, for each variable by
+            itself (Douillard et al., 2026); rows of tables are averaged.
+        weights: Called on the worker with the result of a step, as arrays of numpy;
+            returns its weight. Default: 1.
+
+    Raises:
+        ValueError: An argument is not valid.
+    """
+
+    workers: int | None = None
+    backup: int = 0
+    grace: float = 0.0
+    late: str = "drop"
+    merge: str = "mean"
+    weights: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "backup"):
+            value = getattr(self, name)
+            if value is None and name == "workers":
+                continue
+            try:
+                count = operator.index(value)
+            except TypeError:
+                count = -1
+            if count < (name == "workers"):
+                raise ValueError(
+                    f"Rounds({name}={value!r:.80}): expected a whole number"
+                    f"{', 1 or more, or None' if name == 'workers' else ', 0 or more'}"
+                )
+            object.__setattr__(self, name, count)
+        if self.workers is not None and self.backup >= self.workers:
+            raise ValueError(
+                f"Rounds(workers={self.workers}, backup={self.backup}): a round needs "
+                "a contribution, so backup has to be less than workers"
+            )
+        if not isinstance(self.grace, int | float) or not 0 <= self.grace < 1e9:
+            raise ValueError(
+                f"Rounds(grace={self.grace!r:.80}): expected seconds, 0 or more"
+            )
+        if self.late not in ("drop", "next"):
+            raise ValueError(
+                f"Rounds(late={self.late!r:.80}): expected 'drop' or 'next'"
+            )
+        if self.merge not in _RULES:
+            raise ValueError(
+                f"Rounds(merge={self.merge!r:.80}): expected 'mean', 'sum' or 'rda'"
+            )
+        if self.weights is not None and not callable(self.weights):
+            raise ValueError(
+                f"Rounds(weights={self.weights!r:.80}): expected a function of the "
+                "result of a step, or None"
+            )
+
+    @property
+    def rule(self) -> MergeRule:
+        """How gradients are merged, as parameter servers know it."""
+        return _RULES[self.merge]
+
+    def require(self, call: GradientCall, *, in_step: bool) -> None:
+        """Refuses gradients that cannot be contributed to a round.
+
+        Raises:
+            ValueError: It is not in a step, or cannot be merged.
+        """
+        who = f"{line_of(call)}optimizer {call.optimizer.name!r} has rounds, "
+        if not in_step:
+            raise ValueError(
+                f"{who}which collect the gradients of steps: call apply_gradients in "
+                "a zs.function without eager=True that the coordinator schedules"
+            )
+        if call.extras.kinds or call.extras.static:
+            raise ValueError(
+                f"{who}and its update takes further arguments, which are not merged: "
+                "leave them out, or leave out rounds="
+            )
+        if self.rule is MergeRule.RDA:
+            for leaf, target, sparse, _ in call.leaves():
+                if len(target.components) > 1 and not sparse:
+                    raise ValueError(
+                        f"{who}and merge='rda' needs the norm of a whole gradient, but "
+                        f"{call.words(leaf)} is sharded: use merge='mean', or leave "
+                        "the variable whole"
+                    )

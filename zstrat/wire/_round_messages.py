@@ -1,0 +1,162 @@
+"""Messages about rounds: contributions of steps, and the orders that close a round.
+
+A *round* of an optimizer collects the gradients of several steps and applies them as
+one update. Its *number* is how many rounds of the optimizer were closed before. The
+coordinator alone decides which contributions are the *members* of a round, and orders
+the same on every parameter server.
+"""
+
+import enum
+from typing import ClassVar, NamedTuple
+
+from ._schema import Arrays, message
+from ._variable_messages import Read, Update
+
+
+class MergeRule(enum.IntEnum):
+    """How the gradients of a round become one; w are the weights of its members."""
+
+    MEAN = 0  # sum of w times gradient, over the sum of w
+    SUM = 1  # sum of w times gradient
+    RDA = 2  # mean of norms times the direction of the mean of directions, by leaf
+
+
+class RoundNumber(NamedTuple):
+    """A round of an optimizer."""
+
+    optimizer: int
+    number: int
+
+
+@message
+class Contribute:
+    """Keeps the gradients of a step for rounds. Answered by `Done`. The newest
+    ``attempt`` of a step replaces earlier ones. Every update has an optimizer."""
+
+    kind: ClassVar = 118
+    session: int
+    step: int
+    attempt: int
+    updates: list[Update]
+    arrays: Arrays
+
+
+class RoundMember(NamedTuple):
+    """A contribution to a round: the run of a step, and its weight."""
+
+    step: int
+    attempt: int
+    weight: float
+
+
+@message
+class CloseRound:
+    """Applies the contributions of ``members``, merged in this order, as one update of
+    the optimizer; sent by a coordinator. Answered by `Done`, also if it was closed
+    before. Without members it changes no variable.
+
+    Drops contributions of steps below ``over`` that are neither members nor ``kept``
+    for a later round. ``arrays`` are the operands that the optimizer computes from all
+    merged gradients, if it needs any (`MergeOperands`).
+    """
+
+    kind: ClassVar = 119
+    session: int
+    optimizer: int
+    number: int
+    rule: int
+    members: list[RoundMember]
+    kept: list[int]
+    over: int
+    arrays: Arrays
+
+
+@message
+class PullMerged:
+    """Reads the merged gradients of members of the open round, which is closed later.
+    Answered by `Merged`."""
+
+    kind: ClassVar = 120
+    session: int
+    optimizer: int
+    number: int
+    rule: int
+    members: list[RoundMember]
+
+
+@message
+class Merged:
+    """Answers `PullMerged` with an update for each variable that has a gradient."""
+
+    kind: ClassVar = 121
+    updates: list[Update]
+    arrays: Arrays
+
+
+@message
+class PullRound:
+    """Reads as `PullRows`, when all rounds before those of ``after`` are closed.
+    Answered by `PulledRound`; until then it waits without a limit."""
+
+    kind: ClassVar = 122
+    session: int
+    after: list[RoundNumber]
+    reads: list[Read]
+    rows: list[int]
+    arrays: Arrays
+
+
+@message
+class PulledRound:
+    """Answers `PullRound`, as `Pulled`. ``numbers``: for each of ``after`` the round
+    that was open when the values were read."""
+
+    kind: ClassVar = 123
+    numbers: list[int]
+    versions: list[int]
+    arrays: Arrays
+    clock: int
+
+
+@message
+class MergeOperands:
+    """Asks a worker for the operands that an optimizer computes from all merged
+    gradients of a round (a global norm); sent by a coordinator. Answered by
+    `MergedOperands`. The worker must have run a step of the optimizer."""
+
+    kind: ClassVar = 124
+    session: int
+    optimizer: int
+    number: int
+    rule: int
+    members: list[RoundMember]
+
+
+@message
+class MergedOperands:
+    """Answers `MergeOperands`."""
+
+    kind: ClassVar = 125
+    arrays: Arrays
+
+
+@message
+class CopyRounds:
+    """The open round of each optimizer of a store, for its backup. Contributions follow
+    as `Contribute`."""
+
+    kind: ClassVar = 126
+    rounds: list[RoundNumber]
+
+
+RoundMessage = (
+    Contribute
+    | CloseRound
+    | PullMerged
+    | Merged
+    | PullRound
+    | PulledRound
+    | MergeOperands
+    | MergedOperands
+    | CopyRounds
+)
