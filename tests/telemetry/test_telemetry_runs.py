@@ -220,3 +220,4 @@ def test_a_killed_worker_is_seen_to_be_lost(cluster, trained):
     assert metrics["slowest"]["task"] == "worker:0"
     assert metrics["slowest"]["why"].startswith("is lost: ")
     assert any(task == "program" for _, task, _, _ in metrics["logs"])
+    cluster.restart("worker:0")  # for other tests, in whatever order they run

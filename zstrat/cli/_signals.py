@@ -38,6 +38,11 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """Returns the exit code of a program that a signal ended, as in a shell."""
+    return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+
+
 @contextlib.contextmanager
 def handled_by(callback: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Calls ``callback`` on the running loop for each of the signals in the block.

@@ -19,7 +19,7 @@ from zstrat.launch import GPUS_BY_NODE, requeue, run_with_cluster, slurm, slurm_
 from zstrat.signals import handle
 
 from ._options import failures, folder, settings
-from ._signals import as_interrupts
+from ._signals import as_interrupts, exit_code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,8 +152,8 @@ def _run_here(
             code = run_with_cluster(fleet.spec, fleet.keys, [sys.executable, *program])
     except _EndSoonError:
         code = TRY_AGAIN
-    except KeyboardInterrupt:
-        return 128 + signal.SIGTERM
+    except KeyboardInterrupt as interrupt:
+        return exit_code_of(interrupt)
     if code == TRY_AGAIN:
         job = environment().get("SLURM_JOB_ID", "")
         problem = requeue(job)

@@ -27,7 +27,7 @@ from zstrat.signals import handle
 
 from ._cluster import how_to_connect, toml
 from ._options import QueueingCommand, fail, failures, settings
-from ._signals import as_interrupts
+from ._signals import as_interrupts, exit_code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +95,8 @@ def up(
             code = _up(hosts, ps, workers, folder, program, alone=alone)
     except KeyboardInterrupt as interrupt:
         click.echo("interrupted; all tasks stopped")
-        code = _code(interrupt) if program else 0  # without a program: a normal end
+        # Without a program: a normal end.
+        code = exit_code_of(interrupt) if program else 0
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     sys.exit(code)
@@ -170,11 +171,6 @@ def _stopped_at_end(fleet: Fleet, folder: Path) -> Iterator[None]:
             clear(folder)
 
 
-def _code(interrupt: KeyboardInterrupt) -> int:
-    """Returns the exit code of a program that a signal ended, as in a shell."""
-    return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-
-
 def _redirect_output(log: Path) -> None:
     """Redirects standard output and standard error to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -203,7 +199,7 @@ def _detach(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt as interrupt:
             process.terminate()
             click.echo(process.communicate()[0], nl=False)
-            return _code(interrupt)
+            return exit_code_of(interrupt)
         return process.wait() or 1
 
 
