@@ -28,7 +28,6 @@ from zstrat.wire import (
 )
 
 from ._fences import Fences
-from ._round_closing import RoundClosing
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
@@ -46,6 +45,7 @@ from .membership import Membership
 from .membership._turnover import Turnover, WorkerSessions
 from .recovery import Recovery, SessionRenewal
 from .replication import Replication, StoreMoves
+from .rounds import RoundClosing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +148,7 @@ class Cluster:
         self.fences: Final[Fences] = Fences(
             session, self.client, self.ps, self._absent, timeouts.request
         )
-        self.rounds: Final = RoundClosing(self.client, timeouts.liveness)
+        self.rounds: Final[RoundClosing] = RoundClosing(self.client, timeouts.liveness)
         self.pause: Final = SessionPause(self.fences, self.rounds)
 
     def _worker_session(
@@ -252,7 +252,7 @@ class Cluster:
     def attach(self, dispatcher: Dispatcher) -> None:
         """Gives all workers to a dispatcher, and starts it."""
         self.dispatcher = dispatcher
-        self.rounds.attach(dispatcher)
+        self.rounds.attach(dispatcher.parts)
         self.worker_sessions.attach(dispatcher)
         # Before it starts, so that it sends the session number that workers know.
         dispatcher.enter(self.renewal.worker_session)

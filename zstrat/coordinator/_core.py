@@ -97,7 +97,7 @@ class CoordinatorCore:
             errors_once=errors_once,
         )
         loop = _LoopCalls(portal)
-        self.engine = ClosureEngine(queue, loop, self.session.cluster.rounds)
+        self.engine = ClosureEngine(queue, loop, self.session.cluster.rounds.rounds)
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
@@ -106,6 +106,7 @@ class CoordinatorCore:
             self.session.cluster.rounds,
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.options.prefetch,
+            staleness=self.session.staleness,
             worker_wait_timeout=(
                 WORKER_WAIT_SECONDS
                 if worker_wait_timeout is None
@@ -197,6 +198,8 @@ class CoordinatorCore:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "rounds": cluster.rounds.rounds.metrics(self.portal.loop.time()),
+            "largest_lead": dispatcher.members.largest_lead,
             "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
             "fetches": self.engine.waiters.fetches,
             "traces": self.calls.traces,

@@ -36,6 +36,7 @@ from ._queue import QueueLeft
 from ._resources import Builder
 from ._run_status import short
 from ._shipping import ClosureShipping, WorkerChannel
+from .rounds import CoordinatorParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from ._engine import ClosureEngine
     from ._fences import Fences
     from ._queue import Closure
-    from ._round_closing import RoundClosing
     from ._values import Kept
     from ._waiting import Cancelling
     from .connecting import TaskSession
+    from .rounds import RoundClosing
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -70,10 +71,11 @@ class Dispatcher:
         *,
         closures_in_flight: int | None,
         prefetch: int,
+        staleness: int | None,
         worker_wait_timeout: float,
     ) -> None:
         self.engine, self.queue = engine, engine.queue
-        self.members = Members((), closures_in_flight, prefetch)
+        self.members = Members((), closures_in_flight, prefetch, staleness)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
         """By place of the worker."""
@@ -96,6 +98,13 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._desertion_timer: asyncio.TimerHandle | None = None
         self._stopped = False
+
+    @property
+    def parts(self) -> CoordinatorParts:
+        """What rounds use of it."""
+        return CoordinatorParts(
+            self.engine, self.members, self.channels, self.turn_soon
+        )
 
     def start(self) -> None:
         """Starts with the workers that have joined."""
@@ -357,7 +366,7 @@ class Dispatcher:
                 idle.set()
         self._set_timer(due, now)
         self._set_alarm(now)
-        if self.rounds.is_used:
+        if self.rounds.rounds:
             self.rounds.look(now)
 
     def _take_closures(self, grant: Grant, now: float) -> list[Closure]:

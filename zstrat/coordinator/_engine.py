@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
-    from ._round_closing import RoundClosing
+    from .rounds._optimizer_rounds import SessionRounds
 
 INTERRUPT_SECONDS: Final = 1.0
 """Seconds that Ctrl-C waits for the loop to report how many closures it cancelled."""
@@ -41,7 +41,7 @@ INTERRUPT_SECONDS: Final = 1.0
 class ClosureEngine:
     """The queue with its lock, and the calls of the user that wait for closures."""
 
-    def __init__(self, queue: Queue, loop: LoopSide, rounds: RoundClosing) -> None:
+    def __init__(self, queue: Queue, loop: LoopSide, rounds: SessionRounds) -> None:
         self.loop, self.rounds = loop, rounds
         # Plain attributes, as remote values call them: fetching takes no lock.
         self.fetch_kept: Callable[[Kept], list[np.ndarray]] = loop.fetch_kept

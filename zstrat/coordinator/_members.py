@@ -78,6 +78,9 @@ class Member:
     """Grows with each connection."""
     in_flight: dict[int, Closure] = field(default_factory=dict)
     """By step, in the order of dispatch."""
+    started: int = 0
+    """Closures that it got and did not give back, from the number on that the slowest
+    worker had ended when it joined."""
     alone: bool = False
     """Whether it runs a suspect, which runs alone."""
     retired: bool = False
@@ -115,6 +118,11 @@ class Member:
         return min(at_work + round(self.rate * ahead), max(at_work, MAX_DEPTH))
 
     @property
+    def finished(self) -> int:
+        """Those of `started` that have ended: its clock for bounded staleness."""
+        return self.started - len(self.in_flight)
+
+    @property
     def is_open(self) -> bool:
         """Whether it may get closures."""
         return self.state is MemberState.OPEN and not self.retired
@@ -144,13 +152,20 @@ class Grant:
 
 
 class Members:
-    """All workers of the session. Each one prefetches ``prefetch`` steps."""
+    """All workers of the session. Each one prefetches ``prefetch`` steps.
+
+    Args:
+        staleness: A worker gets its closure c + staleness + 1 when every usable worker
+            has ended c of them (Ho et al., "More Effective Distributed ML via a Stale
+            Synchronous Parallel Parameter Server", 2013). None: no such bound.
+    """
 
     def __init__(
         self,
         names: Sequence[str],
         closures_in_flight: int | None = None,
         prefetch: int = 0,
+        staleness: int | None = None,
     ) -> None:
         if closures_in_flight is not None and not (
             1 <= closures_in_flight <= MOST_IN_FLIGHT
@@ -160,7 +175,9 @@ class Members:
                 f"{MOST_IN_FLIGHT}, or None to follow the speed of each worker"
             )
         self._depth, self._prefetch = closures_in_flight, prefetch
-        self._is_paced = False
+        self._is_paced, self._staleness = False, staleness
+        self.largest_lead = 0
+        """The most closures by which a worker that got one was ahead of the slowest."""
         self._roomy: dict[int, Member] = {}
         """Members that may have room, so that a turn need not look at a thousand busy
         workers."""
@@ -283,6 +300,8 @@ class Members:
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
+        others = [each.finished for each in self.usable if each is not member]
+        member.started = min(others, default=member.finished)
         return member.epoch
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
@@ -359,10 +378,19 @@ class Members:
 
     def _with_room(self) -> list[tuple[Member, int]]:
         """Returns the members that have room, and how many closures each may get."""
+        if (staleness := self._staleness) is not None:
+            # Any of them may have room when the slowest has ended a closure.
+            most = self._slowest() + staleness + 1
+            bounded = [(m, min(m.free, most - m.started)) for m in self.members]
+            return [(member, free) for member, free in bounded if free > 0]
         roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
         roomy.sort(key=lambda pair: pair[0].place)
         self._roomy = {member.place: member for member, _ in roomy}
         return roomy
+
+    def _slowest(self) -> int:
+        """Returns how many closures the slowest usable worker has ended."""
+        return min([member.finished for member in self.usable], default=0)
 
     def dispatched(
         self,
@@ -383,6 +411,10 @@ class Members:
             self._throughput.mark(now, 0, 0)
         for closure in closures:
             member.in_flight[closure.step] = closure
+        member.started += len(closures)
+        if self._staleness is not None:
+            lead = member.started - self._slowest() - 1
+            self.largest_lead = max(self.largest_lead, lead)
 
     def ended(self, member: Member, count: int, now: float) -> None:
         """Notes that ``count`` closures of the member ended. Call this whenever it has

@@ -173,6 +173,7 @@ class Outcomes:
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
+            member.started -= 1
             settle(queue.retry(closure, now, HANDBACK_DELAY, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.place, error.reason, now)

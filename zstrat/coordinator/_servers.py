@@ -216,7 +216,7 @@ class ParameterServers:
 
     @repeated
     async def create_optimizer(
-        self, optimizer: int, name: str, code: bytes, rounds: Rounds | None
+        self, optimizer: int, name: str, code: bytes, rounds: Rounds | None = None
     ) -> None:
         """Creates the optimizer on all parameter servers."""
         if self._cluster.options.joins:

@@ -71,6 +71,8 @@ class ClusterSession:
         self.servers = ParameterServers(cluster, settings.timeouts.request)
         self.core: Any = None
         """The `CoordinatorCore` of this session, if there is one. Guarded by `lock`."""
+        self.staleness: int | None = None
+        """By how many steps a worker may be ahead of the slowest; None: any."""
         self.taken_over: str | None = None
         """Message that names the strategy of this program that took the cluster
         over."""

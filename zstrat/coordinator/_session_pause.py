@@ -13,7 +13,7 @@ variables of the session.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.wire import StepRun
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from ._dispatch import Dispatcher
     from ._fences import Fences
     from ._queue import Queue
-    from ._round_closing import RoundClosing
+    from .rounds import RoundClosing
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCut:
-    """The steps that were applied: all below ``end``, and the runs ``besides``."""
+    """The steps that have ended: all below ``end``, and the runs ``besides``. So many
+    of them are ``waiting`` for the round to which they have contributed."""
 
     end: int = 1
     besides: tuple[StepRun, ...] = ()
+    waiting: int = 0
 
 
 def cut_of(queue: Queue) -> SessionCut:
@@ -124,7 +126,7 @@ class SessionPause:
         await dispatcher.engine.rest_async()
         await self._rounds.settle()
         await self.gate.close()
-        cut = cut_of(dispatcher.queue)
+        cut = replace(cut_of(dispatcher.queue), waiting=self._rounds.rounds.waiting)
         await self._fences.up_to(cut.end, cut.besides)
         return cut
 

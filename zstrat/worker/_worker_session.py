@@ -354,12 +354,15 @@ class WorkerSession:
         push = _PushUnderWay(ending, read_at, now)
         try:
             attempt = sent.contributions[0].attempt
-            parts = [self.client.contribute(step, attempt, sent.gradients)]
+            parts: list[asyncio.Future[Any]] = [
+                self.client.contribute(step, attempt, sent.gradients)
+            ]
             if sent.updates:
-                pushing = self.client.push(
-                    step, 0, self._low_water, sent.updates, clocks=push.clocks
+                parts.append(
+                    self.client.push(
+                        step, 0, self._low_water, sent.updates, clocks=push.clocks
+                    )
                 )
-                parts.append(pushing)
         except Exception as error:  # goes to the coordinator as this step's outcome
             self._reports.later(_closure.failed(step, error))
         else:

@@ -89,14 +89,16 @@ class LoopCoordinator:
             wait: Seconds without any worker until closures fail.
         """
         queue = Queue(max_attempts=max_attempts, first_step=self._first_step)
-        self._engine = ClosureEngine(queue, self)
+        self._engine = ClosureEngine(queue, self, self.cluster.rounds.rounds)
         self._dispatcher = Dispatcher(
             self._engine,
             self.cluster.session,
             self.cluster.fences,
             self.cluster.ps,
+            self.cluster.rounds,
             closures_in_flight=in_flight,
             prefetch=self.cluster.options.prefetch,
+            staleness=None,
             worker_wait_timeout=wait,
         )
         self.cluster.attach(self._dispatcher)

@@ -350,8 +350,9 @@ class Recovery:
 
 
 def count(cut: SessionCut) -> int:
-    """Returns the number of steps in the cut."""
-    return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
+    """Returns the number of steps whose effects are in the values of the cut."""
+    ended = cut.end - 1 + sum(run.end - run.first for run in cut.besides)
+    return ended - cut.waiting
 
 
 class SettledServers(Protocol):

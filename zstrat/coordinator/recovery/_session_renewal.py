@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator._fences import Fences
     from zstrat.coordinator.replication import Replication
+    from zstrat.coordinator.rounds import RoundClosing
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -34,6 +35,9 @@ class RenewedCluster(ClusterTasks, Protocol):
 
     @property
     def fences(self) -> Fences: ...
+
+    @property
+    def rounds(self) -> RoundClosing: ...
 
     @property
     def replication(self) -> Replication | None: ...
@@ -143,6 +147,7 @@ class SessionRenewal:
         cluster = self._cluster
         self.close_messages.append(CloseSession(self.session, False))
         self.session = self._draw()
+        cluster.rounds.restart()
         cluster.client.enter(self.session)
         cluster.fences.enter(self.session)
         # Before the workers: their reports of the earlier session are ignored.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import Exchanged, Pulled
+    from zstrat.wire import Exchanged, Pulled, PulledRound
 
 
 class Value(NamedTuple):
@@ -107,7 +107,7 @@ class ServerPull(NamedTuple):
     reads: list[Read]
     rows: list[int]
     indices: tuple[np.ndarray, ...]
-    take: Callable[[Pulled | Exchanged], None]
+    take: Callable[[Pulled | PulledRound | Exchanged], None]
 
     def message(self, session: int) -> Pull | PullRows:
         """Returns a message that asks for nothing else."""
@@ -176,7 +176,7 @@ class Reading:
         whole: list[int],
         known: list[Value | None],
         parts: list[int],
-        answer: Pulled | Exchanged,
+        answer: Pulled | PulledRound | Exchanged,
     ) -> None:
         changed = len(answer.arrays) - len(parts)
         if changed < 0:

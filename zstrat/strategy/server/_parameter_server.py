@@ -100,6 +100,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             more than 1 often needs a lower learning rate. Default:
             ``ZSTRAT_PREFETCH``, else 0, with which one worker computes what plain
             optax does.
+        staleness: The most steps by which a worker is ahead of the slowest one: it gets
+            its step c + staleness + 1 when all workers have ended c steps (stale
+            synchronous parallel). 0: in lock-step. Default: no bound. For one update
+            of the gradients of several steps see `zstrat.Rounds`.
         output: "program": what steps and dataset functions print on workers is shown
             here, too, each line after the name of its worker. "files": it is in the
             logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
@@ -165,6 +169,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         *,
         placement: str = "round_robin",
         prefetch: int | None = None,
+        staleness: int | None = None,
         output: str | None = None,
         on_ps_loss: str = "raise",
         ps_wait_timeout: float | None = None,
@@ -197,6 +202,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                     "more"
                 )
             settings = replace(settings, prefetch=int(prefetch))
+        bound = _staleness(staleness)
         workers = len(spec.task_indices("worker"))
         if settings.prefetch > 1 and workers > 1:
             age = (settings.prefetch + 1) * workers - 1
@@ -234,6 +240,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
+        self._session.staleness = bound
         if patience is not None:
             self._session.recover(patience)
         self._workers = Workers(self._session)
@@ -406,6 +413,17 @@ def _check_stores(stores_per_ps: object) -> None:
         raise ValueError(
             f"stores_per_ps={stores_per_ps!r}: expected a number, 1 to {_MOST_STORES}"
         )
+
+
+def _staleness(staleness: object) -> int | None:
+    if staleness is None:
+        return None
+    if not isinstance(staleness, int | np.integer) or staleness < 0:
+        raise ValueError(
+            f"staleness={staleness!r:.80}: expected None or a number of steps, 0 or "
+            "more"
+        )
+    return int(staleness)
 
 
 def _check_name(resume: object) -> None:

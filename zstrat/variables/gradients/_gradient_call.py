@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from zstrat.variables._table import Table
+from zstrat.wire import MergeRule
 
 from ._slots import OptimizerHandle
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from zstrat.variables._spec import VariableSpec
     from zstrat.variables._storage import StorageUpdate, VariableHandle
     from zstrat.wire import UpdateOp
+
+    from ._rounds import Rounds
 
 
 class VariableUpdate(NamedTuple):
@@ -483,3 +486,30 @@ def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
 def line_of(call: GradientCall) -> str:
     """Returns the user's line as the beginning of a message, or ""."""
     return f"{call.where}: " if call.where else ""
+
+
+def require_mergeable(call: GradientCall, rounds: Rounds, *, in_step: bool) -> None:
+    """Refuses gradients that cannot be contributed to a round.
+
+    Raises:
+        ValueError: It is not in a step, or cannot be merged.
+    """
+    who = f"{line_of(call)}optimizer {call.optimizer.name!r} has rounds, "
+    if not in_step:
+        raise ValueError(
+            f"{who}which collect the gradients of steps: call apply_gradients in "
+            "a zs.function without eager=True that the coordinator schedules"
+        )
+    if call.extras.kinds or call.extras.static:
+        raise ValueError(
+            f"{who}and its update takes further arguments, which are not merged: "
+            "leave them out, or leave out rounds="
+        )
+    if rounds.rule is MergeRule.RDA:
+        for leaf, target, sparse, _ in call.leaves():
+            if len(target.components) > 1 and not sparse:
+                raise ValueError(
+                    f"{who}and merge='rda' needs the norm of a whole gradient, but "
+                    f"{call.words(leaf)} is sharded: use merge='mean', or leave "
+                    "the variable whole"
+                )

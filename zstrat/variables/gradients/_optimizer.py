@@ -19,7 +19,13 @@ from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
 from zstrat.variables._variable import Variable
 
-from ._gradient_call import BindsAsync, GradientCall, require_servers, seen
+from ._gradient_call import (
+    BindsAsync,
+    GradientCall,
+    require_mergeable,
+    require_servers,
+    seen,
+)
 from ._gradients_given import given_pairs, given_tree
 from ._optimizer_state import Hyperparameters, assign_state, state_of
 from ._rounds import Rounds
@@ -211,7 +217,7 @@ class Optimizer:
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
         if self.rounds is not None:
-            self.rounds.require(call, in_step=recording is not None)
+            require_mergeable(call, self.rounds, in_step=recording is not None)
         if recording is None:
             apply_now(call, counts=True)
         else:
@@ -229,7 +235,7 @@ class Optimizer:
         """
         call = self._call(grads, variables, extra, is_reduced=False)
         if self.rounds is not None:
-            self.rounds.require(call, in_step=False)
+            require_mergeable(call, self.rounds, in_step=False)
         await apply_now_async(call)
         self._has_moved(call)
 

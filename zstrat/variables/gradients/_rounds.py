@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.wire import MergeRule
 
-from ._gradient_call import line_of
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ._gradient_call import GradientCall
 
 _RULES: Final = {"mean": MergeRule.MEAN, "sum": MergeRule.SUM, "rda": MergeRule.RDA}
 
@@ -101,29 +97,3 @@ class Rounds:
     def rule(self) -> MergeRule:
         """How gradients are merged, as parameter servers know it."""
         return _RULES[self.merge]
-
-    def require(self, call: GradientCall, *, in_step: bool) -> None:
-        """Refuses gradients that cannot be contributed to a round.
-
-        Raises:
-            ValueError: It is not in a step, or cannot be merged.
-        """
-        who = f"{line_of(call)}optimizer {call.optimizer.name!r} has rounds, "
-        if not in_step:
-            raise ValueError(
-                f"{who}which collect the gradients of steps: call apply_gradients in "
-                "a zs.function without eager=True that the coordinator schedules"
-            )
-        if call.extras.kinds or call.extras.static:
-            raise ValueError(
-                f"{who}and its update takes further arguments, which are not merged: "
-                "leave them out, or leave out rounds="
-            )
-        if self.rule is MergeRule.RDA:
-            for leaf, target, sparse, _ in call.leaves():
-                if len(target.components) > 1 and not sparse:
-                    raise ValueError(
-                        f"{who}and merge='rda' needs the norm of a whole gradient, but "
-                        f"{call.words(leaf)} is sharded: use merge='mean', or leave "
-                        "the variable whole"
-                    )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
+    DeadlineExceededError,
     NotFoundError,
     PeerLostError,
     ProtocolError,
@@ -25,21 +26,32 @@ from zstrat.errors import (
 from zstrat.ps import RoundMembers
 from zstrat.wire import MergedOperands, MergeOperands
 
-from ._rounds import OptimizerRounds
+from ._optimizer_rounds import SessionRounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
+    from zstrat.coordinator._engine import ClosureEngine
+    from zstrat.coordinator._members import Members
+    from zstrat.coordinator._shipping import WorkerChannel
     from zstrat.ps import PsClient
     from zstrat.variables import Rounds
-    from zstrat.wire import PlainTree, StepContribution
+    from zstrat.wire import StepContribution
 
-    from ._dispatch import Dispatcher
-    from ._rounds import ClosingRound
+    from ._optimizer_rounds import ClosingRound, OptimizerRounds
 
 log = logging.getLogger("zstrat.coordinator")
+
+
+class CoordinatorParts(NamedTuple):
+    """What rounds use of a coordinator. ``channels`` are by place of the worker."""
+
+    engine: ClosureEngine
+    members: Members
+    channels: Mapping[int, WorkerChannel]
+    turn_soon: Callable[[], None]
 
 
 @final
@@ -53,79 +65,68 @@ class RoundClosing:
 
     def __init__(self, client: PsClient, patience: float) -> None:
         self._client, self._patience = client, patience
-        self._rounds: dict[int, OptimizerRounds] = {}
-        """By optimizer."""
-        self._dispatcher: Dispatcher | None = None
+        self.rounds: Final = SessionRounds()
+        self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
+        """Rounds whose order a lost server may not have. They are closed again when all
+        servers are back."""
         self._timer: asyncio.TimerHandle | None = None
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
-        self.flush_below = 0
-        """Once no closure is left, rounds with contributions of steps below this are
-        closed with what they have: a call waits for them. Any thread raises it."""
-
-    @property
-    def is_used(self) -> bool:
-        """Whether an optimizer has rounds."""
-        return bool(self._rounds)
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
-        self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
-        if self._dispatcher is not None:
-            self._dispatcher.members.pace()
+        self.rounds.add(optimizer, name, policy)
+        if self._coordinator is not None:
+            self._coordinator.members.pace()
 
-    def attach(self, dispatcher: Dispatcher) -> None:
-        """Uses the session's new dispatcher."""
-        self._dispatcher = dispatcher
-        if self._rounds:
-            dispatcher.members.pace()
+    def attach(self, coordinator: CoordinatorParts) -> None:
+        """Uses the session's new coordinator."""
+        self._coordinator = coordinator
+        if self.rounds:
+            coordinator.members.pace()
 
     def contributed(
         self, worker: int, contributions: Sequence[StepContribution], now: float
     ) -> None:
         """Takes contributions of steps that have ended on a worker."""
         for each in contributions:
-            rounds = self._rounds.get(each.optimizer)
+            rounds = self.rounds.get(each.optimizer)
             if rounds is None:
                 log.warning(
                     "step %d contributed to rounds of optimizer %d, which has none",
                     each.step,
                     each.optimizer,
                 )
-                continue
-            rounds.contributed(worker, each, now)
+            else:
+                rounds.contributed(worker, each, now)
         self.look(now)
-
-    def is_open_below(self, step: int) -> bool:
-        """Returns whether a contribution of a step below ``step`` waits, or a round is
-        being closed. From any thread."""
-        return bool(self._closing) or any(
-            rounds.is_open_below(step) for rounds in tuple(self._rounds.values())
-        )
 
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
-        dispatcher = self._dispatcher
-        if dispatcher is None or not self._rounds:
+        coordinator = self._coordinator
+        if coordinator is None or not self.rounds:
             return
-        there = [member.place for member in dispatcher.members.usable]
+        members, queue = coordinator.members, coordinator.engine.queue
+        if self._failed and coordinator.engine.outage_error is None:
+            failed, self._failed = self._failed, []
+            for each in failed:
+                self._send(*each)
+        there = [member.place for member in members.usable]
         next_due: list[float] = []
-        for rounds in self._rounds.values():
+        for rounds in self.rounds:
             due = rounds.due(len(there), now)
-            if dispatcher.queue.is_idle and rounds.is_open_below(self.flush_below):
+            if queue.is_idle and rounds.is_open_below(self.rounds.flush_below):
                 due = None if rounds.is_closing else now
             if due is None:
                 continue
             if due <= now:
-                self._begin(rounds)
+                self._send(rounds, rounds.close())
             else:
                 next_due.append(due)
         next_due += self._check_workers(there, now)
-        optimizers = self._rounds.values()
-        dispatcher.members.note_rounds(
-            [at for at in there if any(each.has(at) for each in optimizers)]
-        )
+        members.note_rounds([place for place in there if self.rounds.has(place)])
         self._set_timer(min(next_due, default=None))
 
     async def settle(self) -> None:
@@ -136,12 +137,13 @@ class RoundClosing:
         while self._closing:
             await asyncio.wait(self._closing)
 
-    def restart(self) -> int:
-        """Begins again on servers that were emptied; returns how many contributions are
-        lost. Contributions come again with the steps that run again."""
+    def restart(self) -> None:
+        """Begins again on servers that are emptied."""
+        self._failed = []
         for task in self._closing:
             task.cancel()
-        return sum([rounds.restart() for rounds in self._rounds.values()])
+        for rounds in self.rounds:
+            rounds.restart()
 
     async def stop(self) -> None:
         """Stops closing rounds."""
@@ -151,23 +153,25 @@ class RoundClosing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def metrics(self, now: float) -> dict[str, PlainTree]:
-        """Returns the numbers of all rounds, by name of the optimizer."""
-        return {each.name: each.metrics(now) for each in self._rounds.values()}
+    def _send(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
+        """Starts to send the order to close a round."""
 
-    def _begin(self, rounds: OptimizerRounds) -> None:
-        assert self._dispatcher is not None
-        closing = rounds.close()
-        over = self._dispatcher.queue.steps.low_water
+        async def close() -> None:
+            try:
+                await self._close(rounds, closing)
+            except (PSUnavailableError, DeadlineExceededError) as error:
+                log.warning("round %d of %r: %s", closing.number, rounds.name, error)
+                self._failed.append((rounds, closing))
+
         task = asyncio.get_running_loop().create_task(
-            self._close(rounds, closing, over), name=f"round {closing.number}"
+            close(), name=f"round {closing.number}"
         )
         self._closing.add(task)  # cancelled by stop()
         task.add_done_callback(self._ended)
 
-    async def _close(
-        self, rounds: OptimizerRounds, closing: ClosingRound, over: int
-    ) -> None:
+    async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
+        assert self._coordinator is not None
+        over = self._coordinator.engine.queue.steps.low_water
         closed = RoundMembers(
             rounds.optimizer, closing.number, rounds.policy.rule, closing.members
         )
@@ -183,9 +187,9 @@ class RoundClosing:
         Raises:
             UnavailableError: No worker could.
         """
-        assert self._dispatcher is not None
+        assert self._coordinator is not None
         tried: list[str] = []
-        for channel in list(self._dispatcher.channels.values()):
+        for channel in list(self._coordinator.channels.values()):
             if not channel.task.is_ready:
                 continue
             order = MergeOperands(
@@ -196,7 +200,7 @@ class RoundClosing:
                 list(closed.members),
             )
             try:
-                answer = await channel.task.link.request(order)
+                answer = await channel.task.link.submit(order)
             except (PeerLostError, NotFoundError, StaleSessionError) as error:
                 tried.append(f"{channel.task.name}: {error}")
                 continue
@@ -214,27 +218,28 @@ class RoundClosing:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        dispatcher = self._dispatcher
-        if task.cancelled() or dispatcher is None:
+        coordinator = self._coordinator
+        if task.cancelled() or coordinator is None:
             return
-        error = task.exception()
-        if isinstance(error, PSUnavailableError) and dispatcher.queue.suspended:
-            return  # the servers are restored, and rounds begin again
+        error, engine = task.exception(), coordinator.engine
         if error is not None:
-            dispatcher.engine.fail(error)
-        with dispatcher.engine.lock:
-            dispatcher.engine.waiters.notify()
+            # The servers may differ now, so nothing may be computed from them.
+            log.error("closing a round", exc_info=error)
+            words = f"a round could not be closed: {type(error).__name__}: {error}"
+            engine.fail(UnavailableError(words), lasting=True)
+        with engine.lock:
+            engine.waiters.notify()
         self.look(asyncio.get_running_loop().time())
-        dispatcher.turn_soon()
+        coordinator.turn_soon()
 
     def _check_workers(self, there: Sequence[int], now: float) -> list[float]:
         """Fails if there have been too few workers for a round for too long; returns
         when that will be."""
-        dispatcher = self._dispatcher
-        assert dispatcher is not None
+        coordinator = self._coordinator
+        assert coordinator is not None
         short = [
             rounds
-            for rounds in self._rounds.values()
+            for rounds in self.rounds
             if rounds.steps and len(there) < rounds.enough(len(there))
         ]
         if not short:
@@ -242,25 +247,14 @@ class RoundClosing:
             return []
         if self._short_since is None:
             self._short_since = now
-            log.warning("%s", self._words(short[0], there))
+            log.warning("%s", _words(short[0], there, coordinator.members))
         due = self._short_since + self._patience
         if now < due:
             return [due]
         self._short_since = None
-        dispatcher.engine.fail(UnavailableError(self._words(short[0], there)))
+        words = _words(short[0], there, coordinator.members)
+        coordinator.engine.fail(UnavailableError(words))
         return []
-
-    def _words(self, rounds: OptimizerRounds, there: Sequence[int]) -> str:
-        members = self._dispatcher.members if self._dispatcher is not None else None
-        absent = "" if members is None else members.absent()
-        return (
-            f"optimizer {rounds.name!r}: round {rounds.number} needs "
-            f"{rounds.enough(len(there))} contributions and has {len(rounds.steps)}, "
-            f"but there are {len(there)} workers"
-            f"{f' ({absent})' if absent else ''}: start the others, or let "
-            "zs.Rounds(workers=None) follow the workers that there are, or give it a "
-            "backup="
-        )
 
     def _set_timer(self, due: float | None) -> None:
         if self._timer is not None:
@@ -269,3 +263,15 @@ class RoundClosing:
         if due is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(due, lambda: self.look(loop.time()))
+
+
+def _words(rounds: OptimizerRounds, there: Sequence[int], members: Members) -> str:
+    """Describes a round for which there are too few workers."""
+    absent = members.absent()
+    return (
+        f"optimizer {rounds.name!r}: round {rounds.number} needs "
+        f"{rounds.enough(len(there))} contributions and has {len(rounds.steps)}, but "
+        f"there are {len(there)} workers{f' ({absent})' if absent else ''}: start the "
+        "others, or let zs.Rounds(workers=None) follow the workers that there are, or "
+        "give it a backup="
+    )

@@ -22,7 +22,7 @@ from zstrat.telemetry import Throughput
 from zstrat.wire import RoundMember
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
@@ -142,13 +142,10 @@ class OptimizerRounds:
         self.is_closing = False
         self.rate.mark(now, self.number - 1, self.number)
 
-    def restart(self) -> int:
-        """Begins again with the first round, as the servers were emptied; returns how
-        many contributions are lost."""
-        lost = len(self._members)
+    def restart(self) -> None:
+        """Begins again with the first round, without contributions."""
         self.number, self.is_closing = 0, False
         self._members, self._enough_at = {}, None
-        return lost
 
     def missing(self, there: Collection[int]) -> list[int]:
         """Returns the workers of ``there`` that have not contributed to the open
@@ -178,3 +175,47 @@ class OptimizerRounds:
                 if each.last
             },
         }
+
+
+@final
+class SessionRounds:
+    """The rounds of all optimizers of a session, by number of the optimizer."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, OptimizerRounds] = {}
+        self.flush_below = 0
+        """Once no closure is left, rounds with contributions of steps below this are
+        closed with what they have: a call waits for them. Any thread raises it."""
+
+    def __bool__(self) -> bool:
+        """Whether an optimizer has rounds."""
+        return bool(self._rounds)
+
+    def __iter__(self) -> Iterator[OptimizerRounds]:
+        return iter(tuple(self._rounds.values()))
+
+    def add(self, optimizer: int, name: str, policy: Rounds) -> None:
+        """Adds an optimizer that was created on the servers."""
+        self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+
+    def get(self, optimizer: int) -> OptimizerRounds | None:
+        """Returns the rounds of the optimizer; None if it has none."""
+        return self._rounds.get(optimizer)
+
+    def is_open_below(self, step: int) -> bool:
+        """Returns whether a contribution of a step below ``step`` waits, or a round is
+        being applied. From any thread."""
+        return any(each.is_closing or each.is_open_below(step) for each in self)
+
+    @property
+    def waiting(self) -> int:
+        """Number of ended steps of which a contribution waits."""
+        return len({step for each in self for step in each.steps})
+
+    def has(self, worker: int) -> bool:
+        """Returns whether the worker has contributed to an open round."""
+        return any(each.has(worker) for each in self)
+
+    def metrics(self, now: float) -> dict[str, PlainTree]:
+        """Returns the numbers of all rounds, by name of the optimizer."""
+        return {each.name: each.metrics(now) for each in self}
