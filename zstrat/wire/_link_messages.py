@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 20
+PROTOCOL: Final = 21
 """Version of the protocol; HELLO refuses any other."""
 
 

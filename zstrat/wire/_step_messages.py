@@ -5,6 +5,7 @@ closures are answered by `Completions`, many in one message.
 """
 
 import enum
+from dataclasses import field
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, PlainTree, message
@@ -125,7 +126,7 @@ class Completions:
     completions: list[Completion]
     layouts: list[LayoutMessage]
     results: bytes
-    contributions: list[StepContribution]
+    contributions: list[StepContribution] = field(default_factory=list)
 
 
 class PrintedText(NamedTuple):
