@@ -97,7 +97,7 @@ class Dispatcher:
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._desertion_timer: asyncio.TimerHandle | None = None
-        self._stopped = False
+        self._stopped = self._called_back = False
 
     @property
     def parts(self) -> CoordinatorParts:
@@ -317,7 +317,8 @@ class Dispatcher:
                     more = self.outcomes.handle(channel, message, now)
                     if contributed:
                         self.rounds.contributed(task.place, contributed, now)
-                    if more or self._has_messages_for(channel):
+                    # With rounds: it may have nothing to do while others wait for it.
+                    if more or self.rounds.rounds or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
                 for text in message.texts:
@@ -339,6 +340,9 @@ class Dispatcher:
         self._turn_due = None
         self.turns += 1
         now, queue = self._now(), self.queue
+        if self.rounds.rounds:
+            self._call_back_waiting()
+            self.rounds.look(now)
         with self.engine.lock:
             records = self.builder.take_new()
             # No closure is handed out before all workers build the new resources, which
@@ -366,8 +370,15 @@ class Dispatcher:
                 idle.set()
         self._set_timer(due, now)
         self._set_alarm(now)
-        if self.rounds.rounds:
-            self.rounds.look(now)
+
+    def _call_back_waiting(self) -> None:
+        """Has workers give back steps that wait for their round if the round waits for
+        others: for a step that runs again, or for a worker that has nothing to do."""
+        idle = not self.queue.queued and self.members.has_idle_contributor
+        needed = self.queue.runs_again or idle
+        if needed and not self._called_back:
+            self.cancel_running()
+        self._called_back = needed
 
     def _take_closures(self, grant: Grant, now: float) -> list[Closure]:
         if grant.alone:

@@ -264,6 +264,14 @@ class Members:
             if self._depth is None:
                 member.fixed_depth = MIN_DEPTH
 
+    @property
+    def has_idle_contributor(self) -> bool:
+        """Whether a worker that has not contributed to the open round is idle, while
+        one that has contributed holds closures."""
+        usable = self.usable
+        idle = any(not m.in_flight and not m.has_contributed for m in usable)
+        return idle and any(m.in_flight and m.has_contributed for m in usable)
+
     def note_rounds(self, places: Collection[int]) -> None:
         """Notes which workers have contributed to the open round: the others get
         closures first."""

@@ -197,6 +197,11 @@ class Queue:
         return len(self._fresh) + back
 
     @property
+    def runs_again(self) -> bool:
+        """Whether a closure waits that a worker may have run before."""
+        return bool(self._retries or self._suspects)
+
+    @property
     def unfinished(self) -> str:
         """Describes how many closures run and wait."""
         return f"{self.running} closures run and {self.queued} wait"

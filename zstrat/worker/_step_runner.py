@@ -338,7 +338,7 @@ class StepRunner:
                 step.number,
                 attempt,
                 optimizer,
-                read.get(optimizer, 0),
+                read.get(optimizer, -1),  # -1: it has read nothing
                 _weight(found[optimizer], plan, result),
                 any(
                     update.optimizer == optimizer and update.op is UpdateOp.OPERANDS

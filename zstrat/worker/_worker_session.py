@@ -348,9 +348,14 @@ class WorkerSession:
     ) -> None:
         """Contributes gradients to rounds, beside other updates of the step."""
         step = ending.completion.step
-        for each in sent.contributions:
+        ending.contributions = [
+            each._replace(base=self._after.get(each.optimizer, 0))
+            if each.base < 0
+            else each
+            for each in sent.contributions
+        ]
+        for each in ending.contributions:
             self._after[each.optimizer] = each.base + 1
-        ending.contributions = sent.contributions
         push = _PushUnderWay(ending, read_at, now)
         try:
             attempt = sent.contributions[0].attempt

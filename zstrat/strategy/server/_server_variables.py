@@ -233,6 +233,12 @@ class ServerVariables(StrategyCreator):
                 "schedule steps with a zs.ParameterServerStrategy and a "
                 "zs.ClusterCoordinator"
             )
+        if rounds is not None and (ahead := self._session.cluster.options.prefetch):
+            raise ValueError(
+                f"optimizer {optimizer.name!r} has rounds, whose steps read the values "
+                f"of the round before, but prefetch={ahead} has workers read them "
+                "earlier: make the strategy with prefetch=0"
+            )
         with self._lock:
             self._withdraw()
             with self._numbers.taking():
