@@ -104,12 +104,12 @@ def train(rule: Rule, model: Model) -> dict[str, Any]:
     return metrics
 
 
-def smooth(rule: Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The number of steps, seconds and mean loss of the last `SPAN` steps, for each
-    step."""
-    seconds, losses = np.array(rule.points).T
-    mean = np.convolve(losses, np.full(SPAN, 1 / SPAN), "valid")
-    return np.arange(SPAN, len(losses) + 1), seconds[SPAN - 1 :], mean
+def smooth(rule: Rule) -> Iterator[np.ndarray]:
+    """Yields the means of the step number, the seconds and the loss over `SPAN` steps.
+    Values are fetched in order, so one that comes late holds up the clock of others:
+    seconds have to be means, too."""
+    for column in (np.arange(len(rule.points)), *np.array(rule.points).T):
+        yield np.convolve(column, np.full(SPAN, 1 / SPAN), "valid")
 
 
 def main() -> None:
@@ -125,9 +125,9 @@ def main() -> None:
         steps, seconds, losses = smooth(rule)
         rounds = metrics["rounds"].get("adam", {})
         print(
-            f"{rule.label}: {steps[-1] / SECONDS:.1f} steps/s, {losses[-1]:.2f} bits "
-            f"after {seconds[-1]:.0f} s; lead {metrics['largest_lead']}, "
-            f"rounds {rounds}",
+            f"{rule.label}: {len(rule.points) / SECONDS:.1f} steps/s, "
+            f"{losses[-1]:.2f} bits after {seconds[-1]:.0f} s; "
+            f"lead {metrics['largest_lead']}, rounds {rounds}",
             flush=True,
         )
         for panel, along in zip(panels, (steps, seconds), strict=True):

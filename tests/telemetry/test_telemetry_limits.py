@@ -215,6 +215,13 @@ def test_a_worker_for_which_rounds_wait():
     assert held.numbers["with_backup"] == pytest.approx(50 / 8.9)
     assert "backup=1" in held.advice
     assert "5.62" in held.advice
+    # Others that are busy for a third of a second in each step are not that quick.
+    busy = {**worker(draw=0.3, compute=0.36), "steps_per_s": 2.0}
+    slower = {name: busy if name != "worker:3" else tasks[name] for name in tasks}
+    (held, *_) = [
+        each for each in limits({**metrics, "tasks": slower}) if each.what == "round"
+    ]
+    assert held.numbers["with_backup"] == pytest.approx(2.0 / 0.66)
     # The others wait for it and not for values; prefetch= is refused with rounds.
     assert not [each for each in found if "prefetch" in each.advice]
     assert slowest(metrics) == {"task": "worker:3", "why": held.words}

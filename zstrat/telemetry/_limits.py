@@ -8,6 +8,7 @@ the reports of the parameter servers show which of them causes it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,7 +75,7 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     for name, worker in workers.items():
         found += _of_worker(name, worker, servers, metrics)
     for name, rounds in metrics.get("rounds", {}).items():
-        found += _of_rounds(name, rounds)
+        found += _of_rounds(name, rounds, workers)
     if full:
         found.append(_full(queued))
     for name, server in servers.items():
@@ -91,15 +92,15 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     rounds, in which all have the same speed, it is the one that rounds wait for. A lost
     worker is returned only if no other worker runs.
     """
+    workers = _of_job(metrics.get("tasks", {}), "worker")
     holding_up = [
         limit
         for name, rounds in metrics.get("rounds", {}).items()
-        for limit in _of_rounds(name, rounds)
+        for limit in _of_rounds(name, rounds, workers)
     ]
     if holding_up:
         worst = max(holding_up, key=lambda limit: limit.share)
         return {"task": worst.task, "why": worst.words}
-    workers = _of_job(metrics.get("tasks", {}), "worker")
     servers = _of_job(metrics.get("tasks", {}), "ps")
     working = {
         name: worker
@@ -272,7 +273,9 @@ def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     )
 
 
-def _of_rounds(optimizer: str, rounds: Mapping[str, Any]) -> Iterable[Limit]:
+def _of_rounds(
+    optimizer: str, rounds: Mapping[str, Any], workers: Mapping[str, Mapping[str, Any]]
+) -> Iterable[Limit]:
     recent = rounds.get("recent", {})
     count, seconds = recent.get("rounds", 0), recent.get("seconds", 0.0)
     waits = recent.get("waited_for", {})
@@ -282,7 +285,13 @@ def _of_rounds(optimizer: str, rounds: Mapping[str, Any]) -> Iterable[Limit]:
         return
     worst, share = _most(held), min(1.0, whole / seconds)
     last = waits[worst]["rounds"]
-    rate, without = count / seconds, count / max(seconds - whole, 0.001 * seconds)
+    backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
+    # The others do without the last one, too, what they do while they wait for it.
+    without = count / max(seconds - whole, 0.001 * seconds)
+    alone = sorted(map(_alone, workers.values()), reverse=True)
+    if 0 < size - backup <= len(alone):
+        without = min(without, alone[size - backup - 1])
+    rate = count / seconds
     numbers = {"rounds_per_s": rate, "waited_s": whole, "with_backup": without}
     if held[worst] >= ALONE * whole:
         words = (
@@ -294,14 +303,21 @@ def _of_rounds(optimizer: str, rounds: Mapping[str, Any]) -> Iterable[Limit]:
             f"and others hold up rounds of {optimizer!r} in turn: the last "
             f"contribution comes {whole / count:.2g} s after the one before"
         )
-    backup = rounds.get("backup", 0) + 1
     advice = "train without rounds, or with staleness="
-    if backup < rounds.get("workers", 0):
+    if backup < size and without > rate:
         advice = (
             f"zs.Rounds(backup={backup}) would give about {without:.3g} rounds/s "
             f"instead of {rate:.3g}; or see what slows {worst} down"
         )
     yield Limit(worst, "round", share, words, advice, numbers)
+
+
+def _alone(worker: Mapping[str, Any]) -> float:
+    """Returns the steps per second of a worker that waits for nobody."""
+    time = worker.get("time", {})
+    busy = sum(time.get(what, 0.0) for what in ("draw", "compute", "push"))
+    rate: float = worker.get("steps_per_s", 0.0)
+    return rate / busy if busy else math.inf
 
 
 def _push(
