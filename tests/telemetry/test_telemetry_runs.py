@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -21,7 +22,9 @@ from click.testing import CliRunner
 
 import zstrat as zs
 from zstrat.cli import main
-from zstrat.launch import LocalCluster
+from zstrat.config import Settings
+from zstrat.launch import LocalCluster, observe
+from zstrat.telemetry import Histogram
 
 BATCH, STEPS = 16, 40
 
@@ -181,6 +184,13 @@ def test_an_error_of_a_step_is_the_last_one_of_its_worker(trained):
     assert "KeyError" in told
 
 
+def applied(cluster, ps):
+    """How often the server has noted that it applied something."""
+    seen = asyncio.run(observe(cluster.spec, Settings(), 60.0))
+    (values,) = [each.values for each in seen if each.task == f"ps:{ps}"]
+    return Histogram.from_plain(values["phases"]["apply"]["total"]).count
+
+
 def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp_path):
     weight = trained.strategy.weight
     with trained.strategy.scope():
@@ -190,7 +200,7 @@ def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp
     def step():
         sgd.apply_gradients([(weight.value(), weight)])
 
-    before = weight.numpy()
+    before, pushed = weight.numpy(), applied(cluster, weight.spec.ps)
     for _ in range(STEPS):
         trained.schedule(step)
     trained.join()
@@ -199,6 +209,7 @@ def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp
     assert rounds["closed"] == STEPS
     assert (rounds["workers"], rounds["waiting"], rounds["late"]) == (1, 0, {})
     assert rounds["waited_for"] == {}  # nobody contributed before it
+    assert applied(cluster, weight.spec.ps) == pushed + STEPS
     file = tmp_path / "cluster.toml"
     jobs = cluster.spec.as_dict().items()
     lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]

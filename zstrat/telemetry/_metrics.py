@@ -147,6 +147,8 @@ waiting ps_waiting Requests that wait for a variable.
 remembered_steps ps_remembered_steps Steps remembered to know a push that comes twice.
 snapshots ps_snapshots Snapshots that are being read for checkpoints.
 undo_bytes:bytes ps_undo_bytes Bytes of old rows kept for snapshots.
+contributions ps_contributions Contributions of steps that wait for their round.
+contribution_bytes:bytes ps_contribution_bytes Bytes of these contributions.
 replication.view ps_view Number of the view, which grows as copies change.
 replication.behind ps_backup_behind Changes that the backup has not got yet.
 replication.log_bytes:bytes ps_log_bytes \
