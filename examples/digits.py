@@ -1,11 +1,12 @@
-"""Handwritten digits, trained asynchronously on parameter servers.
+"""Handwritten digits, trained on parameter servers.
 
 The 1,797 images that scikit-learn ships, a small convolutional network in plain JAX,
 Adam on the parameter servers. By default on 2 ps + 2 worker daemons that this program
 starts on this machine; on a cluster that runs already if TF_CONFIG is set or
-``--cluster FILE.toml`` is given.
+``--cluster FILE.toml`` is given. Steps are asynchronous unless you say otherwise.
 
     python examples/digits.py
+    python examples/digits.py --rounds 0 --rate 2e-3  # synchronous; 1: a backup worker
     python examples/digits.py --cluster cluster.toml --keys keys/
 """
 
@@ -96,7 +97,9 @@ class Training:
 
         with strategy.scope():
             self.params = zs.create_variables(init_params(seed))
-            self.optimizer = zs.Optimizer(optax.adam(options.rate))
+            backup = options.rounds
+            rounds = None if backup is None else zs.Rounds(backup=backup)
+            self.optimizer = zs.Optimizer(optax.adam(options.rate), rounds=rounds)
         params, optimizer = self.params, self.optimizer
 
         @zs.function
@@ -227,6 +230,8 @@ def arguments():
     add("--steps", type=int, default=1500)
     add("--batch", type=int, default=64)
     add("--rate", type=float, default=1e-3, help="learning rate of Adam")
+    add("--rounds", type=int, metavar="BACKUP", help="synchronous, without the last")
+    add("--staleness", type=int, help="steps that a worker may be ahead")
     add("--ahead", type=int, default=32, help="steps under way at a time")
     add("--every", type=int, default=100, help="steps between two tests")
     add("--seed", type=int, default=0)
@@ -244,7 +249,8 @@ def main():
         os.environ["ZSTRAT_KEYS"] = options.keys
     train, test = load_digits()
     with contextlib.ExitStack() as stack:
-        strategy = zs.ParameterServerStrategy(find_cluster(options, stack))
+        resolver = find_cluster(options, stack)
+        strategy = zs.ParameterServerStrategy(resolver, staleness=options.staleness)
         training = Training(strategy, train, options)
         # Daemons that this program started end with it; others serve the next one.
         ours = not (options.cluster or os.environ.get("TF_CONFIG"))

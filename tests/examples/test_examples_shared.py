@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.launch import LocalCluster
 from zstrat.transport.health import HealthServer
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"optimizers", "testing"}
-"""Pages with tests of their own: test_optax_docs.py, test_testing_clusters.py."""
+ELSEWHERE = {"optimizers", "testing", "which_consistency"}
+"""Pages with tests of their own: test_optax_docs, test_testing_clusters, and below."""
 PAGES = [
     page.stem
     for page in sorted((ROOT / "docs").glob("*.md"))
@@ -176,6 +177,15 @@ async def test_the_parts_of_programs_in_the_readme_run(daemons, request, tmp_pat
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, shared, request):
+    run_page(page, request)
+
+
+def test_rounds_of_two_workers_run(request):
+    """On a cluster of its own: other pages kill a worker of the shared one."""
+    run_page("which_consistency", request)
+
+
+def run_page(page, request):
     names = {"__name__": "__main__"}
     request.addfinalizer(lambda: ended(names))
     for needed, code in blocks(ROOT / "docs" / f"{page}.md"):
@@ -187,7 +197,10 @@ def test_the_code_of_a_page_runs(page, shared, request):
 def ended(names):
     """A page that failed, or does not say goodbye, lets the cluster go."""
     strategy, served = names.get("strategy"), names.get("page")
+    cluster = names.get("cluster")
     if isinstance(served, HealthServer):
         served.close()
     if isinstance(strategy, zs.ParameterServerStrategy):
         strategy.close()
+    if isinstance(cluster, LocalCluster):
+        cluster.close()

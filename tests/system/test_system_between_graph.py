@@ -92,6 +92,18 @@ def test_the_first_program_creates_and_the_others_join(spec):
             assert mine[2].numpy().tolist() == [-1.0, -1.0]
 
 
+def test_rounds_are_refused_as_nobody_would_close_them(spec):
+    with program(spec, 0) as chief, program(spec, 1) as other:
+        for strategy in (chief, other):
+            with (
+                strategy.scope(),
+                pytest.raises(ValueError, match="ClusterCoordinator"),
+            ):
+                zs.Optimizer(optax.sgd(0.5), rounds=zs.Rounds())
+        mine, theirs = created(chief), created(other)  # the refused one has no number
+        assert mine[3].id == theirs[3].id
+
+
 def test_what_the_first_program_has_not_created_is_waited_for(spec):
     seen = []
 

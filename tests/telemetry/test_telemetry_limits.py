@@ -190,6 +190,67 @@ def test_steps_that_compute_from_old_values():
     assert "ZSTRAT_PREFETCH" in found.advice
 
 
+def rounds(seconds, waits, count=50, **more):
+    """Of one optimizer: ``waits`` are by worker (rounds, seconds)."""
+    waited = {
+        worker.replace("_", ":"): {"rounds": last, "seconds": held}
+        for worker, (last, held) in waits.items()
+    }
+    recent = {"rounds": count, "seconds": seconds, "waited_for": waited}
+    return {"workers": 4, "backup": 0, "waiting": 3, "recent": recent, **more}
+
+
+def test_a_worker_for_which_rounds_wait():
+    of_adam = rounds(25.0, {"worker_0": (10, 0.1), "worker_3": (40, 16.0)})
+    tasks = {f"worker:{n}": worker(pull=0.66) for n in range(3)}
+    tasks["worker:3"] = worker(compute=0.97)
+    metrics = {"tasks": tasks, "rounds": {"adam": of_adam}}
+    found = limits(metrics)
+    (held,) = [each for each in found if each.what == "round"]
+    assert held.task == "worker:3"
+    assert held.share == pytest.approx(16.1 / 25)
+    assert "80 %" in held.words
+    assert "0.4 s" in held.words
+    # 50 rounds in the 8.9 s in which nobody was alone.
+    assert held.numbers["with_backup"] == pytest.approx(50 / 8.9)
+    assert "backup=1" in held.advice
+    assert "5.62" in held.advice
+    # Others that are busy for a third of a second in each step are not that quick.
+    busy = {**worker(draw=0.3, compute=0.36), "steps_per_s": 2.0}
+    slower = {name: busy if name != "worker:3" else tasks[name] for name in tasks}
+    (held, *_) = [
+        each for each in limits({**metrics, "tasks": slower}) if each.what == "round"
+    ]
+    assert held.numbers["with_backup"] == pytest.approx(2.0 / 0.66)
+    # The others wait for it and not for values; prefetch= is refused with rounds.
+    assert not [each for each in found if "prefetch" in each.advice]
+    assert slowest(metrics) == {"task": "worker:3", "why": held.words}
+    shown = held_up({**metrics, "slowest": slowest(metrics)})
+    assert shown[0] == {"task": "worker:3", "why": held.words}
+
+
+def test_rounds_that_wait_for_one_worker_after_the_other():
+    in_turn = {f"worker_{n}": (12, 2.0) for n in range(4)}
+    metrics = {"rounds": {"adam": rounds(16.0, in_turn, count=48, backup=3)}}
+    (held,) = limits(metrics)
+    assert (held.what, held.share) == ("round", 0.5)
+    assert "0.17 s" in held.words
+    assert "backup=" not in held.advice  # a round needs one contribution
+    quick = rounds(16.0, {"worker_0": (48, 2.0)})
+    none = rounds(0.0, {}, count=0)
+    assert limits({"rounds": {"adam": quick, "sgd": none}}) == []
+
+
+def test_workers_that_are_as_far_ahead_as_they_may_be():
+    quick, slow = worker(idle=0.8), worker(compute=0.95)
+    tasks = {"worker:0": quick, "worker:1": slow}
+    metrics = {"tasks": tasks, "queued_closures": 500, "largest_lead": 2}
+    _, ahead = limits(metrics)
+    assert (ahead.task, ahead.what) == ("worker:0", "lead")
+    assert "staleness=" in ahead.advice
+    assert limits({**metrics, "largest_lead": None})[1].what == "queue"
+
+
 def test_bytes_that_lie_on_one_of_two_parameter_servers():
     slow = worker(pull=0.8, slow_pulls={"ps:1": 0.8})
     metrics = {

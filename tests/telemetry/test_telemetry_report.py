@@ -63,6 +63,48 @@ def test_tasks_of_any_form_are_reported():
     assert made["staleness"]["count"] == 0
 
 
+def of_program(at, lead, **rounds):
+    sent = {"at": at, "largest_lead": lead, "rounds": rounds}
+    told = {"program": {"seconds": 0.1, "waiting": 3, "metrics": sent}}
+    return TaskReport("open", "a:1", "", told)
+
+
+def test_rounds_are_those_that_the_program_sent_last():
+    waits = {"worker:1": {"rounds": 3, "seconds": 0.5}}
+    recent = {"rounds": 3, "seconds": 2.0, "waited_for": waits}
+    adam = {
+        "workers": 2,
+        "backup": 0,
+        "waiting": 1,
+        "closed": 7,
+        "per_s": 1.5,
+        "late": {"worker:1": 4},
+        "dropped": {"worker:1": 4},
+        "waited_for": waits,
+        "recent": recent,
+    }
+    tasks = {
+        "worker:0": of_program(3.0, 1),
+        "worker:1": of_program(4.0, 2, adam=adam),
+        "worker:2": TaskReport("open", "a:1"),
+    }
+    made = report(tasks)
+    assert made["rounds"] == {"adam": adam}
+    assert made["largest_lead"] == 2
+    nothing = report({"worker:2": TaskReport("open", "a:1")})
+    assert (nothing["rounds"], nothing["largest_lead"]) == ({}, None)
+
+
+def test_rounds_of_no_form_are_empty():
+    odd = {"late": {"worker:0": "3"}, "waited_for": {"worker:0": 4}, "recent": 5}
+    made = report({"worker:0": of_program("now", "far", adam=odd, sgd=None)})
+    assert made["rounds"]["adam"]["late"] == {"worker:0": 0}
+    waited = made["rounds"]["adam"]["waited_for"]
+    assert waited == {"worker:0": {"rounds": 0, "seconds": 0.0}}
+    assert made["rounds"]["sgd"]["recent"]["rounds"] == 0
+    assert made["largest_lead"] == 0
+
+
 def test_numbers_and_steps_of_no_form_are_zero():
     nan = float("nan")
     told = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -15,12 +16,15 @@ import termios
 import time
 
 import numpy as np
+import optax
 import pytest
 from click.testing import CliRunner
 
 import zstrat as zs
 from zstrat.cli import main
-from zstrat.launch import LocalCluster
+from zstrat.config import Settings
+from zstrat.launch import LocalCluster, observe
+from zstrat.telemetry import Histogram
 
 BATCH, STEPS = 16, 40
 
@@ -178,6 +182,42 @@ def test_an_error_of_a_step_is_the_last_one_of_its_worker(trained):
     told = trained.metrics()["tasks"]["worker:0"]["last_error"]
     assert told.startswith("step ")
     assert "KeyError" in told
+
+
+def applied(cluster, ps):
+    """How often the server has noted that it applied something."""
+    seen = asyncio.run(observe(cluster.spec, Settings(), 60.0))
+    (values,) = [each.values for each in seen if each.task == f"ps:{ps}"]
+    return Histogram.from_plain(values["phases"]["apply"]["total"]).count
+
+
+def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp_path):
+    weight = trained.strategy.weight
+    with trained.strategy.scope():
+        sgd = zs.Optimizer(optax.sgd(0.25), name="sgd", rounds=zs.Rounds())
+
+    @zs.function
+    def step():
+        sgd.apply_gradients([(weight.value(), weight)])
+
+    before, pushed = weight.numpy(), applied(cluster, weight.spec.ps)
+    for _ in range(STEPS):
+        trained.schedule(step)
+    trained.join()
+    np.testing.assert_allclose(weight.numpy(), before * 0.75**STEPS, rtol=1e-5)
+    rounds = trained.metrics()["rounds"]["sgd"]
+    assert rounds["closed"] == STEPS
+    assert (rounds["workers"], rounds["waiting"], rounds["late"]) == (1, 0, {})
+    assert rounds["waited_for"] == {}  # nobody contributed before it
+    assert applied(cluster, weight.spec.ps) == pushed + STEPS
+    file = tmp_path / "cluster.toml"
+    jobs = cluster.spec.as_dict().items()
+    lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
+    file.write_text("[cluster]\n" + "".join(lines))
+    looks = ["top", "--cluster", str(file), "--count", "1"]
+    seen = json.loads(CliRunner().invoke(main, [*looks, "--json"]).stdout)
+    assert seen["rounds"]["sgd"]["workers"] == 1
+    assert "rounds of 'sgd': " in CliRunner().invoke(main, looks).stdout
 
 
 def test_what_a_worker_logs_as_scalars_is_refused(trained):

@@ -357,3 +357,40 @@ def test_histograms_are_told_as_prometheus_counts_them():
     assert total == sum(old)
     assert [*found["zstrat_scalar", "worker:0", 'lo"ss'].values()] == [0.5]
     assert not [key for key in found if key[2:] in (("odd",), ("n",))]
+
+
+def test_rounds_are_told_by_optimizer_and_worker():
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    adam = {
+        "closed": 9,
+        "waiting": 2,
+        "per_s": 1.5,
+        "late": {"worker:1": 4},
+        "dropped": {"worker:1": 3},
+        "waited_for": {"worker:0": {"rounds": 5, "seconds": 0.25}},
+    }
+    values = {"coordinator": {"largest_lead": 2, "rounds": {"adam": adam, "odd": 3}}}
+    with living(Thing(values=values), "chief:0"), zs.serve_http(0) as server:
+        _, text = get(server.address, "/metrics")
+    found = {
+        (sample.name, *sorted({**sample.labels, "task": ""}.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "round" in sample.name or "lead" in sample.name
+    }
+    assert found == {
+        ("zstrat_largest_lead", ""): 2,
+        ("zstrat_rounds_closed_total", "", "adam"): 9,
+        ("zstrat_rounds_per_second", "", "adam"): 1.5,
+        ("zstrat_round_contributions_waiting", "", "adam"): 2,
+        ("zstrat_round_contributions_late_total", "", "adam", "worker:0"): 0,
+        ("zstrat_round_contributions_late_total", "", "adam", "worker:1"): 4,
+        ("zstrat_round_contributions_dropped_total", "", "adam", "worker:0"): 0,
+        ("zstrat_round_contributions_dropped_total", "", "adam", "worker:1"): 3,
+        ("zstrat_round_waits_total", "", "adam", "worker:0"): 5,
+        ("zstrat_round_waits_total", "", "adam", "worker:1"): 0,
+        ("zstrat_round_waited_seconds_total", "", "adam", "worker:0"): 0.25,
+        ("zstrat_round_waited_seconds_total", "", "adam", "worker:1"): 0,
+    }

@@ -54,6 +54,17 @@ def told():
                 "last_error": HOSTILE,
             },
         },
+        "rounds": {
+            HOSTILE: {
+                "workers": 4,
+                "waiting": 3,
+                "closed": 17,
+                "per_s": 2.5,
+                "late": {HOSTILE: 3},
+                "dropped": {},
+                "waited_for": {"worker:3": {"rounds": 9, "seconds": 1.5}},
+            }
+        },
         "scalars": {HOSTILE: [[0, 0.0, 2.0], [1, 1.0, None], [2, 2.0, 0.5]]},
         "logs": [[1.0, HOSTILE, HOSTILE, HOSTILE]],
         "slowest": {"task": HOSTILE, "why": HOSTILE},
@@ -107,10 +118,15 @@ def test_what_is_seen_is_what_the_run_told(browser):
         assert value(browser, "#tile-queued_closures") == 17
         assert value(browser, "#tile-memory") == 8 * 2**20
         assert not browser.run("return document.getElementById('tile-examples_per_s')")
+        assert not browser.run("return document.getElementById('tile-largest_lead')")
         sums = [
-            value(browser, f"{bars} data") for bars in ("#phases", "#bytes", "#memory")
+            value(browser, f"{bars} data")
+            for bars in ("#phases", "#bytes", "#memory", "#waited")
         ]
-        assert sums == [pytest.approx(0.015), 3072, 3 * 2**20]
+        assert sums == [pytest.approx(0.015), 3072, 3 * 2**20, 1.5]
+        assert f"late: {HOSTILE} 3".replace("\udc80", "\ufffd") in browser.run(
+            TEXT, "#rounds"
+        )
         assert browser.run(
             "return [...document.querySelectorAll('#staleness data')].map(each =>"
             " Number(each.value))"

@@ -328,3 +328,11 @@ def test_gradients_and_variables_the_other_way_round(swapped):
     w, g = zv.Variable(np.ones(3, np.float32)), np.ones(3, np.float32)
     with pytest.raises(ValueError, match="apply_gradients"):
         zv.Optimizer(optax.sgd(0.1)).apply_gradients(*swapped(w, g))
+
+
+@pytest.mark.parametrize("make", [zs.MirroredStrategy, zs.OneDeviceStrategy])
+def test_rounds_without_parameter_servers_are_refused(make):
+    strategy = make("CPU:0") if make is zs.OneDeviceStrategy else make()
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        with scope, pytest.raises(ValueError, match="ParameterServerStrategy"):
+            zs.Optimizer(optax.sgd(0.5), rounds=zs.Rounds())

@@ -226,7 +226,9 @@ def test_a_loop_is_not_held_up_by_what_is_made_of_one_header() -> None:
         encode(Pull(1, [Read(1, 1)] * (2**13 + 1)))
     with pytest.raises(ProtocolError, match=r"Dispatch\.batches.*\b2048\b"):
         decode(
-            pack(Dispatch, 1, 0, 2049 * [[1, 1, 1, [1]]], b"", [], 0, False), [], LIMITS
+            pack(Dispatch, 1, 0, 2049 * [[1, 1, 1, [1]]], b"", [], 0, False, None),
+            [],
+            LIMITS,
         )
     for branch in ([], {}):
         header = pack(Failure, 8 * [520 * [branch]])
@@ -271,7 +273,7 @@ def deep(depth: int) -> list[Any]:
         (pack(Pull, 1, {"a": 1}), r"Pull\.reads.*\b1\b"),
         (pack(Pull, 1.0, []), r"Pull\.session.*\b1\.0\b"),
         (
-            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0]], b"", [], 0, False),
+            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0]], b"", [], 0, False, 1),
             r"Dispatch\.batches.*\[0\].*\[1\]",
         ),
         (
@@ -314,14 +316,14 @@ def deep(depth: int) -> list[Any]:
         ),
         (pack(Fetched, [["int8", [3]]]), r"\b1\b.*\b0\b"),
         (
-            pack(Completions, 1, [], [], 2**62),
+            pack(Completions, 1, [], [], 2**62, []),
             r"Completions: expected at most \d+ bytes of body",
         ),
         (
-            pack(Completions, 1, [], [], 12),
+            pack(Completions, 1, [], [], 12, []),
             r"Completions\.results.*\b12\b",
         ),
-        (pack(Completions, 1, [], [], "x"), r"Completions\.results"),
+        (pack(Completions, 1, [], [], "x", []), r"Completions\.results"),
     ],
 )
 def test_errors_say_which_field_and_what_was_expected(

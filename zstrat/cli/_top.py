@@ -38,7 +38,7 @@ from ._signals import interruptible
 from ._tables import seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import ConsoleOptions, RenderResult
@@ -131,7 +131,7 @@ def metrics_of(statuses: Iterable[TaskStatus]) -> dict[str, Any]:
 
 
 NAMED: Final = 4
-"""Number of lost tasks that are named above the tables."""
+"""Number of tasks, such as lost ones, that a line above the tables names."""
 GAP: Final = 2
 """Characters between two columns."""
 FEWEST: Final = 2
@@ -161,7 +161,8 @@ class RunScreen:
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
         width = options.max_width
-        texts = [Text(text) for text in _held_up(self.metrics)]
+        lines = [*_round_lines(self.metrics), *_held_up(self.metrics)]
+        texts = [Text(line) for line in lines]
         lost = _lost(self.metrics)
         if lost:
             texts.append(Text(f"lost: {lost}", style="red"))
@@ -185,6 +186,7 @@ def run_lines(metrics: Mapping[str, Any]) -> list[str]:
     return [
         _summary(metrics),
         *[" ".join(f"{k}={cell}" for k, cell in row.items() if cell) for row in rows],
+        *_round_lines(metrics),
         *_held_up(metrics),
     ]
 
@@ -197,7 +199,29 @@ def _summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"{examples:.0f} examples/s")
     if stale["count"]:
         parts.append(f"staleness {stale['p50']:g} (p99 {stale['p99']:g})")
+    if (lead := metrics["largest_lead"]) is not None:
+        parts.append(f"largest lead {lead}")
     return ", ".join(parts)
+
+
+def _round_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
+    """Describes the rounds of each optimizer in a line."""
+    for name, rounds in metrics["rounds"].items():
+        parts = [
+            f"rounds of {name!r}: {rounds['per_s']:.1f}/s",
+            f"{rounds['waiting']} of {rounds['workers']} contributions wait",
+        ]
+        for what in ("late", "dropped"):
+            counts = [f"{worker} {n}" for worker, n in rounds[what].items()]
+            if counts:
+                parts.append(f"{what}: {_first(counts)}")
+        waits = [
+            f"{worker} {seconds(wait['seconds'])}"
+            for worker, wait in rounds["waited_for"].items()
+        ]
+        if waits:
+            parts.append(f"waited for {_first(waits)}")
+        yield ", ".join(parts)
 
 
 def _held_up(metrics: Mapping[str, Any]) -> list[str]:
@@ -213,9 +237,12 @@ def _held_up(metrics: Mapping[str, Any]) -> list[str]:
 def _lost(metrics: Mapping[str, Any]) -> str:
     """Names the lost tasks; `run_lines` and ``zstrat status`` have the reasons."""
     tasks = metrics["tasks"].items()
-    names = [name for name, task in tasks if task["state"] == "lost"]
-    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + rest
+    return _first([name for name, task in tasks if task["state"] == "lost"])
+
+
+def _first(words: Sequence[str]) -> str:
+    rest = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
+    return ", ".join(words[:NAMED]) + rest
 
 
 def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:

@@ -66,6 +66,13 @@ class CoordinatorFace:
         - ``failovers``, ``stores_without_backup`` (with ``replicas=1``): how often a
           backup took over from a parameter server, and how many stores are not known to
           have a complete backup now. Those of a server that does not answer count.
+        - ``rounds``: for each optimizer with `zstrat.Rounds`, by name: rounds that were
+          ``closed`` and are closed ``per_s``, contributions that are ``waiting``, and
+          by worker how many came ``late``, how many were ``dropped``, and in how many
+          ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
+          same of the last 64 rounds.
+        - ``largest_lead`` (with ``staleness=``): the most closures by which a worker
+          was ahead of the slowest one; else None.
         - ``stores``: for each store the ``process`` that serves it, its ``address``,
           ``backup`` and ``state``; ``stores_moved``: how often a store was moved.
         """

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.wire import PlainTree
+
     from ._engine import ClosureEngine
     from ._fences import Fences
     from ._queue import Closure
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
     from .rounds import RoundClosing
 
 log = logging.getLogger("zstrat.coordinator")
+
+OBSERVED_EVERY: Final = 1.0
+"""Seconds between two metrics of the program that workers get for observers."""
+OBSERVED_WORKERS: Final = 16
+"""Workers in them, those that hold rounds up most: workers report these numbers, too,
+each second."""
 
 T = TypeVar("T")
 
@@ -97,6 +105,8 @@ class Dispatcher:
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._desertion_timer: asyncio.TimerHandle | None = None
+        self._metrics_due = 0.0
+        """From when on the next closures bring workers new metrics, for observers."""
         self._stopped = self._called_back = False
 
     @property
@@ -351,7 +361,8 @@ class Dispatcher:
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
-            left = QueueLeft(queue.queued, full)
+            metrics = self._metrics_for_observers(now) if work else None
+            left = QueueLeft(queue.queued, full, metrics)
             # If nothing is left, the next `put` has to wake the loop.
             self.engine.must_wake = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
@@ -379,6 +390,25 @@ class Dispatcher:
         if needed and not self._called_back:
             self.cancel_running()
         self._called_back = needed
+
+    def consistency(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
+        """Returns the metrics of rounds, with at most ``most`` workers each, and of
+        bounded staleness. From any thread."""
+        there = len(self.members.usable)
+        return {
+            "rounds": self.rounds.rounds.metrics(there, now, most),
+            "largest_lead": self.members.largest_lead,
+        }
+
+    def _metrics_for_observers(self, now: float) -> PlainTree:
+        """Returns the metrics that observers can have of workers alone, once a second;
+        None in between, and without rounds and bounded staleness."""
+        is_asynchronous = not self.rounds.rounds and self.members.staleness is None
+        if now < self._metrics_due or is_asynchronous:
+            return None
+        self._metrics_due = now + OBSERVED_EVERY
+        # Several workers have some; the latest ones count.
+        return {"at": now, **self.consistency(now, OBSERVED_WORKERS)}
 
     def _take_closures(self, grant: Grant, now: float) -> list[Closure]:
         if grant.alone:

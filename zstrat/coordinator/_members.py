@@ -175,9 +175,10 @@ class Members:
                 f"{MOST_IN_FLIGHT}, or None to follow the speed of each worker"
             )
         self._depth, self._prefetch = closures_in_flight, prefetch
-        self._is_paced, self._staleness = False, staleness
-        self.largest_lead = 0
-        """The most closures by which a worker that got one was ahead of the slowest."""
+        self._is_paced, self.staleness = False, staleness
+        self.largest_lead: int | None = None if staleness is None else 0
+        """The most closures by which a worker that got one was ahead of the slowest;
+        None: it is not bounded, and not measured."""
         self._roomy: dict[int, Member] = {}
         """Members that may have room, so that a turn need not look at a thousand busy
         workers."""
@@ -386,7 +387,7 @@ class Members:
 
     def _with_room(self) -> list[tuple[Member, int]]:
         """Returns the members that have room, and how many closures each may get."""
-        if (staleness := self._staleness) is not None:
+        if (staleness := self.staleness) is not None:
             # Any of them may have room when the slowest has ended a closure.
             most = self._slowest() + staleness + 1
             bounded = [(m, min(m.free, most - m.started)) for m in self.members]
@@ -420,7 +421,7 @@ class Members:
         for closure in closures:
             member.in_flight[closure.step] = closure
         member.started += len(closures)
-        if self._staleness is not None:
+        if self.largest_lead is not None:
             lead = member.started - self._slowest() - 1
             self.largest_lead = max(self.largest_lead, lead)
 

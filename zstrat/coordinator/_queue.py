@@ -47,6 +47,8 @@ from ._steps import Steps
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from zstrat.wire import PlainTree
+
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
     from ._values import RemoteValue
@@ -54,10 +56,11 @@ if TYPE_CHECKING:
 
 class QueueLeft(NamedTuple):
     """The number of closures left in the queue after some were handed out, and whether
-    the queue was full before that."""
+    the queue was full before that. ``metrics`` are for observers; None: as before."""
 
     waiting: int = 0
     full: bool = False
+    metrics: PlainTree = None
 
 
 MAX_QUEUED: Final = 262_144

@@ -175,9 +175,17 @@ class WorkerChannel:
                 beside.append(np.frombuffer(closure.inputs, np.uint8))
             elif closure.inputs:
                 inputs.append(closure.inputs)
-        arrays = b"".join(inputs), tuple(beside)
         self.task.link.notify(
-            Dispatch(self.session, low_water, batches, *arrays, *left)
+            Dispatch(
+                self.session,
+                low_water,
+                batches,
+                b"".join(inputs),
+                tuple(beside),
+                left.waiting,
+                left.full,
+                left.metrics,
+            )
         )
 
     def send_drops(

@@ -90,7 +90,8 @@ class RoundRequests:
         keys = self._store.rounds.keys(message.optimizer, message.members)
         async with self._serving.turn(keys):
             self._require_place(message.session)
-            await self._run(close_round(self._store, message))
+            with self._serving.applying_round():
+                await self._run(close_round(self._store, message))
         self.wake()
         return await acknowledged(self._store.log, Done())
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, final
 from zstrat.errors import BusyError, ZstratError, to_wire
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (
+    CloseRound,
     Done,
     Exchange,
     Exchanged,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         Callable,
         Hashable,
         Iterable,
+        Iterator,
         Sequence,
     )
 
@@ -294,9 +296,18 @@ class Serving:
     def replayed(self, change: Message, began: float) -> None:
         """Records how long it took to replay a change of the primary, from ``began``
         until now."""
-        if isinstance(change, Push):
-            step = UNNAMED if change.writer else change.step
+        if isinstance(change, Push | CloseRound):
+            step = UNNAMED
+            if isinstance(change, Push) and not change.writer:
+                step = change.step
             self.recorder.spent(Phase.APPLY, step, began, self._clock())
+
+    @contextlib.contextmanager
+    def applying_round(self) -> Iterator[None]:
+        """Records how long a round takes to be applied, in the block."""
+        began = self._clock()
+        yield
+        self.recorder.spent(Phase.APPLY, UNNAMED, began, self._clock())
 
     def _begin(self, message: Request) -> Message | PendingRequest[Message]:
         if isinstance(message, Folded):

@@ -8,6 +8,7 @@ the reports of the parameter servers show which of them causes it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,9 @@ WORST: Final = 3
 """Number of limits shown in addition to the slowest worker."""
 SLOWER: Final = 0.8
 """A worker below this fraction of the median rate is slow."""
+ALONE: Final = 0.5
+"""A worker for which rounds wait this share of their waits holds them up, and not
+several workers in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,15 @@ class Limit:
 
     ``share``, by which limits are sorted, is the share of the task's time, 0 to 1. For
     an imbalance it is the share of time that workers wait for values, times this
-    server's part of the bytes; for staleness ``1 - usual / median``.
+    server's part of the bytes; for staleness ``1 - usual / median``; for rounds the
+    share of time in which they waited for their last contribution alone.
     """
 
     task: str
     what: str
     """``compute``, ``pull of ps:1`` (``pull`` if the server is unknown), ``draw``,
-    ``queue``, ``full queue``, ``stale``, ``imbalance``; ``push``: a worker waits for
+    ``queue``, ``full queue``, ``stale``, ``imbalance``, ``round``: rounds wait for the
+    worker, ``lead``: a worker waits for the slowest one; ``push``: a worker waits for
     the pushes of eager steps, or a server is busy with updates."""
     share: float
     words: str
@@ -67,7 +73,9 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     found: list[Limit] = []
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers, queued, full)
+        found += _of_worker(name, worker, servers, metrics)
+    for name, rounds in metrics.get("rounds", {}).items():
+        found += _of_rounds(name, rounds, workers)
     if full:
         found.append(_full(queued))
     for name, server in servers.items():
@@ -80,10 +88,19 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
 def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the ``task`` with the fewest steps, and ``why``; None if no worker runs.
 
-    Of several workers of about the same speed it is the one that waits most. A lost
+    Of several workers of about the same speed it is the one that waits most; with
+    rounds, in which all have the same speed, it is the one that rounds wait for. A lost
     worker is returned only if no other worker runs.
     """
     workers = _of_job(metrics.get("tasks", {}), "worker")
+    holding_up = [
+        limit
+        for name, rounds in metrics.get("rounds", {}).items()
+        for limit in _of_rounds(name, rounds, workers)
+    ]
+    if holding_up:
+        worst = max(holding_up, key=lambda limit: limit.share)
+        return {"task": worst.task, "why": worst.words}
     servers = _of_job(metrics.get("tasks", {}), "ps")
     working = {
         name: worker
@@ -102,7 +119,8 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     name, worker = min(working.items(), key=lambda item: (rates[item[0]], item[0]))
     if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
-    found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
+    of_worker = _of_worker(name, worker, servers, metrics)
+    found = sorted(of_worker, key=lambda limit: -limit.share)
     if not found:
         return {"task": name, "why": "has no bottleneck"}
     return {"task": name, "why": found[0].words}
@@ -139,9 +157,9 @@ def _of_worker(
     name: str,
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
-    queued: int = 0,
-    full: bool = False,
+    metrics: Mapping[str, Any],
 ) -> list[Limit]:
+    queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     time: Mapping[str, float] = worker.get("time", {})
     shares = {
         what: min(1.0, time.get(what, 0.0))
@@ -158,6 +176,10 @@ def _of_worker(
                 numbers = _numbers(what, worker)
                 limit = Limit(name, what, share, words, advice, numbers)
                 found.append(_long(limit, worker))
+            case "pull" if metrics.get("rounds"):
+                found.append(_long(_round_pull(name, share, worker), worker))
+            case "idle" if queued and metrics.get("largest_lead") is not None:
+                found.append(_ahead(name, share, worker))
             case "pull":
                 found.append(_long(_pull(name, share, worker, servers), worker))
             case "push":
@@ -223,6 +245,79 @@ def _pull(
             "(ZSTRAT_PREFETCH)"
         )
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
+
+
+def _round_pull(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "pull",
+        share,
+        "waits until its round is closed, and for the new values: pull is "
+        f"{percent(share)} of its time",
+        "see for whom rounds wait; zs.Rounds(backup=...) does without the last ones; "
+        "if rounds wait for nobody, pull fewer bytes or add parameter servers",
+        _numbers("pull", worker),
+    )
+
+
+def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "lead",
+        share,
+        f"waits for the slowest worker for {percent(share)} of its time, as far ahead "
+        "of it as staleness= allows",
+        "see what slows that one down; or increase ParameterServerStrategy("
+        "staleness=...)",
+        _numbers("wait", worker),
+    )
+
+
+def _of_rounds(
+    optimizer: str, rounds: Mapping[str, Any], workers: Mapping[str, Mapping[str, Any]]
+) -> Iterable[Limit]:
+    recent = rounds.get("recent", {})
+    count, seconds = recent.get("rounds", 0), recent.get("seconds", 0.0)
+    waits = recent.get("waited_for", {})
+    held = {worker: wait["seconds"] for worker, wait in waits.items()}
+    whole = sum(held.values())
+    if not count or not seconds or whole < NOTABLE * seconds:
+        return
+    worst, share = _most(held), min(1.0, whole / seconds)
+    last = waits[worst]["rounds"]
+    backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
+    # The others do without the last one, too, what they do while they wait for it.
+    without = count / max(seconds - whole, 0.001 * seconds)
+    alone = sorted(map(_alone, workers.values()), reverse=True)
+    if 0 < size - backup <= len(alone):
+        without = min(without, alone[size - backup - 1])
+    rate = count / seconds
+    numbers = {"rounds_per_s": rate, "waited_s": whole, "with_backup": without}
+    if held[worst] >= ALONE * whole:
+        words = (
+            f"holds up each round of {optimizer!r}: last in {percent(last / count)} of "
+            f"them, {held[worst] / last:.2g} s each"
+        )
+    else:
+        words = (
+            f"and others hold up rounds of {optimizer!r} in turn: the last "
+            f"contribution comes {whole / count:.2g} s after the one before"
+        )
+    advice = "train without rounds, or with staleness="
+    if backup < size and without > rate:
+        advice = (
+            f"zs.Rounds(backup={backup}) would give about {without:.3g} rounds/s "
+            f"instead of {rate:.3g}; or see what slows {worst} down"
+        )
+    yield Limit(worst, "round", share, words, advice, numbers)
+
+
+def _alone(worker: Mapping[str, Any]) -> float:
+    """Returns the steps per second of a worker that waits for nobody."""
+    time = worker.get("time", {})
+    busy = sum(time.get(what, 0.0) for what in ("draw", "compute", "push"))
+    rate: float = worker.get("steps_per_s", 0.0)
+    return rate / busy if busy else math.inf
 
 
 def _push(

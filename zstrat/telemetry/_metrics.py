@@ -48,7 +48,8 @@ class Metric:
         unit: Its unit; of a rate, the unit per second.
         help: Its meaning.
         of: The jobs that report it. A program that shares the parameter servers of a
-            chief is called "program"; a worker from its program's view is a "member".
+            chief is called "program"; a worker from its program's view is a "member",
+            the rounds of an optimizer are "rounds", a worker there a "contributor".
         path: The keys in the report that lead to it.
         prometheus: Its name in Prometheus; "" if it is not exported.
     """
@@ -146,6 +147,8 @@ waiting ps_waiting Requests that wait for a variable.
 remembered_steps ps_remembered_steps Steps remembered to know a push that comes twice.
 snapshots ps_snapshots Snapshots that are being read for checkpoints.
 undo_bytes:bytes ps_undo_bytes Bytes of old rows kept for snapshots.
+contributions ps_contributions Contributions of steps that wait for their round.
+contribution_bytes:bytes ps_contribution_bytes Bytes of these contributions.
 replication.view ps_view Number of the view, which grows as copies change.
 replication.behind ps_backup_behind Changes that the backup has not got yet.
 replication.log_bytes:bytes ps_log_bytes \
@@ -204,6 +207,19 @@ stores_without_backup stores_without_backup \
 +resolver_questions resolver_questions How often the resolver was asked who is there.
 +resolver_errors resolver_errors How often the resolver had no answer.
 +recoverable_worker_failures worker_losses Losses of workers that the program survived.
+largest_lead largest_lead \
+    Largest lead of a worker over the slowest one in closures, with staleness=.
+[rounds]
+workers round_size Contributions that a round waits for.
+backup round_backup Contributions that a round can do without.
+waiting round_contributions_waiting Contributions that wait for the round to close.
+per_s rounds_per_second Rounds closed a second, of the last seconds.
++closed rounds_closed Rounds closed so far.
+[contributor]
++late round_contributions_late Contributions of a worker to rounds closed before.
++dropped round_contributions_dropped Those of them without effect.
++rounds round_waits Rounds that a worker was the last to contribute to.
++seconds:seconds round_waited_seconds Seconds that rounds waited for a worker alone.
 [member]
 in_flight coordinator_worker_in_flight Closures a worker has.
 +completed coordinator_worker_completed Closures a worker did.

@@ -50,7 +50,8 @@ class TaskReport:
 
 def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     """Computes ``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``,
-    ``tasks`` and ``slowest`` of `ClusterCoordinator.metrics`.
+    ``tasks``, ``rounds``, ``largest_lead`` and ``slowest`` of
+    `ClusterCoordinator.metrics`; the numbers of rounds are a second old.
 
     Args:
         tasks: The reports by task name, such as "worker:0".
@@ -64,7 +65,8 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         for name in workers
         for store in _part(tasks[name].values, "staleness")
     )
-    program = _last_program(tasks[name].values for name in workers)
+    programs = [_part(tasks[name].values, "program") for name in workers]
+    program = _last_program(programs)
     metrics: dict[str, Plain] = {
         "steps_per_s": sum(entries[name]["steps_per_s"] for name in workers),
         "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
@@ -77,6 +79,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         },
         "staleness": {**ages.summary(), "buckets": ages.buckets()},
         "tasks": entries,
+        **_consistency(programs),
     }
     metrics["slowest"] = slowest(metrics)
     return metrics
@@ -115,11 +118,55 @@ def _task(
     return entry
 
 
-def _last_program(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+def _last_program(programs: Iterable[dict[str, Plain]]) -> dict[str, Plain]:
     """Returns the newest information about the program, that of the worker to which it
     dispatched closures last."""
-    parts = [part for values in workers if (part := _part(values, "program"))]
-    return min(parts, key=lambda part: _number(part.get("seconds")), default={})
+    known = [program for program in programs if program]
+    return min(known, key=lambda program: _number(program.get("seconds")), default={})
+
+
+def _consistency(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+    """Returns ``rounds`` and ``largest_lead``, from the newest metrics that the program
+    has sent to a worker."""
+    sent = [_part(program, "metrics") for program in programs]
+    newest = max(sent, key=lambda metrics: _number(metrics.get("at")), default={})
+    rounds, lead = _part(newest, "rounds"), newest.get("largest_lead")
+    return {
+        "rounds": {name: _rounds(_part(rounds, name)) for name in rounds},
+        "largest_lead": None if lead is None else int(_number(lead)),
+    }
+
+
+def _rounds(values: Mapping[str, Plain]) -> dict[str, Plain]:
+    recent = _part(values, "recent")
+    return {
+        **{
+            what: int(_number(values.get(what)))
+            for what in ("workers", "backup", "waiting", "closed")
+        },
+        "per_s": _number(values.get("per_s")),
+        **{
+            what: {worker: int(_number(n)) for worker, n in _part(values, what).items()}
+            for what in ("late", "dropped")
+        },
+        "waited_for": _waits(values),
+        "recent": {
+            "rounds": int(_number(recent.get("rounds"))),
+            "seconds": _number(recent.get("seconds")),
+            "waited_for": _waits(recent),
+        },
+    }
+
+
+def _waits(values: Mapping[str, Plain]) -> dict[str, Plain]:
+    waits = _part(values, "waited_for")
+    return {
+        worker: {
+            "rounds": int(_number(_part(waits, worker).get("rounds"))),
+            "seconds": _number(_part(waits, worker).get("seconds")),
+        }
+        for worker in waits
+    }
 
 
 def _now(phase: Mapping[str, Plain]) -> dict[str, Plain] | None:

@@ -69,7 +69,9 @@ class Dispatch:
     """Runs closures in order. A notice, followed by `Completions` as they end.
     ``inputs`` are the arrays among their arguments, closure after closure; a batch of
     large ``size`` has ``arrays`` instead, uint8 [size] per closure. ``waiting`` is the
-    number of closures left in the program, ``full`` whether its queue is full."""
+    number of closures left in the program, ``full`` whether its queue is full.
+    ``metrics``, for observers of the worker, are those of
+    `ClusterCoordinator.metrics` that only the program knows; None: as before."""
 
     kind: ClassVar = 51
     session: int
@@ -79,6 +81,7 @@ class Dispatch:
     arrays: Arrays
     waiting: int = 0
     full: bool = False
+    metrics: PlainTree = None
 
 
 class Completion(NamedTuple):

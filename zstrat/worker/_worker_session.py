@@ -139,6 +139,7 @@ class WorkerSession:
         self._program: tuple[float, int, bool] | None = None
         """When the program last sent closures, how many it had left, and whether its
         queue was full."""
+        self._program_metrics: PlainTree = None
         self._heard = 0.0
         """When the executor thread last posted."""
         self._closed = False
@@ -182,7 +183,8 @@ class WorkerSession:
 
     def program_left(self, now: float) -> dict[str, PlainTree]:
         """Returns how many closures were ``waiting`` in the program when it last sent
-        some, ``seconds`` ago, and whether its queue was ``full``; {} before."""
+        some, ``seconds`` ago, whether its queue was ``full``, and the last ``metrics``
+        that it sent to this worker; {} before."""
         if self._program is None:
             return {}
         heard, waiting, full = self._program
@@ -190,6 +192,7 @@ class WorkerSession:
             "seconds": now - heard,
             "waiting": waiting,
             "full": full,
+            "metrics": self._program_metrics,
         }
 
     # From the coordinator
@@ -263,6 +266,8 @@ class WorkerSession:
             return
         self._low_water = message.low_water
         self._program = self._clock(), message.waiting, message.full
+        if message.metrics is not None:
+            self._program_metrics = message.metrics
         self._executor.tell(partial(self.runner.dispatch, batches, message.low_water))
         if self.notices is not None:
             self.notices.touch()

@@ -14,12 +14,12 @@ While a round is closing, contributions are to the next one.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from zstrat.telemetry import Throughput
 from zstrat.wire import RoundMember
+
+from ._round_statistics import RoundStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -44,18 +44,6 @@ class ClosingRound(NamedTuple):
     coupled: bool
 
 
-@dataclass(slots=True)
-class WorkerRounds:
-    """What rounds know of one worker."""
-
-    dropped: int = 0
-    """Contributions that came too late."""
-    last: int = 0
-    """Rounds that it was the last to contribute to."""
-    held: float = 0.0
-    """Seconds that rounds waited for it alone."""
-
-
 @final
 @dataclass(slots=True)
 class OptimizerRounds:
@@ -70,8 +58,7 @@ class OptimizerRounds:
     """Whether the round before the open one is being applied."""
     coupled: bool = False
     """Whether the optimizer computes operands from all gradients of a round."""
-    workers: dict[int, WorkerRounds] = field(default_factory=dict)
-    rate: Throughput = field(default_factory=Throughput)
+    statistics: RoundStatistics = field(default_factory=RoundStatistics)
     _members: dict[int, Contributed] = field(default_factory=dict)
     """Contributions to the open round, by step."""
     _enough_at: float | None = None
@@ -79,11 +66,12 @@ class OptimizerRounds:
 
     def contributed(self, worker: int, given: StepContribution, now: float) -> None:
         """Takes a contribution that all servers have."""
-        of_worker = self.workers.setdefault(worker, WorkerRounds())
         self.coupled |= given.coupled
-        if given.base < self.number and self.policy.late == "drop":
-            of_worker.dropped += 1
-            return
+        if given.base < self.number:
+            is_dropped = self.policy.late == "drop"
+            self.statistics.contributed_late(worker, is_dropped=is_dropped)
+            if is_dropped:
+                return
         member = RoundMember(given.step, given.attempt, given.weight)
         self._members[given.step] = Contributed(worker, now, member)
 
@@ -127,7 +115,7 @@ class OptimizerRounds:
         """Closes the open round with the contributions that there are."""
         assert not self.is_closing, self.name
         found = list(self._members.values())
-        self._note_wait(found)
+        self.statistics.closing((each.at, each.worker) for each in found)
         closing = ClosingRound(
             self.number,
             sorted([each.member for each in found]),
@@ -140,7 +128,7 @@ class OptimizerRounds:
     def closed(self, now: float) -> None:
         """Notes that all servers have applied the round."""
         self.is_closing = False
-        self.rate.mark(now, self.number - 1, self.number)
+        self.statistics.applied(now)
 
     def restart(self) -> None:
         """Begins again with the first round, without contributions."""
@@ -153,27 +141,16 @@ class OptimizerRounds:
         here = {each.worker for each in self._members.values()}
         return [place for place in there if place not in here]
 
-    def _note_wait(self, found: list[Contributed]) -> None:
-        if len(found) < 2:
-            return
-        *_, before, last = sorted(found, key=lambda each: each.at)
-        known = self.workers[last.worker]
-        known.last += 1
-        known.held += last.at - before.at
-
-    def metrics(self, now: float) -> dict[str, PlainTree]:
-        """Returns the numbers of the rounds, for `ClusterCoordinator.metrics`."""
-        dropped = Counter({w: each.dropped for w, each in self.workers.items()})
+    def metrics(
+        self, there: int, now: float, most: int | None = None
+    ) -> dict[str, PlainTree]:
+        """Returns the numbers of the rounds with ``there`` workers, for
+        `ClusterCoordinator.metrics`; see `RoundStatistics.metrics` for ``most``."""
         return {
-            "closed": self.number - self.is_closing,
+            "workers": self.size(there),
+            "backup": self.policy.backup,
             "waiting": len(self._members),
-            "per_s": self.rate.rate(now, self.number),
-            "dropped": {f"worker:{w}": n for w, n in dropped.items() if n},
-            "waited_for": {
-                f"worker:{w}": {"rounds": each.last, "seconds": each.held}
-                for w, each in self.workers.items()
-                if each.last
-            },
+            **self.statistics.metrics(now, most),
         }
 
 
@@ -216,6 +193,14 @@ class SessionRounds:
         """Returns whether the worker has contributed to an open round."""
         return any(each.has(worker) for each in self)
 
-    def metrics(self, now: float) -> dict[str, PlainTree]:
-        """Returns the numbers of all rounds, by name of the optimizer."""
-        return {each.name: each.metrics(now) for each in self}
+    def metrics(
+        self, there: int, now: float, most: int | None = None
+    ) -> dict[str, PlainTree]:
+        """Returns the numbers of all rounds with ``there`` workers, by name of the
+        optimizer; the second one of a name has its number behind it."""
+        metrics: dict[str, PlainTree] = {}
+        for each in self:
+            taken = each.name in metrics
+            name = f"{each.name} {each.optimizer}" if taken else each.name
+            metrics[name] = each.metrics(there, now, most)
+        return metrics

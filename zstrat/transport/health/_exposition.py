@@ -2,7 +2,8 @@
 
 Law of the file: what is here is counts and sizes under the name of a task; names,
 addresses and versions are in one metric, ``zstrat_task_info``, and what a program calls
-its numbers in ``zstrat_scalar``; both are left out where other machines can ask.
+its numbers in ``zstrat_scalar``; both are left out where other machines can ask, and an
+optimizer is a number there.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Collector:
         }
         families: dict[str, Any] = {}
         for task, values in self._statistics:
-            samples = [*_numbers(task, values), *_transports(values)]
+            samples = [*_numbers(task, values, self._names), *_transports(values)]
             samples += [*_scalars(values), *_about(values)] if self._names else []
             for kind, name, words, value, labels in samples:
                 if name not in families:
@@ -94,7 +95,9 @@ class _Collector:
         return families.values()
 
 
-def _numbers(task: str, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
+def _numbers(
+    task: str, values: Mapping[str, PlainTree], names: bool
+) -> Iterator[Sample]:
     for metric in metrics_of(task.partition(":")[0]):
         if metric.kind is Kind.HISTOGRAM:
             yield from _histograms(metric, values)
@@ -105,6 +108,28 @@ def _numbers(task: str, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
             worker = {"worker": f"worker:{name.rpartition(':')[2]}"}
             for metric in metrics_of("member"):
                 yield from _number(metric, seen, worker)
+    yield from _rounds(_dict(_dict(values, "coordinator"), "rounds"), names)
+
+
+def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
+    for place, name in enumerate(optimizers):
+        rounds = _dict(optimizers, name)
+        optimizer = {"optimizer": name if names else str(place)}
+        for metric in metrics_of("rounds"):
+            yield from _number(metric, rounds, optimizer)
+        late, dropped = _dict(rounds, "late"), _dict(rounds, "dropped")
+        waits = _dict(rounds, "waited_for")
+        for worker in sorted({*late, *waits}):
+            seen: dict[str, PlainTree] = {
+                "late": late.get(worker, 0),
+                "dropped": dropped.get(worker, 0),
+                "rounds": 0,
+                "seconds": 0.0,
+                **_dict(waits, worker),
+            }
+            labels = {**optimizer, "worker": worker}
+            for metric in metrics_of("contributor"):
+                yield from _number(metric, seen, labels)
 
 
 def _number(

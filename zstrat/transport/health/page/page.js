@@ -80,13 +80,14 @@ function show({ metrics, history, since, held_up, name, seconds: now }) {
   showScalars(metrics.scalars);
   showPhases(workers);
   showStaleness(metrics.staleness);
+  showRounds(entries(metrics.rounds));
   showBytes(servers);
   showMemory(tasks);
   showTable(tasks, since, now);
   showLogs(metrics.logs ?? []);
   const there = {
     history: history.length, phases: workers.length, staleness: metrics.staleness?.buckets?.length,
-    bytes: servers.length, memory: tasks.length, tasks: tasks.length, logs: metrics.logs?.length,
+    rounds: entries(metrics.rounds).length, bytes: servers.length, memory: tasks.length, tasks: tasks.length, logs: metrics.logs?.length,
   };
   for (const card of document.querySelectorAll("[data-needs]")) card.hidden = !there[card.dataset.needs];
 }
@@ -108,6 +109,7 @@ function showTiles(metrics, tasks) {
     ["queued_closures", "Waiting to be given out", metrics.queued_closures, plain],
     ["inflight_closures", "At workers", metrics.inflight_closures, plain],
     ["staleness_p50", "Staleness, median", metrics.staleness?.p50, plain],
+    ["largest_lead", "Largest lead of a worker, in closures", metrics.largest_lead, plain],
     ["open_tasks", `Tasks open, of ${tasks.length}`, tasks.length ? open : null, plain],
     ["memory", "Memory of all tasks", tasks.length ? memory : null, bytes],
   ].filter(([, , value]) => value !== null && value !== undefined);
@@ -215,6 +217,18 @@ function showStaleness(staleness) {
   columns(at("staleness"), pairs);
   const known = ["mean", "p50", "p90", "p99", "max"].filter((key) => Number.isFinite(numberOf(staleness?.[key])));
   setText(at("staleness-words"), known.map((key) => `${key} ${plain(numberOf(staleness[key]))}`).join(" · "));
+}
+
+function showRounds(optimizers) {
+  const rows = optimizers.flatMap(([optimizer, { waited_for }]) => entries(waited_for).map(([worker, wait]) => (
+    { name: optimizers.length > 1 ? `${worker}, ${optimizer}` : worker, parts: [{ name: "waited", value: numberOf(wait.seconds) || 0, color: colorOf("wait") }] }
+  )));
+  bars(at("waited"), rows.slice(0, ROWS), seconds);
+  keyed(at("rounds"), optimizers, ([optimizer]) => optimizer, () => make("li"), (node, [optimizer, rounds]) => {
+    const counts = (what) => entries(rounds[what]).slice(0, 8).map(([worker, count]) => `${worker} ${plain(numberOf(count))}`).join(", ") || "none";
+    setText(node, `${optimizer}: ${plain(numberOf(rounds.per_s))} rounds per second · ${plain(numberOf(rounds.closed))} closed · `
+      + `${plain(numberOf(rounds.waiting))} of ${plain(numberOf(rounds.workers))} contributions wait · late: ${counts("late")} · dropped: ${counts("dropped")}`);
+  });
 }
 
 function showBytes(servers) {
