@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ps_callers import SESSION
 from ps_copies import OPTIMIZERS, Copies
+from ps_rounds import close, contribute, members
 from ps_trees import message, of_values
 
 from zstrat.errors import ZstratError
@@ -373,3 +374,71 @@ def test_who_writes_a_slot_by_hand_need_not_say_that_it_has_rows(is_taken_over):
         await rig.close()
 
     asyncio.run(run())
+
+
+def contributed(step, attempt, filled):
+    given = {1: value(1, filled)} if step % 2 else {}
+    given[2] = np.array([4, abs(filled)]), np.full((2, 2), filled, np.float32)
+    return contribute(step, given, attempt, 9)
+
+
+rounds = st.lists(
+    st.one_of(
+        st.builds(contributed, steps, st.integers(1, 2), number),
+        st.builds(
+            lambda n, named, kept, over: close(
+                n, members(*sorted(named)), kept=kept, over=over, optimizer=9
+            ),
+            st.integers(0, 3),
+            st.sets(steps, max_size=3),
+            st.lists(steps, max_size=2),
+            steps,
+        ),
+        st.builds(lambda low: RaiseMark(SESSION, low), st.integers(0, 6)),
+        st.builds(lambda key: DeleteVariables(SESSION, [key]), st.just(2)),
+    ),
+    max_size=10,
+)
+
+
+@given(before=rounds, during=rounds, after=rounds)
+@settings(max_examples=40)
+def test_rounds_are_alike(before, during, after):
+    """What waits, too: the next round is the same on both."""
+
+    async def run():
+        rig = Copies()
+        story = Story(rig)
+        for key in KEYS:
+            await rig.ask(create(key, key))
+        await rig.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+        values = {key: value(key, 0) for key in (1, 2)}
+        told = of_values(OPTIMIZERS[b"momentum"](), values)
+        await rig.ask(message(SESSION, 9, told))
+        await story.tell(before)
+        attaching = asyncio.ensure_future(rig.attach())
+        await story.tell(during)
+        await attaching
+        await story.tell(after)
+        await story.end()
+        await compare(rig, [9])
+        for asked in next_rounds():
+            answers = [
+                await answer_of(rig, asked, service)
+                for service in (rig.primary, rig.backup)
+            ]
+            assert answers[0] == answers[1], asked
+        await alike(rig, [9])
+        await rig.close()
+
+    asyncio.run(run())
+
+
+def next_rounds():
+    """Orders to close any round with any run of any step; the answers tell which of
+    them are here."""
+    for number in range(6):
+        for step in range(7):
+            for attempt in (1, 2):
+                named = members(step, attempt=attempt)
+                yield close(number, named, kept=range(7), optimizer=9)

@@ -403,10 +403,10 @@ async def test_statistics_are_plain_and_complete(rig):
         "pushes": 0,
         "updates": 0,
         "duplicates": 0,
-        "remembered_steps": 0,
-        "low_water": 0,
         "contributions": 0,
         "contribution_bytes": 0,
+        "remembered_steps": 0,
+        "low_water": 0,
         "snapshots": 0,
         "undo_bytes": 0,
     }

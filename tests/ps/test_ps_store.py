@@ -268,6 +268,8 @@ def test_statistics_count_what_happened(store):
         "pushes": 1,
         "updates": 2,
         "duplicates": 0,
+        "contributions": 0,
+        "contribution_bytes": 0,
         "remembered_steps": 1,
         "low_water": 2,
     }

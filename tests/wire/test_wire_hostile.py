@@ -17,6 +17,7 @@ from zstrat.errors import ProtocolError, to_wire
 from zstrat.wire import (
     Batch,
     Beat,
+    CloseRound,
     Completion,
     Completions,
     Dispatch,
@@ -27,9 +28,12 @@ from zstrat.wire import (
     Message,
     Pull,
     Pulled,
+    PullRound,
     Push,
     Read,
     ResourceBuilt,
+    RoundMember,
+    RoundNumber,
     Statistics,
     Update,
     decode,
@@ -51,6 +55,8 @@ SAMPLES: list[Message] = [
     Push(9, 5, 0, 4, [Update(1, 10, 1, 1)], (np.ones(3, np.float16),)),
     Dispatch(9, 4, [Batch(b"digest", 0, 1, [5, 6, 7], 2)], b"123456", ()),
     Completions(9, [Completion(5, 0, 3, 4, None)] * 3, [LAYOUT], b"\0" * 12),
+    CloseRound(9, 1, 2, 0, [RoundMember(5, 1, 1.0)], [6], 4, (np.ones(1, "f4"),)),
+    PullRound(9, [RoundNumber(1, 2)], [Read(1, -1)], [2], (np.arange(2),)),
     ResourceBuilt(LAYOUT),
 ]
 FRAMES = [encode(sample, 12) for sample in SAMPLES]

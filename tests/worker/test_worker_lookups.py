@@ -51,6 +51,7 @@ class Plan:
     has_lookups: bool = True
     lookups: tuple = ()
     calls: tuple = ()
+    targets: tuple = ()
     layout: ResultLayout = field(default=ResultLayout(("float32",), ((),), 0))
 
 

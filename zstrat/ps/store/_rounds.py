@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -142,12 +142,14 @@ class Merging:
     def _rda(self, found: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
         dtype = found[0][1].dtype
         wide = np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
-        length, direction = 0.0, np.zeros(found[0][1].shape, wide)
+        length = 0.0
+        direction: Any = np.zeros(found[0][1].shape, wide)
         for weight, array in found:
-            norm = float(np.linalg.norm(array.astype(wide)))
+            gradient = array.astype(wide)
+            norm = float(np.linalg.norm(gradient))
             length += weight * norm
             if norm:
-                direction += array * (weight / norm)
+                direction += gradient * (weight / norm)
         norm = float(np.linalg.norm(direction))
         scale = length / self.weight / norm if norm else 0.0
         return (direction * scale).astype(dtype)
@@ -269,6 +271,8 @@ class OpenRounds:
                     f"{message.number} of optimizer {optimizer}, but run "
                     f"{waiting.attempt} is here"
                 )
+            if not weight:
+                continue  # the mean of an empty batch may be NaN, and 0 times NaN is
             for key, gradient in waiting.gradients.items():
                 found[key].append((weight, gradient))
         total = sum(member.weight for member in message.members)

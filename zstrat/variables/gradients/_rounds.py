@@ -42,7 +42,7 @@ class Rounds:
             times the direction of the mean of their directions, for each variable by
             itself (Douillard et al., 2026); rows of tables are averaged.
         weights: Called on the worker with the result of a step, as arrays of numpy;
-            returns its weight. Default: 1.
+            returns its weight. A step of weight 0 changes nothing. Default: 1.
 
     Raises:
         ValueError: An argument is not valid.
