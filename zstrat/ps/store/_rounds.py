@@ -152,7 +152,8 @@ class Merging:
                 direction += gradient * (weight / norm)
         norm = float(np.linalg.norm(direction))
         scale = length / self.weight / norm if norm else 0.0
-        return (direction * scale).astype(dtype)
+        result: np.ndarray = (direction * scale).astype(dtype)
+        return result
 
 
 def _weighted(weight: float, array: np.ndarray) -> np.ndarray:
