@@ -1,0 +1,117 @@
+"""Rounds on a real cluster, against plain optax on the mean of the gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.launch import LocalCluster
+
+pytestmark = pytest.mark.processes
+
+WORKERS, ROUNDS = 2, 5
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(2, WORKERS) as running:
+        yield running
+
+
+@pytest.fixture
+def strategy(cluster):
+    with zs.ParameterServerStrategy(cluster.resolver) as made:
+        yield made
+
+
+def loss_of(weights, bias, x, y):
+    return jnp.mean((x @ weights + bias - y) ** 2)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        # It needs the norm of the merged gradients, of both servers.
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+    ],
+    ids=["momentum", "clipped"],
+)
+def test_a_round_of_all_workers_is_a_step_of_optax_on_the_mean(
+    strategy, transformation
+):
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=(4, 3)).astype("f"), np.zeros(3, np.float32)
+    with strategy.scope():
+        weights, bias = map(zs.Variable, params)
+        optimizer = zs.Optimizer(transformation, rounds=zs.Rounds(workers=WORKERS))
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(x, y):
+        loss = lambda w, b: loss_of(w, b, x, y)  # noqa: E731
+        value, grads = zs.value_and_grad(loss, argnums=(0, 1))(weights, bias)
+        optimizer.apply_gradients(zip(grads, (weights, bias), strict=True))
+        return value
+
+    shapes = (WORKERS * ROUNDS, 8, 4), (WORKERS * ROUNDS, 8, 3)
+    batches = list(zip(*(rng.normal(size=s).astype("f") for s in shapes), strict=True))
+    values = [coordinator.schedule(step, args=batch) for batch in batches]
+    coordinator.join()
+
+    state = transformation.init(params)
+    for number in range(ROUNDS):
+        some = slice(number * WORKERS, (number + 1) * WORKERS)
+        found = [
+            jax.value_and_grad(lambda p, batch=batch: loss_of(*p, *batch))(params)
+            for batch in batches[some]
+        ]
+        losses = [value.fetch() for value in values[some]]
+        np.testing.assert_allclose(losses, [loss for loss, _ in found], rtol=1e-5)
+        mean = jax.tree.map(lambda *g: sum(g) / WORKERS, *(grads for _, grads in found))
+        moved, state = transformation.update(mean, state, params)
+        params = optax.apply_updates(params, moved)
+    np.testing.assert_allclose(weights.numpy(), params[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(bias.numpy(), params[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_goes_to_the_worker_that_the_round_waits_for(strategy):
+    with strategy.scope():
+        weights = zs.Variable(np.zeros(2, np.float32))
+        optimizer = zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def train(gradient):
+        before = weights.value()
+        optimizer.apply_gradients([(gradient + 0 * before, weights)])
+        return before
+
+    @zs.function
+    def look():
+        return weights.value()
+
+    one = np.ones(2, np.float32)
+    for number in range(3):
+        first = coordinator.schedule(train, args=(one,))
+        coordinator.schedule(look)
+        second = coordinator.schedule(train, args=(3 * one,))
+        for value in (first, second):
+            assert value.fetch().tolist() == [-2.0 * number] * 2
+    coordinator.schedule(train, args=(one,))
+    coordinator.join()  # the last round has one contribution
+    assert weights.numpy().tolist() == [-7.0] * 2
+
+
+def test_a_session_with_a_name_has_no_rounds(cluster):
+    named = zs.ParameterServerStrategy(cluster.resolver, resume="rounds")
+    with named, named.scope(), pytest.raises(ValueError, match="resume="):
+        zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+
+
+def test_rounds_read_nothing_ahead(cluster):
+    ahead = zs.ParameterServerStrategy(cluster.resolver, prefetch=1)
+    with ahead, ahead.scope(), pytest.raises(ValueError, match="prefetch=0"):
+        zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
