@@ -61,6 +61,7 @@ class ScriptedPlan:
     levels: int = 1
     lookups: tuple[object, ...] = ()
     calls: tuple[object, ...] = ()
+    targets: tuple[object, ...] = ()
     draws: tuple[object, ...] = ()
     """Not empty: each step draws an element."""
 
