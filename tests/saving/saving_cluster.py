@@ -263,7 +263,7 @@ class FakeCluster:
         for spec in specs:
             self.client.storages.pop(spec.key, None)
 
-    async def create_optimizer(self, optimizer, name, code):
+    async def create_optimizer(self, optimizer, name, code, rounds=None):
         del optimizer, name, code
 
     async def read(self, specs):

@@ -108,7 +108,7 @@ class FakeSession:
         for optimizer in optimizers:
             self.transformations.pop(optimizer, None)
 
-    async def create_optimizer(self, optimizer_id, name, code):
+    async def create_optimizer(self, optimizer_id, name, code, rounds=None):
         if self.refuse is not None:
             raise InvalidArgumentError(f"{name}: {self.refuse}")
         assert optimizer_id > 0
