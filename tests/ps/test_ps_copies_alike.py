@@ -30,6 +30,7 @@ from zstrat.wire import (
     RaiseMark,
     Read,
     ReadSnapshot,
+    ReleaseSnapshot,
     StepRun,
     StoreEntry,
     StoreTensors,
@@ -178,6 +179,7 @@ async def all_of(rig, service, key, optimizers):
         reading = ReadSnapshot(SESSION, number, place, 0, size)
         (data,) = (await rig.ask(reading, service)).arrays
         tensors[entry.leaf] = entry.dtype, entry.shape, entry.rows, data.tobytes()
+    await rig.ask(ReleaseSnapshot(SESSION, number), service)
     return pulled.versions[0], tensors
 
 
@@ -442,3 +444,22 @@ def next_rounds():
             for attempt in (1, 2):
                 named = members(step, attempt=attempt)
                 yield close(number, named, kept=range(7), optimizer=9)
+
+
+def test_a_contribution_whose_step_is_over_is_copied():
+    async def run():
+        rig = Copies()
+        for key in KEYS:
+            await rig.ask(create(key, key))
+        await rig.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+        values = {key: value(key, 0) for key in (1, 2)}
+        told = of_values(OPTIMIZERS[b"momentum"](), values)
+        await rig.ask(message(SESSION, 9, told))
+        await rig.ask(contributed(2, 1, 3))
+        await rig.ask(RaiseMark(SESSION, 5))
+        await rig.attach()
+        for service in (rig.primary, rig.backup):
+            assert service.statistics()["contributions"] == 1
+        await rig.close()
+
+    asyncio.run(run())

@@ -1,5 +1,7 @@
 """Rounds on a real cluster, against plain optax on the mean of the gradients."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,3 +117,50 @@ def test_rounds_read_nothing_ahead(cluster):
     ahead = zs.ParameterServerStrategy(cluster.resolver, prefetch=1)
     with ahead, ahead.scope(), pytest.raises(ValueError, match="prefetch=0"):
         zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": 1},
+        pytest.param({"on_ps_loss": "restore"}, marks=pytest.mark.thorough),
+    ],
+    ids=["replicas", "restore"],
+)
+def test_a_server_is_killed_amid_rounds(options, tmp_path):
+    """Each round moves by -1, so values count the rounds that are in them."""
+    rounds = 60
+    with LocalCluster(2, WORKERS) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver, **options)
+        with strategy.scope():
+            variables = [zs.Variable(np.zeros(2, np.float32)) for _ in range(2)]
+            clipped = optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(1.0))
+            optimizer = zs.Optimizer(
+                clipped, params=variables, rounds=zs.Rounds(workers=WORKERS)
+            )
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        @zs.function
+        def step():
+            before = [variable.value() for variable in variables]
+            optimizer.apply_gradients([1.0 + 0.0 * x for x in before], variables)
+            return before[0]
+
+        saved = zs.Checkpoint(variables=variables, optimizer=optimizer)
+        coordinator.schedule(step)
+        coordinator.schedule(step)
+        coordinator.join()
+        saved.save(tmp_path / "c")
+        values = [coordinator.schedule(step) for _ in range(WORKERS * rounds)]
+        values[10].fetch()
+        cluster.kill("ps:1")
+        if "replicas" not in options:
+            cluster.restart("ps:1")
+        coordinator.join()
+        lost = coordinator.metrics()["steps_lost"]
+        assert isinstance(lost, int)
+        # `join` closes the last round even if it has one contribution.
+        made = math.ceil((WORKERS * (1 + rounds) - lost) / WORKERS)
+        for variable in variables:
+            assert variable.numpy().tolist() == [-made] * 2
+        strategy.close()

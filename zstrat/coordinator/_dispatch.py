@@ -385,7 +385,7 @@ class Dispatcher:
     def _call_back_waiting(self) -> None:
         """Has workers give back steps that wait for their round if the round waits for
         others: for a step that runs again, or for a worker that has nothing to do."""
-        idle = not self.queue.queued and self.members.has_idle_contributor
+        idle = not self.queue.queued and self.members.waits_for_idle_worker
         needed = self.queue.runs_again or idle
         if needed and not self._called_back:
             self.cancel_running()

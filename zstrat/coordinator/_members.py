@@ -266,7 +266,7 @@ class Members:
                 member.fixed_depth = MIN_DEPTH
 
     @property
-    def has_idle_contributor(self) -> bool:
+    def waits_for_idle_worker(self) -> bool:
         """Whether a worker that has not contributed to the open round is idle, while
         one that has contributed holds closures."""
         usable = self.usable

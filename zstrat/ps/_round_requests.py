@@ -148,7 +148,7 @@ def close_round(store: Store, message: CloseRound) -> Running[Done]:
         merging.compute()
     else:
         yield merging
-    push = merged_push(message, merging, store.variables)
+    push = merged_push(message, merging)
     plan = push_plan(push, store.variables, store.engine)
     if not compute_short(store, plan, INLINE):
         yield plan

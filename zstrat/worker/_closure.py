@@ -228,7 +228,7 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
     Raises:
         ValueError: The coordinator would refuse it; says what to return.
     """
-    message = Completions(0, [], [layout], b"", [])
+    message = Completions(0, [], [layout], b"")
     try:
         decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
     except (TypeError, ValueError, errors.ProtocolError) as error:

@@ -22,7 +22,9 @@ from zstrat.wire import RoundMember
 from ._round_statistics import RoundStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
 
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
@@ -36,12 +38,14 @@ class Contributed(NamedTuple):
     member: RoundMember
 
 
-class ClosingRound(NamedTuple):
-    """A round that is to be closed. ``coupled``: it needs operands of all gradients."""
+@dataclass(slots=True)
+class ClosingRound:
+    """A round that is to be closed."""
 
     number: int
     members: list[RoundMember]
-    coupled: bool
+    operands: Sequence[np.ndarray] | None
+    """What the optimizer computes from all gradients; None: it is not known yet."""
 
 
 @final
@@ -85,9 +89,10 @@ class OptimizerRounds:
         thread."""
         return any(each < step for each in self.steps)
 
-    def has(self, worker: int) -> bool:
-        """Returns whether the worker has contributed to the open round."""
-        return any(each.worker == worker for each in self._members.values())
+    @property
+    def contributors(self) -> set[int]:
+        """The workers that have contributed to the open round."""
+        return {each.worker for each in self._members.values()}
 
     def size(self, there: int) -> int:
         """Returns the number of contributions that a round waits for, of ``there``
@@ -116,11 +121,9 @@ class OptimizerRounds:
         assert not self.is_closing, self.name
         found = list(self._members.values())
         self.statistics.closing((each.at, each.worker) for each in found)
-        closing = ClosingRound(
-            self.number,
-            sorted([each.member for each in found]),
-            self.coupled,
-        )
+        members = sorted([each.member for each in found])
+        operands = None if self.coupled and members else ()
+        closing = ClosingRound(self.number, members, operands)
         self._members, self._enough_at = {}, None
         self.number, self.is_closing = self.number + 1, True
         return closing
@@ -134,12 +137,6 @@ class OptimizerRounds:
         """Begins again with the first round, without contributions."""
         self.number, self.is_closing = 0, False
         self._members, self._enough_at = {}, None
-
-    def missing(self, there: Collection[int]) -> list[int]:
-        """Returns the workers of ``there`` that have not contributed to the open
-        round."""
-        here = {each.worker for each in self._members.values()}
-        return [place for place in there if place not in here]
 
     def metrics(
         self, there: int, now: float, most: int | None = None
@@ -189,9 +186,10 @@ class SessionRounds:
         """Number of ended steps of which a contribution waits."""
         return len({step for each in self for step in each.steps})
 
-    def has(self, worker: int) -> bool:
-        """Returns whether the worker has contributed to an open round."""
-        return any(each.has(worker) for each in self)
+    @property
+    def contributors(self) -> set[int]:
+        """The workers that have contributed to an open round."""
+        return {worker for each in self for worker in each.contributors}
 
     def metrics(
         self, there: int, now: float, most: int | None = None

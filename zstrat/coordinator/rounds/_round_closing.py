@@ -60,11 +60,11 @@ class RoundClosing:
 
     Args:
         client: Of the parameter servers.
-        patience: Seconds that a round waits for workers that are not there.
+        timeout: Seconds that a round waits for workers that are not there.
     """
 
-    def __init__(self, client: PsClient, patience: float) -> None:
-        self._client, self._patience = client, patience
+    def __init__(self, client: PsClient, timeout: float) -> None:
+        self._client, self._timeout = client, timeout
         self.rounds: Final = SessionRounds()
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -74,6 +74,8 @@ class RoundClosing:
         self._timer: asyncio.TimerHandle | None = None
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
+        self._warned: set[int] = set()
+        """Optimizers with smaller rounds than there are workers."""
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
@@ -116,6 +118,7 @@ class RoundClosing:
         there = [member.place for member in members.usable]
         next_due: list[float] = []
         for rounds in self.rounds:
+            self._warn_of_small(rounds, len(there))
             due = rounds.due(len(there), now)
             if queue.is_idle and rounds.is_open_below(self.rounds.flush_below):
                 due = None if rounds.is_closing else now
@@ -126,7 +129,7 @@ class RoundClosing:
             else:
                 next_due.append(due)
         next_due += self._check_workers(there, now)
-        members.note_rounds([place for place in there if self.rounds.has(place)])
+        members.note_rounds(self.rounds.contributors)
         self._set_timer(min(next_due, default=None))
 
     async def settle(self) -> None:
@@ -171,14 +174,14 @@ class RoundClosing:
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        over = self._coordinator.engine.queue.steps.low_water
         closed = RoundMembers(
             rounds.optimizer, closing.number, rounds.policy.rule, closing.members
         )
-        operands: Sequence[np.ndarray] = ()
-        if closing.coupled and closing.members:
-            operands = await self._operands(closed)
-        await self._client.close_round(closed, rounds.steps, over, operands)
+        if closing.operands is None:
+            # Once: a server that has closed the round has no gradients of it any more.
+            closing.operands = await self._operands(closed)
+        over = self._coordinator.engine.queue.steps.low_water
+        await self._client.close_round(closed, rounds.steps, over, closing.operands)
         rounds.closed(asyncio.get_running_loop().time())
 
     async def _operands(self, closed: RoundMembers) -> Sequence[np.ndarray]:
@@ -232,15 +235,33 @@ class RoundClosing:
         self.look(asyncio.get_running_loop().time())
         coordinator.turn_soon()
 
+    def _warn_of_small(self, rounds: OptimizerRounds, there: int) -> None:
+        """Warns once if more workers contribute than a round waits for."""
+        size = rounds.size(there)
+        if size < there and rounds.optimizer not in self._warned:
+            self._warned.add(rounds.optimizer)
+            log.warning(
+                "rounds of optimizer %r have %d contributions, and there are %d "
+                "workers: those of the others come late (late=%r). Give it "
+                "zs.Rounds(workers=%d, backup=%d), or workers=None",
+                rounds.name,
+                size,
+                there,
+                rounds.policy.late,
+                there,
+                there - size,
+            )
+
     def _check_workers(self, there: Sequence[int], now: float) -> list[float]:
         """Fails if there have been too few workers for a round for too long; returns
         when that will be."""
         coordinator = self._coordinator
         assert coordinator is not None
+        # Without any worker closures wait for one longer (`Dispatcher`).
         short = [
             rounds
             for rounds in self.rounds
-            if rounds.steps and len(there) < rounds.enough(len(there))
+            if there and rounds.steps and len(there) < rounds.enough(len(there))
         ]
         if not short:
             self._short_since = None
@@ -248,7 +269,7 @@ class RoundClosing:
         if self._short_since is None:
             self._short_since = now
             log.warning("%s", _words(short[0], there, coordinator.members))
-        due = self._short_since + self._patience
+        due = self._short_since + self._timeout
         if now < due:
             return [due]
         self._short_since = None

@@ -7,6 +7,7 @@ thread, and then committed by the code that the primary has run, too.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -67,14 +68,13 @@ def replay(store: Store, change: Message) -> Running[None]:
     Raises:
         ZstratError: The primary had no such error: the two stores differ.
     """
-    if isinstance(change, CloseRound):
-        yield from close_round(store, change)
-        return
     make = CHANGES.get(type(change))
     if make is None:
         raise ProtocolError(f"{type(change).__name__} is not a change of a store")
     begun = make(store, change)
-    if isinstance(begun, Loading):
+    if isinstance(begun, Generator):
+        yield from begun
+    elif isinstance(begun, Loading):
         yield begun
         begun.commit()
     elif begun is not None and not isinstance(begun, Outcome):
@@ -181,7 +181,10 @@ _as_requested: Final = partial(begin, fold=None)
 """Replays a request that the primary has served."""
 
 CHANGES: Final[
-    dict[type[Message], Callable[[Store, Any], Outcome | Plan | Loading | None]]
+    dict[
+        type[Message],
+        Callable[[Store, Any], Outcome | Plan | Loading | Running[Outcome] | None],
+    ]
 ] = {
     CreateVariables: _as_requested,
     DeleteVariables: _as_requested,
@@ -199,7 +202,8 @@ CHANGES: Final[
     RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
         mark.writer, mark.low_water
     ),
-    Contribute: lambda store, message: store.contribute(message),
+    Contribute: lambda store, message: store.contribute_again(message),
+    CloseRound: close_round,
     ChangeProgram: lambda store, _: store.change_program(),
     # The content of the store before the first change.
     CopyLedger: _copy_ledger,
@@ -212,4 +216,4 @@ CHANGES: Final[
     CopyWhole: lambda store, _: None,  # it marks the changes before it as complete
 }
 """By the kind of a change, a function that makes it at once, or returns what has to be
-computed for it."""
+computed for it, or makes it in several steps."""

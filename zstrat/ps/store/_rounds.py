@@ -39,7 +39,7 @@ from zstrat.wire import (
 from ._ledger import UNNAMED
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
     from zstrat.wire import Message, RoundMember
@@ -194,12 +194,16 @@ class OpenRounds:
     def contribute(
         self,
         message: Contribute,
-        ledger: Ledger,
+        ledger: Ledger | None,
         variables: HeldVariables,
         engine: OptimizerEngine,
     ) -> bool:
         """Keeps the gradients of a step; drops those of an earlier attempt of it, and
         those of a step that is over.
+
+        Args:
+            ledger: Knows which steps are over; None in a backup, as the primary has
+                kept it, maybe before its step was over.
 
         Returns:
             Whether it was kept.
@@ -229,7 +233,7 @@ class OpenRounds:
                 f"{self._task}: a contribution has {len(arrays)} arrays, its updates "
                 f"take {at}"
             )
-        if ledger.is_duplicate(message.step, UNNAMED):
+        if ledger is not None and ledger.is_duplicate(message.step, UNNAMED):
             return False
         for optimizer, gradients in found.items():
             waiting = self._waiting[optimizer]
@@ -300,6 +304,15 @@ class OpenRounds:
             if is_stale or (step, contribution.attempt) in members:
                 del waiting[step]
 
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drops the gradients of variables that are gone."""
+        for waiting in self._waiting.values():
+            for step, contribution in list(waiting.items()):
+                for key in keys:
+                    contribution.gradients.pop(key, None)
+                if not contribution.gradients:
+                    del waiting[step]
+
     def messages(self) -> Iterator[Message]:
         """Yields the messages that build these rounds in a backup."""
         if self._numbers:
@@ -325,13 +338,9 @@ def updates_of(
     return updates, tuple([x for each in gradients.values() for x in each.arrays])
 
 
-def merged_push(
-    message: CloseRound, merging: Merging, variables: HeldVariables
-) -> Push:
-    """Returns the update of a round as a push. Variables that were deleted since are
-    left out."""
-    left = {key: each for key, each in merging.merged.items() if key in variables}
-    updates, arrays = updates_of(message.optimizer, left)
+def merged_push(message: CloseRound, merging: Merging) -> Push:
+    """Returns the update of a round as a push."""
+    updates, arrays = updates_of(message.optimizer, merging.merged)
     if message.arrays and updates:
         operands = len(message.arrays)
         shared = Update(

@@ -196,6 +196,7 @@ class Store:
     def _delete(self, keys: Sequence[int]) -> None:
         self.variables.delete(keys)
         self.engine.unbind(keys)
+        self.rounds.forget(keys)
         self.kept.difference_update(keys)
 
     def clear(self) -> None:
@@ -345,6 +346,10 @@ class Store:
             step, attempt = message.step, message.attempt
             updates, arrays = message.updates, message.arrays
             self.log.append(Contribute(0, step, attempt, updates, arrays))
+
+    def contribute_again(self, message: Contribute) -> None:
+        """Keeps gradients that the primary has kept, in a backup."""
+        self.rounds.contribute(message, None, self.variables, self.engine)
 
     def commit_round(self, message: CloseRound, plan: PushPlan) -> None:
         """Commits the update of a round, which ends.

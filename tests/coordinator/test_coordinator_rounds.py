@@ -1,0 +1,150 @@
+"""Rounds of a coordinator: when they close, with whom, and what a lost server changes.
+
+Servers and workers are stand-ins here; those of `tests/system/test_system_rounds.py`
+are real."""
+
+import asyncio
+import logging
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
+from zstrat.errors import PSUnavailableError, UnavailableError
+from zstrat.wire import MergedOperands, StepContribution
+
+OPTIMIZER = 7
+
+
+class Rig:
+    """A coordinator with so many workers, and servers that fail as often as said."""
+
+    def __init__(self, workers, policy, *, failures=0):
+        self.closed, self.asked, self.raised = [], 0, []
+        self.failures = failures
+        self.queue = SimpleNamespace(
+            is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
+        )
+        waiters = SimpleNamespace(notify=lambda: None)
+        engine = SimpleNamespace(
+            queue=self.queue,
+            waiters=waiters,
+            lock=threading.Lock(),
+            outage_error=None,
+            fail=lambda error, lasting=False: self.raised.append(error),
+        )
+        self.usable = [SimpleNamespace(place=place) for place in range(workers)]
+        members = SimpleNamespace(
+            pace=lambda: None,
+            note_rounds=lambda places: None,
+            usable=self.usable,
+            absent=lambda: "worker:3: it was killed",
+        )
+        link = SimpleNamespace(submit=self.submit)
+        task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
+        channel = SimpleNamespace(task=task, session=1)
+        self.closing = RoundClosing(self, 0.0)
+        self.closing.attach(
+            CoordinatorParts(engine, members, {0: channel}, lambda: None)
+        )
+        self.closing.add(OPTIMIZER, "mine", policy)
+
+    async def submit(self, order):
+        self.asked += 1
+        return MergedOperands((np.float32([self.asked]),))
+
+    async def close_round(self, closed, kept, over, operands):
+        """Of the client."""
+        if self.failures:
+            self.failures -= 1
+            raise PSUnavailableError("ps:0", "its connection broke")
+        steps = [member.step for member in closed.members]
+        self.closed.append((closed.number, steps, [float(x[0]) for x in operands]))
+
+    async def contribute(self, worker, step, base, *, coupled=False):
+        given = StepContribution(step, 1, OPTIMIZER, base, 1.0, coupled)
+        self.closing.contributed(worker, [given], asyncio.get_running_loop().time())
+        await self.closing.settle()
+        await asyncio.sleep(0)  # callbacks of what has ended
+
+
+async def test_a_round_closes_with_all_workers_in_the_order_of_steps():
+    rig = Rig(2, zs.Rounds())
+    await rig.contribute(1, 2, 0)
+    assert not rig.closed
+    await rig.contribute(0, 1, 0)
+    assert rig.closed == [(0, [1, 2], [])]
+    await rig.closing.stop()
+
+
+async def test_operands_are_computed_once_though_the_order_comes_twice():
+    """A server that has closed the round has none of its gradients any more."""
+    rig = Rig(1, zs.Rounds(), failures=1)
+    await rig.contribute(0, 1, 0, coupled=True)
+    await rig.closing.settle()
+    assert rig.closed == [(0, [1], [1.0])]
+    assert rig.asked == 1
+    assert not rig.raised
+    await rig.closing.stop()
+
+
+async def test_a_late_contribution_is_dropped_or_counts_for_the_next_round():
+    for late, second in (("drop", [3]), ("next", [2, 3])):
+        rig = Rig(2, zs.Rounds(backup=1, late=late))
+        await rig.contribute(0, 1, 0)
+        if late == "next":
+            rig.closing.rounds.get(OPTIMIZER).is_closing = True
+        await rig.contribute(1, 2, 0)
+        rig.closing.rounds.get(OPTIMIZER).is_closing = False
+        await rig.contribute(0, 3, 1)
+        assert rig.closed == [(0, [1], []), (1, second, [])]
+        await rig.closing.stop()
+
+
+async def test_too_few_workers_are_an_error_that_names_who_is_missing():
+    rig = Rig(1, zs.Rounds(workers=2))
+    await rig.contribute(0, 1, 0)
+    (error,) = rig.raised
+    assert isinstance(error, UnavailableError)
+    for word in ("'mine'", "worker:3", "workers=None", "backup="):
+        assert word in str(error)
+    await rig.closing.stop()
+
+
+async def test_without_any_worker_rounds_wait_as_closures_do():
+    rig = Rig(2, zs.Rounds(workers=2))
+    await rig.contribute(0, 1, 0)
+    rig.usable.clear()
+    rig.closing.look(asyncio.get_running_loop().time())
+    assert not rig.raised
+    await rig.closing.stop()
+
+
+async def test_rounds_smaller_than_the_workers_are_warned_of_once(caplog):
+    with caplog.at_level(logging.WARNING, "zstrat.coordinator"):
+        rig = Rig(4, zs.Rounds(workers=2))
+        for step, worker in enumerate((0, 1, 2, 3)):
+            await rig.contribute(worker, step, step // 2)
+    (record,) = caplog.records
+    assert "workers=4, backup=2" in record.getMessage()
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": 2, "backup": 2}, "backup"),
+        ({"backup": -1}, "backup"),
+        ({"grace": -1.0}, "grace"),
+        ({"late": "never"}, "late"),
+        ({"merge": "median"}, "merge"),
+        ({"weights": 1.0}, "weights"),
+    ],
+)
+def test_bad_arguments_are_named(given, name):
+    with pytest.raises(ValueError, match=f"{name}="):
+        zs.Rounds(**given)
