@@ -115,15 +115,15 @@ def test_a_model_of_flax_learns_in_few_steps(run):
 
 
 def test_a_recommender_goes_on_with_another_number_of_servers(run):
-    few = ["--workers", "1", "--steps", "4", "--every", "4", "--batch", "16"]
+    few = ["--workers", "1", "--steps", "8", "--every", "8", "--rate", "1"]
     code, out = run("recommender.py", *few, "--ps", "1", "--then-ps", "2")
     line = r"^ *(\S+) +(\d) +(\d+) +(\S+) +(\S+)%$"
     start, trained, saved, more = re.findall(line, out, re.MULTILINE)
     assert float(start[3]) == pytest.approx(0.6931, abs=1e-4)  # log 2: it knows nothing
     assert [row[:2] for row in (start, trained, more)] == [
         ("0", "1"),
-        ("4", "1"),
-        ("+4", "2"),
+        ("8", "1"),
+        ("+8", "2"),
     ]
     # Ten tables; three of them have more than 2 * 64 KiB, so two servers have parts.
     assert (trained[2], saved[2]) == ("10", "13")

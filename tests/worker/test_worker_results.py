@@ -25,8 +25,12 @@ UNTOLD = {
 }
 
 
-@pytest.mark.parametrize("what", UNTOLD)
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("what", "eager"),
+    [(what, True) for what in UNTOLD]
+    # XLA takes long to compile a program with 9,000 results.
+    + [(what, False) for what in UNTOLD if what != "too many arrays"],
+)
 async def test_a_result_that_cannot_be_told_is_the_steps_error_and_has_no_effect(
     world, what, eager
 ):
