@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.wire import (
+    REQUESTS,
     AnswerReport,
     AskClock,
     AskParts,
@@ -52,7 +53,7 @@ from zstrat.wire import (
 
 from ._joining import Joining
 from ._requests import Stored
-from ._roles import ROLES, Caller, check_role, is_forged
+from ._roles import Caller, check_role, is_forged
 from ._round_requests import RoundRequest, RoundRequests
 from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
@@ -313,7 +314,7 @@ class PsService:
         """Returns what applies a large push while it arrives, if that is possible."""
         if not isinstance(message, Push | Exchange) or not self.role.is_serving:
             return None
-        if remote.role not in ROLES[type(message)]:
+        if remote.role not in REQUESTS[type(message)].senders:
             return None
         if is_forged(remote, message):
             return None  # it is refused when the whole message is here

@@ -58,6 +58,9 @@ from ._replication_messages import OrphanedCopy as OrphanedCopy
 from ._replication_messages import PromoteBackup as PromoteBackup
 from ._replication_messages import RaiseWriterMark as RaiseWriterMark
 from ._replication_messages import StoreHosted as StoreHosted
+from ._requests import REQUESTS as REQUESTS
+from ._requests import Repeat as Repeat
+from ._requests import check_sender as check_sender
 from ._round_messages import CloseRound as CloseRound
 from ._round_messages import Contribute as Contribute
 from ._round_messages import CopyRounds as CopyRounds

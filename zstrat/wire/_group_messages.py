@@ -6,6 +6,7 @@ another ticket are refused.
 
 from typing import ClassVar, NamedTuple
 
+from ._requests import TRAINING, Repeat, request
 from ._schema import Arrays, PlainTree, message
 
 
@@ -23,7 +24,7 @@ class MemberEntry(NamedTuple):
     word: bytes
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.NEVER)
 class JoinGroup:
     """Asks rank 0 to form a generation of a group. Answered by `GroupFormed` once all
     ``size`` ranks have asked, or after ``timeout`` seconds by an error that names the
@@ -51,7 +52,7 @@ class GroupFormed:
     choices: dict[str, PlainTree]
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.NEVER)
 class Hop:
     """A notice with part of one call of a collective, from one rank to another.
 
@@ -68,7 +69,7 @@ class Hop:
     arrays: Arrays
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.NEVER)
 class AbortCall:
     """A notice: the sender ends the generation because of ``error`` (`to_wire`) in a
     call. ``lost``: ranks that are lost."""
@@ -80,7 +81,7 @@ class AbortCall:
     lost: list[int]
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.NEVER)
 class AskCall:
     """Asks a rank for its progress with a call. Answered by `CallState`."""
 
@@ -103,7 +104,7 @@ class CallState:
     is_broken: bool
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.NEVER)
 class LeaveGroup:
     """A notice: the sender leaves the generation on purpose. ``calls``: number of
     untagged operations that it has begun."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+from ._requests import COORDINATOR, SERVER, Repeat, request
 from ._schema import Arrays, message
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class HostStore:
     """Makes a parameter server's process host a backup of ``store``, empty at first, at
     an own address; sent by a coordinator. Answered by `StoreHosted`, the same if asked
@@ -48,9 +49,9 @@ class StoreHosted:
     incarnation: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DropStore:
-    """Drops the copy of ``store`` that the process hosts; sent by a coordinator."""
+    """Drops the copy of ``store`` that the process hosts. Answered by `Done`."""
 
     kind: ClassVar = 82
     session: int
@@ -58,7 +59,7 @@ class DropStore:
     view: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskCopies:
     """Asks a parameter server's process for its copies of stores; sent by a coordinator
     that continues the session of a lost one. Answered by `CopiesReport`."""
@@ -104,7 +105,7 @@ class CopiesReport:
     copies: list[OrphanedCopy]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AttachBackup:
     """Gives the primary an empty backup; sent by a coordinator. Answered by `Done` once
     the backup is complete: from then on only changes that it has are acknowledged.
@@ -119,7 +120,7 @@ class AttachBackup:
     beside: bool = False
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DetachBackup:
     """Makes the primary continue without backup, and acknowledge what waits for it.
     Answered by `Done`, even without a backup. Sent only by a coordinator: a primary
@@ -141,7 +142,7 @@ class BackupLost:
     reason: str
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PromoteBackup:
     """Promotes a backup to the primary of its store; sent by a coordinator. It accepts
     no more changes from the old primary, and serves. Answered by `Done`. All versions
@@ -156,7 +157,7 @@ class PromoteBackup:
     incarnation: int = 0
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class MoveServer:
     """Sends a worker the new address of a store; sent by a coordinator. ``view`` is
     that of the store. Answered by `Done` once the worker's open requests are on their
@@ -183,7 +184,7 @@ ReplicationMessage = (
 )
 
 
-@message
+@request(by=SERVER, repeat=Repeat.NEVER)
 class OpenLog:
     """Announces the changes of a primary in ``view``. Answered by `LogTaken`; the
     primary continues with the change after that."""

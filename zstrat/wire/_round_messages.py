@@ -9,6 +9,7 @@ the same on every parameter server.
 import enum
 from typing import ClassVar, NamedTuple
 
+from ._requests import COORDINATOR, TRAINING, Repeat, request
 from ._schema import Arrays, message
 from ._variable_messages import Read, Update
 
@@ -28,7 +29,7 @@ class RoundNumber(NamedTuple):
     number: int
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.SAFE)
 class Contribute:
     """Keeps the gradients of a step for rounds. Answered by `Done`. The newest
     ``attempt`` of a step replaces earlier ones. Every update has an optimizer."""
@@ -49,7 +50,7 @@ class RoundMember(NamedTuple):
     weight: float
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CloseRound:
     """Applies the contributions of ``members``, merged in this order, as one update of
     the optimizer; sent by a coordinator. Answered by `Done`, also if it was closed
@@ -71,7 +72,7 @@ class CloseRound:
     arrays: Arrays
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.SAFE)
 class PullMerged:
     """Reads the merged gradients of members of the open round, which is closed later.
     Answered by `Merged`."""
@@ -93,7 +94,7 @@ class Merged:
     arrays: Arrays
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.SAFE)
 class PullRound:
     """Reads as `PullRows`, when all rounds before those of ``after`` are closed.
     Answered by `PulledRound`; until then it waits without a limit."""
@@ -118,7 +119,7 @@ class PulledRound:
     clock: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class MergeOperands:
     """Asks a worker for the operands that an optimizer computes from all merged
     gradients of a round (a global norm); sent by a coordinator. Answered by

@@ -6,6 +6,7 @@ or read, and released. Loading reads values and slots from files or from message
 
 from typing import ClassVar, NamedTuple
 
+from ._requests import COORDINATOR, Repeat, request
 from ._schema import Arrays, message
 
 
@@ -24,7 +25,7 @@ class TensorEntry(NamedTuple):
     rows: bool
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PinSnapshot:
     """Keeps the present values and slots of variables until `ReleaseSnapshot`, while
     updates continue. ``optimizers``: optimizers with the slots. Answered by
@@ -50,7 +51,7 @@ class SnapshotPinned:
     total: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class WriteSnapshot:
     """Writes tensors of a snapshot (by index in `SnapshotPinned`) to the new file
     ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
@@ -73,7 +74,7 @@ class SnapshotWritten:
     size: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class ReadSnapshot:
     """Asks for ``size`` bytes of a tensor of a snapshot; answered by `SnapshotPart`."""
 
@@ -93,9 +94,9 @@ class SnapshotPart:
     arrays: Arrays
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class ReleaseSnapshot:
-    """Drops a snapshot, with the old values that it keeps."""
+    """Drops a snapshot, with the old values that it keeps. Answered by `Done`."""
 
     kind: ClassVar = 46
     session: int
@@ -123,7 +124,7 @@ class LoadEntry(NamedTuple):
     rows: bool = False
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class LoadTensors:
     """Loads values and slots from files that the ps can read. Answered by `Done`."""
 
@@ -142,7 +143,7 @@ class StoreEntry(NamedTuple):
     rows: bool = False
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class StoreTensors:
     """Sends values and slots to store. Answered by `Done`."""
 

@@ -8,6 +8,7 @@ import enum
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
+from ._requests import COORDINATOR, Repeat, request
 from ._schema import Arrays, PlainTree, message
 
 
@@ -19,10 +20,10 @@ class Outcome(enum.IntEnum):
     CANCELLED = 2
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PutCode:
     """Sends a pickled object (a step function, a dataset function), named by its
-    digest. Accepted only from a coordinator. Answered by `Done`."""
+    digest. Answered by `Done`."""
 
     kind: ClassVar = 48
     session: int
@@ -30,7 +31,7 @@ class PutCode:
     code: bytes
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PutArguments:
     """Sends the pickled ``(args, kwargs)`` of closures, with large arrays out of band
     (pickle protocol 5). A notice, as messages of a link keep their order."""
@@ -42,7 +43,7 @@ class PutArguments:
     arrays: Arrays
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DropArguments:
     """Drops arguments that no closure needs. A notice, as messages of a link keep their
     order."""
@@ -64,7 +65,7 @@ class Batch(NamedTuple):
     size: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class Dispatch:
     """Runs closures in order. A notice, followed by `Completions` as they end.
     ``inputs`` are the arrays among their arguments, closure after closure; a batch of
@@ -151,16 +152,16 @@ class Printed:
     texts: list[PrintedText]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class CancelSteps:
     """Cancels every closure that has not begun; each is reported as cancelled in
-    `Completions`. A running closure continues."""
+    `Completions`. A running closure continues. A notice."""
 
     kind: ClassVar = 53
     session: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class Fetch:
     """Asks for a result that stayed on the worker; answered by `Fetched`."""
 
@@ -177,7 +178,7 @@ class Fetched:
     arrays: Arrays
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DropResults:
     """Drops results that the program no longer refers to. A notice."""
 
@@ -186,7 +187,7 @@ class DropResults:
     steps: list[int]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class BuildResource:
     """Builds or rebuilds a per-worker resource from sent code. Answered by
     `ResourceBuilt`, or by a `Failure` with the error of the code. ``maker`` is the
@@ -214,7 +215,7 @@ class ResourceBuilt:
     layout: LayoutMessage
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskIteratorState:
     """Asks for the position of an iterator, where elements that were put back count as
     not drawn. Answered by `IteratorState`, or by a `Failure`."""
@@ -224,7 +225,7 @@ class AskIteratorState:
     resource: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskIteratorFit:
     """Asks whether an iterator can continue at the ``state`` of an `IteratorState`.
     Answered by `Done`, or by a `Failure` with the reason."""
@@ -244,7 +245,7 @@ class IteratorState:
     state: str
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DropResources:
     """Closes resources that the program no longer refers to. A notice."""
 

@@ -7,6 +7,7 @@ state of the session is dropped with it (`_session`).
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
+from ._requests import ANY_TASK, COORDINATOR, WORKER, Repeat, request
 from ._schema import Arrays, PlainTree, message
 
 
@@ -25,9 +26,9 @@ class Done:
     kind: ClassVar = 7
 
 
-@message
+@request(by=ANY_TASK, repeat=Repeat.SAFE)
 class Inspect:
-    """Asks a task for its statistics. Allowed for any role."""
+    """Asks a task for its statistics. Answered by `Statistics`."""
 
     kind: ClassVar = 8
 
@@ -50,7 +51,7 @@ class Telemetry:
     values: dict[str, PlainTree]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class OpenSession:
     """Makes a coordinator the owner of a task. Answered by `SessionOpened`, or by a
     `BusyError` while another coordinator that is alive owns it.
@@ -121,7 +122,7 @@ class AwaitedOptimizer(NamedTuple):
     name: str
 
 
-@message
+@request(by=WORKER, repeat=Repeat.SAFE)
 class JoinSession:
     """Asks a ps for the session of the program that creates the variables; sent by a
     worker that runs a program of its own. Answered by `SessionOpened` once ``session``
@@ -135,7 +136,7 @@ class JoinSession:
     timeout: float
 
 
-@message
+@request(by=WORKER, repeat=Repeat.NEVER)
 class ReportWorker:
     """Reports a new worker to a parameter server, which passes it on to the program
     whose session it serves. Answered by `AnswerReport` when the worker is in that
@@ -163,10 +164,10 @@ class WorkerReported:
     timeout: float
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AnswerReport:
     """Answers a `WorkerReported`: the ``index`` of the worker, or
-    `zstrat.errors.to_wire` of the reason of a refusal."""
+    `zstrat.errors.to_wire` of the reason of a refusal. Answered by `Done`."""
 
     kind: ClassVar = 113
     session: int
@@ -175,10 +176,10 @@ class AnswerReport:
     error: PlainTree = None
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class CloseSession:
     """Closes the session and drops its state; with ``exit`` the process drains and
-    ends.
+    ends. Answered by `Done`.
 
     Refused if the session was reopened after this was ``sent``: messages of different
     connections may arrive in another order.
@@ -190,7 +191,7 @@ class CloseSession:
     sent: float = 0.0
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskClock:
     """Asks a task for the time of its clock. Answered at once by `ClockTime`."""
 
@@ -206,7 +207,7 @@ class ClockTime:
     now: float
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class BeginCapture:
     """Starts to keep the spans of the session's steps: the last ``spans``, for at most
     ``seconds``. ``profile``: a worker also starts jax's profiler, into a new folder.
@@ -219,7 +220,7 @@ class BeginCapture:
     profile: bool
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class EndCapture:
     """Stops keeping spans, and asks for them. Answered by `Captured`."""
 

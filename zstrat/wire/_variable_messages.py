@@ -7,6 +7,7 @@ import enum
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
+from ._requests import COORDINATOR, READING, TRAINING, Repeat, request
 from ._schema import Arrays, PlainTree, message
 
 
@@ -38,7 +39,7 @@ class VariableEntry(NamedTuple):
     sharded: bool
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CreateVariables:
     """Creates all variables or none. Answered by `Done`. Creating the same key, name,
     shape and dtype again is allowed and keeps the value."""
@@ -63,11 +64,11 @@ class InitialEntry(NamedTuple):
     offset: list[int]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class InitializeVariables:
     """Creates all variables or none, as `CreateVariables`, from pickled code of an
     initializer: ``(shape, dtype, partition_shape=, partition_offset=) -> array``.
-    Accepted only from a coordinator."""
+    Answered by `Done`."""
 
     kind: ClassVar = 39
     session: int
@@ -75,7 +76,7 @@ class InitializeVariables:
     code: bytes
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
     """Frees the variables of these keys, and their slots. Answered by `Done`."""
 
@@ -84,10 +85,10 @@ class DeleteVariables:
     keys: list[int]
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CreateOptimizer:
-    """Creates an optimizer. ``code`` is a pickled optax transformation. Accepted only
-    from a coordinator."""
+    """Creates an optimizer. ``code`` is a pickled optax transformation. Answered by
+    `Done`."""
 
     kind: ClassVar = 34
     session: int
@@ -96,7 +97,7 @@ class CreateOptimizer:
     code: bytes
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.SAFE)
 class BindOptimizer:
     """Sends the tree of variables that an optimizer updates. One array of bytes: data,
     never code, so that every task that applies gradients may send it. Answered by
@@ -108,7 +109,7 @@ class BindOptimizer:
     arrays: Arrays
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class Withdraw:
     """Drops variables and optimizers after a failed creation, as their numbers will be
     reused. Answered by `Done`, even if there is nothing to drop."""
@@ -127,7 +128,7 @@ class Read(NamedTuple):
     known: int
 
 
-@message
+@request(by=READING, repeat=Repeat.SAFE)
 class Pull:
     """Reads several variables. Answered by `Pulled`. Each value is consistent; together
     they are not a snapshot."""
@@ -137,7 +138,7 @@ class Pull:
     reads: list[Read]
 
 
-@message
+@request(by=READING, repeat=Repeat.SAFE)
 class PullRows:
     """Reads several variables, as `Pull`, and rows of others. Answered by `Pulled`.
 
@@ -180,7 +181,7 @@ class Update(NamedTuple):
     operands: int
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.BY_STEP)
 class Push:
     """Applies all updates or none. Answered by `Pushed`.
 
@@ -202,19 +203,20 @@ class Push:
     writer: int = 0
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
 class RaiseMark:
     """Notes that all closures below ``low_water`` have ended: later pushes of them are
-    duplicates, and none has to be remembered. A notice, only from a coordinator."""
+    duplicates, and none has to be remembered. A notice."""
 
     kind: ClassVar = 71
     session: int
     low_water: int
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.BY_STEP)
 class PushPart:
     """Applies a part of an eager step, as `Push`; parts are numbered in their order.
+    Answered by `Pushed`.
 
     ``names`` describe each update and its line in the step; ``attempt`` is the number
     of the run. Refused if another part was applied under this number, or if the run is
@@ -232,7 +234,7 @@ class PushPart:
     arrays: Arrays
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.SAFE)
 class AskParts:
     """Asks which parts of an eager step were applied, from part ``first``, before it
     runs again. Answered by `AppliedParts`. Later pushes of runs before ``attempt`` are
@@ -269,11 +271,11 @@ class StepRun(NamedTuple):
     end: int
 
 
-@message
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
 class Fence:
     """Ends all steps below ``low_water``, and those of ``over``, even if a worker still
     runs one: their later pushes are answered as duplicates. Answered by `Fenced` once
-    their earlier pushes are done. Accepted only from a coordinator.
+    their earlier pushes are done.
     """
 
     kind: ClassVar = 103
@@ -302,7 +304,7 @@ class Pushed:
     clock: int = field(default=0, compare=False)
 
 
-@message
+@request(by=TRAINING, repeat=Repeat.BY_STEP)
 class Exchange:
     """Applies a push, then reads as `PullRows`: all that a training step needs of a ps,
     in one message. Answered by `Exchanged`.

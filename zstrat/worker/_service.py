@@ -20,7 +20,6 @@ import jax
 from zstrat import program
 from zstrat.data import InputContext
 from zstrat.errors import (
-    PermissionDeniedError,
     ProtocolError,
     StaleSessionError,
     WorkerLostError,
@@ -31,7 +30,6 @@ from zstrat.wire import (
     Done,
     Hello,
     Inspect,
-    Job,
     Message,
     OpenSession,
     Owner,
@@ -39,6 +37,7 @@ from zstrat.wire import (
     PlainTree,
     SessionOpened,
     Statistics,
+    check_sender,
 )
 
 from ._direct import Asking, Direct, bind
@@ -149,11 +148,7 @@ class WorkerService:
                 f"{self._task} is a worker, and {type(message).__name__} is not a "
                 "message for workers"
             )
-        if remote.role is not Job.CHIEF:
-            raise PermissionDeniedError(
-                f"{self._task} got {type(message).__name__} from {remote.name} "
-                f"with the role {remote.role}, expected the role {Job.CHIEF}"
-            )
+        check_sender(self._task, remote.name, remote.role, message)
         match message:
             case OpenSession():
                 return self._open(remote, message)

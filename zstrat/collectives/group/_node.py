@@ -23,12 +23,20 @@ from zstrat.errors import (
     CollectiveTimeoutError,
     DeadlineExceededError,
     PeerLostError,
-    PermissionDeniedError,
     ProtocolError,
     StaleSessionError,
 )
 from zstrat.transport import Link
-from zstrat.wire import AbortCall, AskCall, GroupFormed, Hop, Job, JoinGroup, LeaveGroup
+from zstrat.wire import (
+    REQUESTS,
+    AbortCall,
+    AskCall,
+    GroupFormed,
+    Hop,
+    JoinGroup,
+    LeaveGroup,
+    check_sender,
+)
 
 from ._generation import Generation
 from ._mesh import link_to
@@ -53,8 +61,6 @@ _STRAYS: Final = 4096
 """Most hops kept for generations whose `GroupFormed` has not come yet: in the first
 call of a generation every rank sends a byte."""
 
-_MEMBERS: Final = frozenset({Job.WORKER, Job.CHIEF})
-
 _GRACE: Final = 1.0
 """Seconds of grace: for a late answer of rank 0, which says more than our own timeout;
 for links when this task ends; and for a rank that gives up, whose last notice may come
@@ -73,6 +79,7 @@ class GroupNode:
         self, me: Hello, settings: Settings, security: Security | None = None
     ) -> None:
         self.me, self.loop = me, asyncio.get_running_loop()
+        self._task = f"/job:{me.job}/task:{me.index}"
         self.settings, self.security = settings, security
         self._generations: dict[int, Generation] = {}
         self._rendezvous = RendezvousService(self.loop)
@@ -87,6 +94,7 @@ class GroupNode:
 
         Raises:
             PermissionDeniedError: The role of the sender cannot join groups.
+            ProtocolError: It is not about groups.
             StaleSessionError: The message is about a generation that this task is not
                 in.
         """
@@ -102,11 +110,7 @@ class GroupNode:
     def _other(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        if remote.role not in _MEMBERS:
-            raise PermissionDeniedError(
-                f"{remote.name} has the role {remote.role}: only workers and "
-                "coordinators may join groups"
-            )
+        check_sender(self._task, remote.name, remote.role, message)
         match message:
             case JoinGroup():
                 self._leave_earlier(remote, message)
@@ -154,7 +158,7 @@ class GroupNode:
             generation.left(rank, message)
 
     def _stray(self, remote: Remote, hop: Hop) -> None:
-        is_wanted = self._forming and remote.role in _MEMBERS
+        is_wanted = self._forming and remote.role in REQUESTS[Hop].senders
         if is_wanted and len(self._strays) < _STRAYS:
             self._strays.append((remote.hello.incarnation, hop))
         else:

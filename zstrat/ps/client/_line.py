@@ -35,24 +35,12 @@ from zstrat.errors import (
 )
 from zstrat.ps.store._ledger import UNNAMED
 from zstrat.wire import (
-    AskParts,
-    BindOptimizer,
-    CloseRound,
-    Contribute,
-    CreateOptimizer,
-    CreateVariables,
+    REQUESTS,
     DeleteVariables,
     Exchange,
-    Fence,
-    InitializeVariables,
-    Inspect,
-    JoinSession,
-    Pull,
-    PullMerged,
-    PullRound,
-    PullRows,
     Push,
     PushPart,
+    Repeat,
     Withdraw,
 )
 
@@ -370,20 +358,13 @@ def _repeated(message: Message) -> Message | None:
 
     None: no message would have the same effect.
     """
-    match message:
-        case Push(step=step) | PushPart(step=step) | Exchange(step=step):
-            return None if step == UNNAMED else message
-        case DeleteVariables(session=session, keys=keys):
-            return Withdraw(session, keys, [])  # some may be deleted already
-        case Pull() | PullRows() | AskParts() | Inspect() | JoinSession():
-            return message
-        case Contribute() | CloseRound() | PullMerged() | PullRound():
-            return message  # a run contributes once, and a round is closed once
-        case Fence():
-            return message  # to say twice which steps are over is as good as once
-        case CreateVariables() | InitializeVariables() | CreateOptimizer():
-            return message  # what is there stays as it is
-        case Withdraw() | BindOptimizer():
-            return message
-        case _:
+    if isinstance(message, DeleteVariables):
+        return Withdraw(message.session, message.keys, [])  # some may be deleted
+    match REQUESTS[type(message)].repeat:
+        case Repeat.NEVER:
             return None
+        case Repeat.SAFE:
+            return message
+        case Repeat.BY_STEP:
+            assert isinstance(message, Push | PushPart | Exchange)
+            return None if message.step == UNNAMED else message
