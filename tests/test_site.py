@@ -17,6 +17,7 @@ import zstrat as zs
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"\bzs\.((?:\w+\.)+\w+)")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -98,6 +99,56 @@ def test_every_public_name_is_in_the_reference_once(site_pages):
         found = functools.reduce(getattr, name.split("."), zs)
         package, _, last = site_pages.place(name).rpartition(".")
         assert getattr(sys.modules[package], last) is found
+
+
+DOORS = ("cluster", "cluster_resolver", "collectives", "coordinator", "data", "launch")
+"""Packages with names that only other packages need: programs use those on pages."""
+
+
+def names_of_modules():
+    """Path -> function or class, for all that public modules define."""
+    modules = {each: getattr(zs, each) for each in zs.__all__ if each not in DOORS}
+    modules = {path: each for path, each in modules.items() if inspect.ismodule(each)}
+    found = {}
+    while modules:
+        path, module = modules.popitem()
+        for name in dir(module):
+            value = getattr(module, name)
+            home = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+            if name.startswith("_") or not home.startswith(module.__name__):
+                continue
+            if inspect.ismodule(value):
+                modules[f"{path}.{name}"] = value
+            elif callable(value):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def names_on_pages():
+    """Path -> function or class, for all that pages and examples use."""
+    found = {}
+    for page in (*PAGES, *(ROOT / "examples").glob("*.py")):
+        for path in NAME.findall(page.read_text()):
+            value, parts = zs, path.split(".")
+            while parts and inspect.ismodule(value):
+                value = getattr(value, parts.pop(0))
+            if callable(value):
+                found[path] = value
+    return found
+
+
+def test_names_of_public_modules_are_in_the_reference(site_pages):
+    names = [name for page in site_pages._reference() for name in page["names"]]
+    internal = site_pages._tables()["internal_names"]
+    known = [functools.reduce(getattr, n.split("."), zs) for n in (*names, *internal)]
+    defined = names_of_modules()
+    assert "partitioners.MinSizePartitioner" in defined
+    assert {*internal} <= {*defined}, "no longer there"
+    used = names_on_pages()
+    assert "cluster_resolver.TPUClusterResolver" in used
+    assert not {*internal} & {*used}
+    wanted = {**defined, **used}
+    assert [path for path in sorted(wanted) if wanted[path] not in known] == []
 
 
 @pytest.fixture
