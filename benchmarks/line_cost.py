@@ -44,20 +44,6 @@ class LinkCost:
 ETHERNET: Final = LinkCost()
 """25 Gb/s and 50 µs."""
 
-_UNEQUAL: Final = frozenset({"tree", "double_tree", "scatter", "chain"})
-"""Algorithms in which ranks do different things at the same time."""
-_ALIKE_BY_TWOS: Final = frozenset(
-    {("all_reduce", "halving_doubling"), ("all_reduce", "doubling")}
-)
-"""Calls and algorithms in which they do not, if they are a power of two."""
-
-
-def are_alike(call: str, algorithm: str, ranks: int) -> bool:
-    """Whether all ranks do the same at the same time."""
-    is_power_of_two = ranks & (ranks - 1) == 0
-    by_twos = (call, algorithm) in _ALIKE_BY_TWOS
-    return algorithm not in _UNEQUAL and (is_power_of_two or not by_twos)
-
 
 def cost(
     call: str,
@@ -81,8 +67,8 @@ def cost(
     Raises:
         ValueError: There is no such call or algorithm.
     """
-    make = algorithm_named(call, algorithm).rooted(0)
-    alike = one_for_all and are_alike(call, algorithm, ranks)
+    named = algorithm_named(call, algorithm)
+    make, alike = named.rooted(0), one_for_all and named.alike.holds(ranks)
     schedules = [make(rank, ranks) for rank in range(1 if alike else ranks)]
     blocks = len(schedules[0].blocks)
     if call == "all_to_all":

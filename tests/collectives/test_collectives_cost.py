@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from benchmarks.line_cost import LinkCost, are_alike, cost
+from benchmarks.line_cost import LinkCost, cost
 from zstrat.collectives import ALGORITHMS
 
 SIZES = [2, 3, 4, 7, 8, 16, 17]
@@ -104,8 +104,8 @@ def test_two_trees_use_the_lines_better_than_one(n) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_one_rank_stands_for_all_where_all_do_the_same(n) -> None:
     for call, named in ALGORITHMS.items():
-        for name in named:
-            if are_alike(call, name, n):
+        for name, algorithm in named.items():
+            if algorithm.alike.holds(n):
                 what = (call, name, n, S, LINE, S // (3 * n))
                 one, each = cost(*what), cost(*what, one_for_all=False)
                 assert one == pytest.approx(each), name

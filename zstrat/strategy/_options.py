@@ -167,14 +167,14 @@ def _require_own_way(options: CommunicationOptions, call: str) -> None:
 
 def _require_none_of_xla(options: CommunicationOptions, call: str) -> None:
     if options.timeout_seconds is not None:
+        names = " or ".join(each.value for each in _ALGORITHMS)
         raise ValueError(
             f"{call}: options.timeout_seconds={options.timeout_seconds}, and with "
             "implementation=XLA the call is a part of a compiled step, which waits for "
             "the other processes as long as it takes: leave it out, or make the "
-            "strategy with implementation=AUTO, RING or TREE"
+            f"strategy with implementation=AUTO, {names}"
         )
-    own = CommunicationImplementation.RING, CommunicationImplementation.TREE
-    if options.implementation in own:
+    if options.implementation in _ALGORITHMS:
         raise ValueError(
             f"{call}: options.implementation={options.implementation.value}, and the "
             "strategy was made with implementation=XLA, which chooses by itself: leave "

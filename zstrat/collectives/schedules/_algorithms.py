@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -32,6 +33,20 @@ Make = Callable[[int, int], Schedule]
 """From rank and size to what the rank does."""
 
 
+class Alike(enum.Enum):
+    """Whether all ranks do the same at the same time, so that one stands for all."""
+
+    NEVER = "never"
+    BY_TWOS = "by twos"
+    """If the number of ranks is a power of two."""
+    ALWAYS = "always"
+
+    def holds(self, ranks: int) -> bool:
+        """Returns whether so many ranks are alike."""
+        by_twos = self is Alike.BY_TWOS and ranks & (ranks - 1) == 0
+        return self is Alike.ALWAYS or by_twos
+
+
 class Algorithm(NamedTuple):
     """One way to carry out a call.
 
@@ -41,6 +56,7 @@ class Algorithm(NamedTuple):
     """
 
     make: Callable[..., Schedule]
+    alike: Alike = Alike.NEVER
     has_root: bool = False
     is_compressible: bool = True
 
@@ -52,29 +68,31 @@ class Algorithm(NamedTuple):
 ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     {
         "all_reduce": {
-            "ring": Algorithm(ring_all_reduce),
-            "halving_doubling": Algorithm(halving_doubling_all_reduce),
-            "doubling": Algorithm(doubling_all_reduce, is_compressible=False),
+            "ring": Algorithm(ring_all_reduce, Alike.ALWAYS),
+            "halving_doubling": Algorithm(halving_doubling_all_reduce, Alike.BY_TWOS),
+            "doubling": Algorithm(
+                doubling_all_reduce, Alike.BY_TWOS, is_compressible=False
+            ),
             "tree": Algorithm(tree_all_reduce),
             "double_tree": Algorithm(double_tree_all_reduce),
-            "direct": Algorithm(direct_all_reduce),
+            "direct": Algorithm(direct_all_reduce, Alike.ALWAYS),
         },
         "reduce_scatter": {
-            "ring": Algorithm(ring_reduce_scatter),
-            "direct": Algorithm(direct_reduce_scatter),
+            "ring": Algorithm(ring_reduce_scatter, Alike.ALWAYS),
+            "direct": Algorithm(direct_reduce_scatter, Alike.ALWAYS),
         },
         "all_gather": {
-            "ring": Algorithm(ring_all_gather),
-            "doubling": Algorithm(doubling_all_gather),
-            "direct": Algorithm(direct_all_gather),
+            "ring": Algorithm(ring_all_gather, Alike.ALWAYS),
+            "doubling": Algorithm(doubling_all_gather, Alike.ALWAYS),
+            "direct": Algorithm(direct_all_gather, Alike.ALWAYS),
         },
         "broadcast": {
             "tree": Algorithm(tree_broadcast, has_root=True),
             "scatter": Algorithm(scatter_broadcast, has_root=True),
             "chain": Algorithm(chain_broadcast, has_root=True),
         },
-        "all_to_all": {"pairwise": Algorithm(pairwise_all_to_all)},
-        "barrier": {"dissemination": Algorithm(dissemination_barrier)},
+        "all_to_all": {"pairwise": Algorithm(pairwise_all_to_all, Alike.ALWAYS)},
+        "barrier": {"dissemination": Algorithm(dissemination_barrier, Alike.ALWAYS)},
     }
 )
 
