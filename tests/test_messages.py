@@ -10,12 +10,15 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "tests" / "messages.txt"
 
 SENTENCE = re.compile(r"[A-Za-z`'}),:;][,:;]? +[a-z]{2,}")
 """What sets a sentence apart from a key, a path or a format."""
+TABLE: Final = 1000
+"""A longer text is a table: each of its lines is a sentence."""
 
 
 def messages(source: str) -> list[str]:
@@ -30,10 +33,13 @@ def messages(source: str) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node not in within:
-            text = " ".join(written(node).split())
-            if SENTENCE.search(text):
-                found.append((node.lineno, node.col_offset, text))
-    return list(dict.fromkeys(text for *_, text in sorted(found)))
+            text = written(node)
+            lines = text.split("\n") if len(text) > TABLE else [text]
+            for row, line in enumerate(lines):
+                line = " ".join(line.split())
+                if SENTENCE.search(line):
+                    found.append((node.lineno, node.col_offset, row, line))
+    return list(dict.fromkeys(line for *_, line in sorted(found)))
 
 
 def written(node: ast.Constant | ast.JoinedStr) -> str:
@@ -72,6 +78,12 @@ def f(x):
     return "a_key", "two words"
 '''
     assert messages(source) == ["x={x}: expected a number, or None", "two words"]
+
+
+def test_each_line_of_a_table_is_a_message() -> None:
+    lines = [f"n{number} The number of them." for number in range(50)]
+    table = "\n".join(lines)
+    assert messages(f"TABLE = {table!r}") == lines
 
 
 if __name__ == "__main__":
