@@ -16,7 +16,7 @@ import optax
 
 import zstrat as zs
 
-MOST = 64
+MOST = 256
 """Steps that a program may make."""
 HALF = np.float32(0.5)
 """Rate and momentum: products with it are exact, so the order of sums is all that may

@@ -1,6 +1,8 @@
 """Rounds whose workers are late, are lost, freeze, come and leave: the values are
 always those of a replay of the closed rounds."""
 
+import random
+
 import pytest
 from system_rounds import Logged
 from system_worlds import all_have_worked, all_running, leak_check_behind, when
@@ -159,3 +161,37 @@ def test_a_line_that_breaks_again_and_again_changes_no_bit(local, tmp_path):
             rounds, late = program.replayed()
     assert [len(members) for members in rounds] == [WORKERS] * 12
     assert not late
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_each_step_counts_in_one_round_at_most(local, tmp_path, seed):
+    """Workers are killed and frozen, and lines to a server break, in any order."""
+    chosen = random.Random(seed)
+    backup, late = seed % 2, ("drop", "next")[seed // 2 % 2]
+    jobs = local.spec.as_dict()
+    with Relay(jobs["ps"][0]) as relay:
+        spec = zs.ClusterSpec({**jobs, "ps": [relay.address, jobs["ps"][1]]})
+        resolver = zs.cluster_resolver.SimpleClusterResolver(spec)
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            program = Logged(strategy, zs.Rounds(backup=backup, late=late), tmp_path)
+            all_have_worked(program.coordinator)
+            for _ in range(8):
+                program.schedule(24)
+                program.values[chosen.randrange(-20, 0)].fetch()
+                worker = f"worker:{chosen.randrange(WORKERS)}"
+                match chosen.choice(("kill", "freeze", "cut")):
+                    case "kill":
+                        local.kill(worker)
+                        program.values[-3].fetch()  # on others
+                        local.restart(worker)
+                    case "freeze":
+                        local.stop_task(worker)
+                        relay.reset()
+                        local.continue_task(worker)
+                    case "cut":
+                        relay.reset(chosen.choice((1, 2)))
+            program.coordinator.join()
+            program.replayed()
+            if late == "next":
+                assert not program.metrics["dropped"]
