@@ -54,14 +54,18 @@ class Case:
 
 @contextlib.contextmanager
 def cluster(
-    num_ps: int, num_workers: int, transport: str | None = None, partitioner: Any = None
+    num_ps: int,
+    num_workers: int,
+    transport: str | None = None,
+    partitioner: Any = None,
+    staleness: int | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """A local cluster on its default transport, with its strategy and coordinator."""
     import zstrat as zs
 
     with zs.LocalCluster(num_ps, num_workers, transport=transport) as local:
         strategy = zs.ParameterServerStrategy(
-            local.resolver, variable_partitioner=partitioner
+            local.resolver, variable_partitioner=partitioner, staleness=staleness
         )
         with strategy:
             yield strategy, zs.ClusterCoordinator(strategy)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import collectives, mesh, raw, saving, tables
+from benchmarks import collectives, mesh, raw, rounds, saving, tables
 from benchmarks.case import Case, Reading, cluster, per_second, rate
 
 if TYPE_CHECKING:
@@ -168,14 +168,24 @@ def mlp_pull_push() -> Reading:
 
 
 def mlp_training() -> Reading:
+    return Reading(_mlp_training(2), _local_gradients())
+
+
+def mlp_rounds(workers: int) -> Reading:
+    import zstrat as zs
+
+    return Reading(_mlp_training(workers, zs.Rounds()), _mlp_training(workers))
+
+
+def _mlp_training(workers: int, in_rounds: Any = None) -> float:
     import optax
 
     import zstrat as zs
 
-    with cluster(1, 2) as (strategy, coordinator):
+    with cluster(1, workers) as (strategy, coordinator):
         with strategy.scope():
             weights = [zs.Variable(array) for array in _mlp_parameters()]
-            optimizer = zs.Optimizer(optax.adam(1e-3))
+            optimizer = zs.Optimizer(optax.adam(1e-3), rounds=in_rounds)
 
         def dataset() -> Iterator[Any]:
             batch = _batch()
@@ -190,8 +200,7 @@ def mlp_training() -> Reading:
             return loss
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset))
-        value = per_second(coordinator, step, 1000, (iterator,))
-    return Reading(value, _local_gradients())
+        return per_second(coordinator, step, 1000, (iterator,))
 
 
 def _local_gradients() -> float:
@@ -375,6 +384,17 @@ CASES = [
         "the gradient alone, one process, all cores",
         mlp_training,
     ),
+    *[
+        Case(
+            f"MLP training, batch 256, Adam, rounds of {workers} workers",
+            "steps/s",
+            0.8,
+            f"the same {workers} workers without rounds",
+            partial(mlp_rounds, workers),
+            of_limit=True,
+        )
+        for workers in (2, 4)
+    ],
     Case(
         "start to first result, 2 workers + 1 ps",
         "s",
@@ -407,6 +427,7 @@ CASES = [
         pulling_worker,
         lower=True,
     ),
+    *rounds.CASES,
     *tables.CASES,
     *saving.CASES,
     *collectives.CASES,

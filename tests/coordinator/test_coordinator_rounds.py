@@ -104,6 +104,22 @@ async def test_a_late_contribution_is_dropped_or_counts_for_the_next_round():
         await rig.closing.stop()
 
 
+async def test_a_late_contribution_takes_nobodys_place():
+    """Else whose place it takes would be late in turn, for all rounds to come."""
+    rig = Rig(3, zs.Rounds(late="next"))
+    await rig.contribute(0, 1, 0)
+    await rig.contribute(1, 2, 0)
+    rig.usable.pop()  # whose step another worker runs
+    rig.closing.look(asyncio.get_running_loop().time())
+    await rig.closing.settle()
+    await rig.contribute(0, 3, 0)
+    await rig.contribute(0, 4, 1)
+    assert rig.closed == [(0, [1, 2], [])]
+    await rig.contribute(1, 5, 1)
+    assert rig.closed[1:] == [(1, [3, 4, 5], [])]
+    await rig.closing.stop()
+
+
 async def test_too_few_workers_are_an_error_that_names_who_is_missing():
     rig = Rig(1, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)

@@ -1,5 +1,6 @@
 """Rounds on a real cluster, against plain optax on the mean of the gradients."""
 
+import itertools
 import math
 
 import jax
@@ -164,3 +165,134 @@ def test_a_server_is_killed_amid_rounds(options, tmp_path):
         for variable in variables:
             assert variable.numpy().tolist() == [-made] * 2
         strategy.close()
+
+
+def unit(array):
+    norm = np.linalg.norm(array)
+    return array / norm if norm else array
+
+
+def merged(rule, weights, gradients):
+    """What a rule makes of weighted gradients: Chen et al. (2016), Douillard et al.
+    (2026)."""
+    pairs = list(zip(weights, gradients, strict=True))
+    total = sum(w * g for w, g in pairs)
+    if rule == "sum":
+        return total
+    if rule == "rda":
+        size = sum(w * np.linalg.norm(g) for w, g in pairs) / sum(weights)
+        return size * unit(sum(w * unit(g) for w, g in pairs))
+    return total / sum(weights)
+
+
+def test_gradients_are_merged_by_each_rule_with_the_weights_of_results(strategy):
+    rng = np.random.default_rng(1)
+    kinds = list(itertools.product(("mean", "sum", "rda"), (False, True)))
+    with strategy.scope():
+        whole = [zs.Variable(np.zeros((2, 3), np.float32)) for _ in kinds]
+        tables = [zs.Variable(np.zeros((6, 2), np.float32)) for _ in kinds]
+        optimizers = [
+            zs.Optimizer(
+                optax.sgd(1.0),
+                rounds=zs.Rounds(
+                    workers=WORKERS,
+                    merge=rule,
+                    weights=(lambda result: result["n"]) if weighted else None,
+                ),
+            )
+            for rule, weighted in kinds
+        ]
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(n, gradient, ids, rows):
+        for optimizer, one, table in zip(optimizers, whole, tables, strict=True):
+            slices = zs.IndexedSlices(rows, ids, table.shape)
+            optimizer.apply_gradients([gradient, slices], [one, table])
+        return {"n": n}
+
+    counts = np.array([3.0, 0.5], np.float32)
+    gradients = rng.normal(size=(WORKERS, 2, 3)).astype("f4")
+    ids = np.array([[0, 4, 1], [4, 2, 4]], np.int32)
+    rows = rng.normal(size=(WORKERS, 3, 2)).astype("f4")
+    for given in zip(counts, gradients, ids, rows, strict=True):
+        coordinator.schedule(step, args=given)
+    coordinator.join()
+    dense = np.zeros((WORKERS, 6, 2))
+    np.add.at(dense, (np.arange(WORKERS)[:, None], ids), rows)
+    for (rule, weighted), one, table in zip(kinds, whole, tables, strict=True):
+        weights = counts if weighted else np.ones(WORKERS)
+        want = merged(rule, weights, gradients)
+        np.testing.assert_allclose(one.numpy(), -want, rtol=1e-5, err_msg=rule)
+        of_rows = "mean" if rule == "rda" else rule
+        want = merged(of_rows, weights, dense)
+        np.testing.assert_allclose(table.numpy(), -want, rtol=1e-5, err_msg=rule)
+
+
+def test_a_weight_that_is_no_number_is_named_by_its_step(strategy):
+    with strategy.scope():
+        w = zs.Variable(np.zeros(2, np.float32))
+        optimizer = zs.Optimizer(
+            optax.sgd(1.0), "weighted", rounds=zs.Rounds(weights=lambda result: result)
+        )
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(weight):
+        optimizer.apply_gradients([(weight + w.value(), w)])
+        return weight
+
+    value = coordinator.schedule(step, args=(np.float32(np.nan),))
+    with pytest.raises(ValueError, match=r"'weighted'.*weights=.*nan"):
+        value.fetch()
+    with pytest.raises(ValueError, match="weights="):
+        coordinator.join()
+    coordinator.schedule(step, args=(np.float32(2.0),))
+    coordinator.join()
+    assert w.numpy().tolist() == [-2.0, -2.0]
+
+
+def test_rounds_count_in_multisteps(strategy):
+    """A round is one of the updates that are accumulated."""
+    transformation = optax.MultiSteps(optax.sgd(1.0), 2)
+    with strategy.scope():
+        w = zs.Variable(np.zeros((), np.float32))
+        optimizer = zs.Optimizer(transformation, rounds=zs.Rounds(workers=WORKERS))
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(gradient):
+        before = w.value()
+        optimizer.apply_gradients([(gradient + 0 * before, w)])
+        return before
+
+    gradients = [1, 3, 2, 6, 8, 8]
+    values = [coordinator.schedule(step, args=(np.float32(g),)) for g in gradients]
+    coordinator.join()
+    # The means are 2, 4, 8; of the first two their mean is applied.
+    assert [value.fetch() for value in values] == [0, 0, 0, 0, -3, -3]
+    assert w.numpy() == -3
+
+
+def test_what_takes_no_part_in_rounds_is_refused_where_it_is_written(strategy):
+    with pytest.raises(ValueError, match="backup has to be less"):
+        zs.Rounds(workers=2, backup=2)
+    with pytest.raises(ValueError, match=r"zs\.ParameterServerStrategy"):
+        zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+    with strategy.scope():
+        w = zs.Variable(np.zeros(2, np.float32))
+        with pytest.raises(TypeError, match=r"expected a zs\.Rounds"):
+            zs.Optimizer(optax.sgd(1.0), rounds=2)
+        optimizer = zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+    with pytest.raises(ValueError, match=r"zs\.function"):
+        optimizer.apply_gradients([(jnp.ones(2), w)])
+
+    @zs.function(eager=True)
+    def eager():
+        optimizer.apply_gradients([(jnp.ones(2), w)])
+
+    coordinator = zs.ClusterCoordinator(strategy)
+    with pytest.raises(ValueError, match="eager=True"):
+        coordinator.schedule(eager).fetch()
+    with pytest.raises(ValueError, match="eager=True"):
+        coordinator.join()

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 
 class Contributed(NamedTuple):
-    """A contribution: the worker, when it was reported, and what the servers know."""
+    """A contribution: the worker, when it was reported, what the servers know, and
+    whether it is for a round that was closed before."""
 
     worker: int
     at: float
     member: RoundMember
+    is_late: bool
 
 
 @dataclass(slots=True)
@@ -71,13 +73,14 @@ class OptimizerRounds:
     def contributed(self, worker: int, given: StepContribution, now: float) -> None:
         """Takes a contribution that all servers have."""
         self.coupled |= given.coupled
-        if given.base < self.number:
+        is_late = given.base < self.number
+        if is_late:
             is_dropped = self.policy.late == "drop"
             self.statistics.contributed_late(worker, is_dropped=is_dropped)
             if is_dropped:
                 return
         member = RoundMember(given.step, given.attempt, given.weight)
-        self._members[given.step] = Contributed(worker, now, member)
+        self._members[given.step] = Contributed(worker, now, member, is_late)
 
     @property
     def steps(self) -> list[int]:
@@ -90,9 +93,15 @@ class OptimizerRounds:
         return any(each < step for each in self.steps)
 
     @property
+    def _on_time(self) -> list[Contributed]:
+        """The contributions for the open round itself. Late ones are members besides:
+        if they took the place of others, those would be late, too, from then on."""
+        return [each for each in self._members.values() if not each.is_late]
+
+    @property
     def contributors(self) -> set[int]:
         """The workers that have contributed to the open round."""
-        return {each.worker for each in self._members.values()}
+        return {each.worker for each in self._on_time}
 
     def size(self, there: int) -> int:
         """Returns the number of contributions that a round waits for, of ``there``
@@ -106,7 +115,7 @@ class OptimizerRounds:
     def due(self, there: int, now: float) -> float | None:
         """Returns when the open round is to be closed; None: it waits for more
         contributions."""
-        count = len(self._members)
+        count = len(self._on_time)
         if self.is_closing or count < self.enough(there):
             self._enough_at = None
             return None
@@ -120,7 +129,7 @@ class OptimizerRounds:
         """Closes the open round with the contributions that there are."""
         assert not self.is_closing, self.name
         found = list(self._members.values())
-        self.statistics.closing((each.at, each.worker) for each in found)
+        self.statistics.closing((each.at, each.worker) for each in self._on_time)
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         closing = ClosingRound(self.number, members, operands)

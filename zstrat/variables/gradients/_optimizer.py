@@ -217,7 +217,8 @@ class Optimizer:
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
         if self.rounds is not None:
-            require_mergeable(call, self.rounds, in_step=recording is not None)
+            in_step = recording is not None and not recording.live
+            require_mergeable(call, self.rounds, in_step=in_step)
         if recording is None:
             apply_now(call, counts=True)
         else:

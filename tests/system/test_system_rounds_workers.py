@@ -1,0 +1,197 @@
+"""Rounds whose workers are late, are lost, freeze, come and leave: the values are
+always those of a replay of the closed rounds."""
+
+import random
+
+import pytest
+from system_rounds import Logged
+from system_worlds import all_have_worked, all_running, leak_check_behind, when
+
+import zstrat as zs
+from zstrat.testing import Relay
+
+pytestmark = pytest.mark.processes
+
+WORKERS = 3
+PATIENCE = "4"
+"""Seconds after which a stopped worker is a lost one; too many for one that is slow."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    env = {"ZSTRAT_LIVENESS": PATIENCE}
+    with zs.LocalCluster(2, WORKERS, transport="tcp", env=env) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def local(cluster):
+    return all_running(cluster)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """As everywhere, but that what is started again for a test may stay."""
+    with leak_check_behind(request):
+        yield
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    monkeypatch.setenv("ZSTRAT_LIVENESS", PATIENCE)
+
+
+@pytest.fixture
+def strategy(local):
+    with zs.ParameterServerStrategy(local.resolver) as made:
+        yield made
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["slow", "frozen"])
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_rounds_go_on_without_the_backup_worker(
+    local, strategy, tmp_path, late, is_frozen
+):
+    program = Logged(strategy, zs.Rounds(backup=1, late=late), tmp_path)
+    all_have_worked(program.coordinator)
+    steps = 14
+    with program.hold(2) as hold:
+        program.schedule(steps)
+        hold.wait()
+        if is_frozen:
+            local.stop_task("worker:2")
+        # Of two workers, if the third one holds two.
+        with program.ended(steps - 2):
+            hold.release()
+            if is_frozen:
+                local.continue_task("worker:2")
+    program.coordinator.join()
+    rounds, late_ones = program.replayed()
+    (step,) = late_ones
+    assert program.metrics["late"] == {"worker:2": 1}
+    assert program.metrics["dropped"] == ({"worker:2": 1} if late == "drop" else {})
+    assert all(len(members) == 2 for members in rounds[:-1])
+    where = [n for n, members in enumerate(rounds) if step in members]
+    assert where == ([] if late == "drop" else [len(rounds) - 1])
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back"])
+def test_the_steps_of_a_killed_worker_count_once(local, strategy, tmp_path, is_back):
+    """If it is gone, rounds follow the workers that are left; if it comes back, they
+    wait for it, or for its steps on others."""
+    workers = WORKERS if is_back else None
+    program = Logged(strategy, zs.Rounds(workers=workers, late="next"), tmp_path)
+    all_have_worked(program.coordinator)
+    steps = 5 * WORKERS
+    with program.hold(2) as hold:
+        program.schedule(steps)
+        hold.wait()
+        with program.ended(2):
+            local.kill("worker:2")
+            hold.release()
+            if is_back:
+                local.restart("worker:2")
+    program.coordinator.join()
+    assert program.coordinator.metrics()["recoverable_worker_failures"] == 1
+    rounds, late = program.replayed()
+    assert sum(map(len, rounds)) == steps
+    assert len(late) <= 2  # those that the worker had
+    assert not program.metrics["dropped"]
+    for members in rounds[:-1]:
+        on_time = set(members) - set(late)
+        assert len(on_time) in ((WORKERS,) if is_back else (WORKERS - 1, WORKERS))
+
+
+def test_rounds_have_a_worker_more_when_one_joins_and_one_less_when_it_leaves(
+    local, tmp_path
+):
+    jobs = local.spec.as_dict()
+    spec = zs.ClusterSpec({"ps": jobs["ps"], "worker": jobs["worker"][:2]})
+    resolver = zs.cluster_resolver.SimpleClusterResolver(spec)
+    with zs.ParameterServerStrategy(resolver) as strategy:
+        program = Logged(strategy, zs.Rounds(), tmp_path)
+        all_have_worked(program.coordinator)
+        program.run(4)
+        strategy.workers.add(jobs["worker"][2])
+        all_have_worked(program.coordinator)
+        program.run(6)
+        strategy.workers.remove(jobs["worker"][2])
+        program.run(4)
+        rounds, late = program.replayed()
+    assert [len(members) for members in rounds] == [2, 2, 3, 3, 2, 2]
+    assert not late
+
+
+def test_too_few_workers_for_too_long_are_an_error_that_says_who_is_lost(
+    patient, local, tmp_path
+):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        program = Logged(strategy, zs.Rounds(workers=WORKERS), tmp_path)
+        all_have_worked(program.coordinator)
+        program.run(WORKERS)
+        with when("lost /job:worker/task:2"):
+            local.kill("worker:2")
+        program.schedule(3)  # of which one waits for the next round
+        with pytest.raises(zs.UnavailableError, match="worker/task:2") as raised:
+            program.coordinator.join()
+        for word in ("'logged'", "workers=None", "backup="):
+            assert word in str(raised.value)
+        # What waits is not lost, and the worker completes the round when it is back.
+        del program.values[5:]
+        local.restart("worker:2")
+        program.run(1)
+        rounds, late = program.replayed()
+    assert rounds == [[0, 1, 2], [3, 4, 5]]
+    assert not late
+
+
+def test_a_line_that_breaks_again_and_again_changes_no_bit(local, tmp_path):
+    jobs = local.spec.as_dict()
+    with Relay(jobs["ps"][0]) as relay:
+        spec = zs.ClusterSpec({**jobs, "ps": [relay.address, jobs["ps"][1]]})
+        resolver = zs.cluster_resolver.SimpleClusterResolver(spec)
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            program = Logged(strategy, zs.Rounds(workers=WORKERS), tmp_path)
+            all_have_worked(program.coordinator)
+            program.schedule(12 * WORKERS)
+            for value in program.values[:: 2 * WORKERS]:
+                value.fetch()
+                relay.reset()
+            program.coordinator.join()
+            rounds, late = program.replayed()
+    assert [len(members) for members in rounds] == [WORKERS] * 12
+    assert not late
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_each_step_counts_in_one_round_at_most(local, tmp_path, seed):
+    """Workers are killed and frozen, and lines to a server break, in any order."""
+    chosen = random.Random(seed)
+    backup, late = seed % 2, ("drop", "next")[seed // 2 % 2]
+    jobs = local.spec.as_dict()
+    with Relay(jobs["ps"][0]) as relay:
+        spec = zs.ClusterSpec({**jobs, "ps": [relay.address, jobs["ps"][1]]})
+        resolver = zs.cluster_resolver.SimpleClusterResolver(spec)
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            program = Logged(strategy, zs.Rounds(backup=backup, late=late), tmp_path)
+            all_have_worked(program.coordinator)
+            for _ in range(8):
+                program.schedule(24)
+                program.values[chosen.randrange(-20, 0)].fetch()
+                worker = f"worker:{chosen.randrange(WORKERS)}"
+                match chosen.choice(("kill", "freeze", "cut")):
+                    case "kill":
+                        local.kill(worker)
+                        program.values[-3].fetch()  # on others
+                        local.restart(worker)
+                    case "freeze":
+                        local.stop_task(worker)
+                        relay.reset()
+                        local.continue_task(worker)
+                    case "cut":
+                        relay.reset(chosen.choice((1, 2)))
+            program.coordinator.join()
+            program.replayed()
+            if late == "next":
+                assert not program.metrics["dropped"]
