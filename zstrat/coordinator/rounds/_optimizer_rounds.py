@@ -72,7 +72,7 @@ class OptimizerRounds:
         """Takes a contribution that all servers have."""
         self.coupled |= given.coupled
         if given.base < self.number:
-            is_dropped = self.policy.late == "drop"
+            is_dropped = self.policy.drops_late
             self.statistics.contributed_late(worker, is_dropped=is_dropped)
             if is_dropped:
                 return
