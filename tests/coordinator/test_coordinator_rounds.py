@@ -120,6 +120,24 @@ async def test_a_late_contribution_takes_nobodys_place():
     await rig.closing.stop()
 
 
+async def test_without_backup_workers_no_contribution_is_dropped():
+    """A worker is lost, its step runs again, and the round is closed before it ends."""
+    rig = Rig(3, zs.Rounds())
+    await rig.contribute(0, 1, 0)
+    await rig.contribute(1, 2, 0)
+    rig.usable.pop()
+    rig.closing.look(asyncio.get_running_loop().time())
+    await rig.closing.settle()
+    await asyncio.sleep(0)
+    await rig.contribute(0, 3, 0)
+    await rig.contribute(1, 4, 1)
+    await rig.contribute(0, 5, 1)
+    assert rig.closed == [(0, [1, 2], []), (1, [3, 4, 5], [])]
+    seen = rig.closing.rounds.metrics(2, 0.0)["mine"]
+    assert (seen["late"], seen["dropped"]) == ({"worker:0": 1}, {})
+    await rig.closing.stop()
+
+
 async def test_too_few_workers_are_an_error_that_names_who_is_missing():
     rig = Rig(1, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)

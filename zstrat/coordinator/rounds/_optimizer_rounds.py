@@ -75,7 +75,7 @@ class OptimizerRounds:
         self.coupled |= given.coupled
         is_late = given.base < self.number
         if is_late:
-            is_dropped = self.policy.late == "drop"
+            is_dropped = self.policy.drops_late
             self.statistics.contributed_late(worker, is_dropped=is_dropped)
             if is_dropped:
                 return

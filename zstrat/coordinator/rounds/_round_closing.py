@@ -247,7 +247,7 @@ class RoundClosing:
                 rounds.name,
                 size,
                 there,
-                rounds.policy.late,
+                "drop" if rounds.policy.drops_late else "next",
                 there,
                 there - size,
             )

@@ -34,9 +34,9 @@ class Rounds:
             that there are at that moment.
         backup: How many of them a round does without, if they come late.
         grace: Seconds that a round waits for the last ``backup`` contributions.
-        late: What becomes of a contribution to a round that is closed. "drop": it has
-            no effect, and is counted in ``coordinator.metrics()``. "next": it counts
-            for the round that is open.
+        late: With ``backup``, what becomes of a contribution to a round that is closed.
+            "drop": it has no effect, and is counted in ``coordinator.metrics()``.
+            "next": it counts for the round that is open, as always without ``backup``.
         merge: "mean": the weighted mean of the gradients, where one that a step does
             not have counts as zeros. "sum": their sum. "rda": the mean of their norms
             times the direction of the mean of their directions, for each variable by
@@ -92,6 +92,13 @@ class Rounds:
                 f"Rounds(weights={self.weights!r:.80}): expected a function of the "
                 "result of a step, or None"
             )
+
+    @property
+    def drops_late(self) -> bool:
+        """Whether a contribution to a round that is closed has no effect. Without
+        backup workers none is expected to be late: then a worker was lost, and the step
+        of its examples has run again."""
+        return self.backup > 0 and self.late == "drop"
 
     @property
     def rule(self) -> MergeRule:
