@@ -35,6 +35,8 @@ from ._process import (
     settings_with,
 )
 from ._program import TrainingProgram
+from ._rounds_log import RoundsLog
+from ._rounds_model import bind, merged_operands
 from ._scenario import Fault, Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
@@ -105,6 +107,8 @@ class Run:
         self._readers = Readers()
         self._program: TrainingProgram
         self._given_out = GivenOut(self._broken, in_pieces=scenario.chunk < 2**20)
+        stores = scenario.servers * scenario.stores_per_ps
+        self._rounds = RoundsLog(scenario.rounds, stores, self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
             world,
@@ -177,6 +181,7 @@ class Run:
             has_struck=self._struck.__contains__,
             is_calm=lambda: self._faults.is_calm,
             healed_at=lambda: self._faults.healed_at,
+            rounds=self._rounds,
             go_on=go_on,
         )
 
@@ -240,6 +245,7 @@ class Run:
             now = self._world.now - START
             self._told(f"{now:10.6f} {way.source} -> {way.target} {frames}")
         self._given_out.note(way, frames)
+        self._rounds.note(way, frames)
         if self._strikes_at:
             self._look_at_change(way, frames)
 
@@ -312,8 +318,9 @@ def _buried() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on,
-    the time of day in errors, the collector of memory, and the limit from which on a
-    server computes on its thread. Nothing is logged."""
+    the time of day in errors, the collector of memory, the limit from which on a server
+    computes on its thread, and what workers do with real optimizers. Nothing is
+    logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
@@ -326,6 +333,8 @@ def _alone(scenario: Scenario) -> Iterator[None]:
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
         mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
+        mock.patch("zstrat.worker._step_runner.merged_operands", merged_operands),
+        mock.patch("zstrat.worker._service.bind", bind),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

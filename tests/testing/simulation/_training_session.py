@@ -37,6 +37,7 @@ from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
+from ._training_rounds import TrainingRounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,6 +102,8 @@ class TrainingSession:
         self._created = (*self._marks, *self._own, *self._tables)
         if self._scenario.saves:
             self._created += self._restored
+        self._rounds: Final = TrainingRounds(context, coordinator, training)
+        self._created += self._rounds.specs
         self._updates: set[asyncio.Task[None]] = set()
         self._pinned: set[int] = set()
         """Snapshots that were not released, as their servers were away."""
@@ -132,6 +135,7 @@ class TrainingSession:
         await self._coordinator.servers.create_variables(
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in self._created]
         )
+        await self._rounds.create()
         self._training.has_created = True
 
     def _coordinate(self) -> None:
@@ -152,9 +156,12 @@ class TrainingSession:
             _nobody,
             self._scenario.reads_ahead,
             self._elements,
+            rounds=self._scenario.rounds,
         )
         self._call = self._call_of("mark", DENSE, function)
-        answer = replace(function, marks=(), tables=(), by_rows=False, resource=0)
+        answer = replace(
+            function, marks=(), tables=(), by_rows=False, resource=0, rounds=()
+        )
         self._answer = self._call_of("answer", ANSWER, answer)
 
     def _call_of(
@@ -422,9 +429,11 @@ class TrainingSession:
         if coordinator.cluster.outage_error is not None:
             return
         fills, late = training.fills, training.late
-        specs = [*self._marks, *self._own, *self._tables]
+        specs = [*self._marks, *self._own, *self._tables, *self._rounds.specs]
         specs += map(self._late.spec, late.keys)
         optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
+        optimizers |= {each.number for each in self._scenario.rounds}
+        session = coordinator.cluster.session
         try:
             cut, tensors = await until_settled(
                 [coordinator.cluster], partial(self._cut, specs, optimizers)
@@ -438,14 +447,16 @@ class TrainingSession:
         values, found = values_of(tensors), late_of(tensors, late.keys)
         marks, own = ([values[s.key] for s in of] for of in (self._marks, self._own))
         lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
-        saved = Saved(cut, marks, own, lost, doubtful, [found])
+        rounds = self._rounds.moment_of(session, tensors)
+        saved = Saved(cut, marks, own, lost, doubtful, [found], rounds)
         training.saved.append(saved)
         training.check_saved(saved)
         if not late.found(found):
             training.broken(f"a checkpoint has {found} of {late.worlds}")
         if (recovery := coordinator.cluster.recovery) is not None:
             path = f"{len(training.saved)}"
-            point = MemoryPoint(training, path, saved, tensors, optimizers)
+            log = self._context.rounds
+            point = MemoryPoint(training, path, saved, tensors, optimizers, log)
             if missing := recovery.remember(point, cut, fills):
                 training.broken(f"a checkpoint of all lacks {missing}")
 
@@ -526,6 +537,7 @@ class TrainingSession:
         if self._scenario.late:
             await self._look_at_late()
         await self._look_at_servers()
+        await self._steadily(self._rounds.check)
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
