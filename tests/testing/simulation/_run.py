@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import importlib
 import itertools
 import logging
 import sys
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from unittest import mock
 
 from zstrat import wire
+from zstrat.optimizers import Binding
 
 from ._cluster_changes import SessionContext
 from ._contract import BrokenPromiseError, GivenOut, Readers
@@ -54,6 +57,14 @@ LIMIT: Final = 240.0
 
 KINDS: Final = {kind.__name__: kind.kind for kind in get_args(wire.Message)}
 """Of messages, by name."""
+
+_programs_of: Final = functools.cache(
+    importlib.import_module("zstrat.ps.engine._xla").UpdatePrograms
+)
+"""By number and name of an optimizer. It is traced and compiled once for all simulated
+servers: that takes longer than all else of a seed, and no message depends on it."""
+_decode: Final = Binding.decoded
+_decoded: Final[dict[tuple[str, bytes], Binding]] = {}
 
 _FIRST_PORT: Final = 7000
 """That of the first server or worker; the others have the ones behind it."""
@@ -281,6 +292,13 @@ def run_scenario(
             return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
 
 
+def _decoded_once(name: str, transformation: Any, data: bytes) -> Binding:
+    found = _decoded.get((name, data))
+    if found is None:
+        found = _decoded[name, data] = _decode(name, transformation, data)
+    return found
+
+
 @contextlib.contextmanager
 def _state_folder(scenario: Scenario) -> Iterator[Path | None]:
     if not scenario.hands_over:
@@ -335,6 +353,8 @@ def _alone(scenario: Scenario) -> Iterator[None]:
         mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
         mock.patch("zstrat.worker._step_runner.merged_operands", merged_operands),
         mock.patch("zstrat.worker._service.bind", bind),
+        mock.patch("zstrat.optimizers.Binding.decoded", _decoded_once),
+        mock.patch("zstrat.ps.engine._xla.UpdatePrograms", _programs_of),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from ._rounds_log import RoundsAt
 
 
+def lacks_operands(error: Exception) -> bool:
+    """Whether a coupled optimizer waits for a worker that has run one of its steps
+    since it was connected: all such workers were lost, and the program begins anew."""
+    return "no worker could compute" in str(error)
+
+
 @final
 class TrainingRounds:
     """The rounds of one session."""
@@ -34,8 +40,8 @@ class TrainingRounds:
         """Makes the optimizers, whose variables are there."""
         servers, stores = self._coordinator.servers, self._training.servers
         for each in self._drawn:
-            number, policy = each.number, each.policy
-            await servers.create_optimizer(number, f"o{number}", each.code, policy)
+            number, name = each.number, f"rounds {each.is_coupled}"
+            await servers.create_optimizer(number, name, each.code, each.policy)
             await servers.bind_optimizer(number, each.tree(stores))
 
     def moment_of(

@@ -37,7 +37,7 @@ from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
-from ._training_rounds import TrainingRounds
+from ._training_rounds import TrainingRounds, lacks_operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,6 +94,7 @@ class TrainingSession:
             optimizes=self._scenario.optimizes,
             creates=not self._scenario.restores,
             is_guarded=self._scenario.is_guarded,
+            resumes=self._scenario.resumes,
         )
         self._strikes: Final = Strikes(
             context, coordinator, training, self._late, self._look_at_late, self._save
@@ -352,7 +353,7 @@ class TrainingSession:
                 await asyncio.sleep(0.5)
             return
         if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
-            if not isinstance(error, UnavailableError):
+            if not isinstance(error, UnavailableError) or lacks_operands(error):
                 raise error
             self._look_at(error)
         for place, step in self._training.steps.items():
@@ -534,10 +535,6 @@ class TrainingSession:
                 tables = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
-        if self._scenario.late:
-            await self._look_at_late()
-        await self._look_at_servers()
-        await self._steadily(self._rounds.check)
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
@@ -548,6 +545,10 @@ class TrainingSession:
                 self._training.broken(f"half of a row: {table}")
             if not np.array_equal(table[:, 0], mark):
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
+        if self._scenario.late:
+            await self._look_at_late()
+        await self._look_at_servers()
+        await self._steadily(self._rounds.check)
 
     async def _look_at_servers(self) -> None:
         """They hold what was created, and nothing of what is over."""
