@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
     DeadlineExceededError,
-    NotFoundError,
-    PeerLostError,
     ProtocolError,
     PSUnavailableError,
-    StaleSessionError,
     UnavailableError,
+    ZstratError,
 )
 from zstrat.ps import RoundMembers
 from zstrat.wire import MergedOperands, MergeOperands
@@ -238,7 +236,9 @@ class RoundClosing:
             )
             try:
                 answer = await channel.task.link.submit(order)
-            except (PeerLostError, NotFoundError, StaleSessionError) as error:
+            except PSUnavailableError:
+                raise  # the round is closed when the server is back
+            except ZstratError as error:  # this worker is lost, leaves, or ran no step
                 tried.append(f"{channel.task.name}: {error}")
                 continue
             if not isinstance(answer, MergedOperands):
