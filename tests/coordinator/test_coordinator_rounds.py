@@ -13,7 +13,12 @@ import pytest
 
 import zstrat as zs
 from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
-from zstrat.errors import PSUnavailableError, UnavailableError
+from zstrat.errors import (
+    ClosedError,
+    NotFoundError,
+    PSUnavailableError,
+    UnavailableError,
+)
 from zstrat.wire import MergedOperands, StepContribution
 
 OPTIMIZER = 7
@@ -22,9 +27,9 @@ OPTIMIZER = 7
 class Rig:
     """A coordinator with so many workers, and servers that fail as often as said."""
 
-    def __init__(self, workers, policy, *, failures=0):
+    def __init__(self, workers, policy, *, failures=0, timeout=0.0):
         self.closed, self.asked, self.raised = [], 0, []
-        self.failures = failures
+        self.failures, self.refusal = failures, None
         self.queue = SimpleNamespace(
             is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
         )
@@ -44,9 +49,9 @@ class Rig:
             absent=lambda: "worker:3: it was killed",
         )
         link = SimpleNamespace(submit=self.submit)
-        task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
-        channel = SimpleNamespace(task=task, session=1)
-        self.closing = RoundClosing(self, 0.0)
+        self.task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
+        channel = SimpleNamespace(task=self.task, session=1)
+        self.closing = RoundClosing(self, timeout)
         self.closing.attach(
             CoordinatorParts(engine, members, {0: channel}, lambda: None)
         )
@@ -54,6 +59,8 @@ class Rig:
 
     async def submit(self, order):
         self.asked += 1
+        if self.refusal is not None:
+            raise self.refusal
         return MergedOperands((np.float32([self.asked]),))
 
     async def close_round(self, closed, kept, over, operands):
@@ -88,6 +95,35 @@ async def test_operands_are_computed_once_though_the_order_comes_twice():
     assert rig.closed == [(0, [1], [1.0])]
     assert rig.asked == 1
     assert not rig.raised
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize("refusal", [None, ClosedError("it left")])
+async def test_operands_wait_for_a_worker_that_is_away(refusal):
+    """It is not connected; or the program lets it go meanwhile."""
+    rig = Rig(1, zs.Rounds(), timeout=10.0)
+    rig.task.is_ready, rig.refusal = refusal is not None, refusal
+    loop = asyncio.get_running_loop()
+    given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
+    rig.closing.contributed(0, [given], loop.time())
+    rig.closing.look(loop.time())
+    await asyncio.sleep(0)
+    assert not rig.closed
+    rig.task.is_ready, rig.refusal, rig.asked = True, None, 0
+    rig.closing.look(loop.time())
+    await rig.closing.settle()
+    assert rig.closed == [(0, [1], [1.0])]
+    assert not rig.raised
+    await rig.closing.stop()
+
+
+async def test_operands_that_no_worker_can_compute_are_an_error():
+    rig = Rig(1, zs.Rounds())
+    rig.refusal = NotFoundError("no step of optimizer 7 has run on this worker")
+    await rig.contribute(0, 1, 0, coupled=True)
+    (error,) = rig.raised
+    assert isinstance(error, UnavailableError)
+    assert "worker:0" in str(error)
     await rig.closing.stop()
 
 

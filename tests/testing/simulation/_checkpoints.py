@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ._contract import Saved, Training
     from ._late_model import World
+    from ._rounds_log import RoundsLog
 
 
 class SavedTensor(NamedTuple):
@@ -75,7 +76,9 @@ class MemoryPoint:
         saved: Saved,
         tensors: Sequence[SavedTensor],
         optimizers: frozenset[int],
+        rounds: RoundsLog,
     ) -> None:
+        self._rounds = rounds
         self._training, self.path, self._saved = training, path, saved
         self._tensors = tensors
         self.variables = frozenset(values_of(tensors))
@@ -91,6 +94,8 @@ class MemoryPoint:
         for (ps, _, entry), value in self._tensors:
             place = StoreEntry(entry.key, entry.optimizer, entry.leaf, 0, entry.rows)
             await client.store(ps, [place], [value])
+        if self._saved.rounds is not None:
+            self._rounds.continue_at(client.session, self._saved.rounds)
         self._training.filled(self._saved)
         self._look()
 

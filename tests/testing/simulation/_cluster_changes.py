@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ._contract import Training
     from ._loop_coordinator import LoopCoordinator
+    from ._rounds_log import RoundsLog
     from ._scenario import Scenario
     from ._script import Scripts
 
@@ -52,6 +53,8 @@ class SessionContext:
     """Whether no server has trouble that somebody may not know of yet."""
     healed_at: Callable[[], float]
     """When no fault will be left, as far as is known."""
+    rounds: RoundsLog
+    """What the network has seen of rounds."""
     go_on: Callable[[Training, bool], int]
     """Told that the session is open, and whether it goes on with what another one has
     left; returns how many there were before it of its name."""

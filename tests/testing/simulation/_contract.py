@@ -37,7 +37,16 @@ import numpy as np
 
 from zstrat.config import Limits
 from zstrat.errors import CancelledError, ProtocolError
-from zstrat.wire import Exchange, Exchanged, Pull, Pulled, PullRows, decode
+from zstrat.wire import (
+    Exchange,
+    Exchanged,
+    Pull,
+    Pulled,
+    PulledRound,
+    PullRound,
+    PullRows,
+    decode,
+)
 
 from ._late_model import LateModel
 from ._script import FailedStepError
@@ -52,6 +61,7 @@ if TYPE_CHECKING:
 
     from ._late_model import World as LateWorld
     from ._paths import Way
+    from ._rounds_log import RoundsAt
     from ._script import ScriptedFunction
     from ._world import World
 
@@ -98,6 +108,8 @@ class Saved:
     doubtful: frozenset[int]
     late: Sequence[LateWorld] = ({},)
     """What it may have of what was made late."""
+    rounds: RoundsAt | None = None
+    """Between which rounds it is."""
 
     def holds(self, number: int) -> bool:
         """Whether the step of that number is in it, as the coordinator says."""
@@ -392,7 +404,8 @@ class Readers:
 
 _LIMITS: Final = Limits()
 _KINDS: Final = frozenset(
-    kind.kind for kind in (Pull, PullRows, Exchange, Pulled, Exchanged)
+    kind.kind
+    for kind in (Pull, PullRows, PullRound, Exchange, Pulled, PulledRound, Exchanged)
 )
 
 
@@ -431,7 +444,7 @@ class GivenOut:
             request, message = decode(header, frames[1:], _LIMITS)
         except ProtocolError:
             return
-        if isinstance(message, Pull | PullRows | Exchange):
+        if isinstance(message, Pull | PullRows | PullRound | Exchange):
             reads = tuple([(read.key, read.known) for read in message.reads])
             self._require_given(way.source, message.session, reads)
             self._asked[way.line, request] = _PullAsked(message.session, reads)
@@ -443,10 +456,11 @@ class GivenOut:
     def _answered(
         self, way: Way, request: int, asked: _PullAsked, message: Message
     ) -> None:
-        assert isinstance(message, Pulled | Exchanged), message
+        assert isinstance(message, Pulled | PulledRound | Exchanged), message
         arrays = iter(message.arrays)
         for (key, known), version in zip(asked.reads, message.versions, strict=False):
-            self._require_order(way, (asked.session, key), (request, version))
+            if not isinstance(message, PulledRound):  # which waits for its round
+                self._require_order(way, (asked.session, key), (request, version))
             self._given.add((way.target, asked.session, key, version))
             if version != known:
                 digest = zlib.crc32(next(arrays).tobytes())

@@ -24,9 +24,16 @@ from zstrat.errors import (
 )
 from zstrat.initializers import constant
 from zstrat.program import dump_code
-from zstrat.ps import EagerRun, PsUpdate
+from zstrat.ps import EagerRun, PsUpdate, RoundMembers
 from zstrat.variables import VariableSpec
-from zstrat.wire import InitialEntry, LoadEntry, StoreEntry, UpdateOp
+from zstrat.wire import (
+    InitialEntry,
+    LoadEntry,
+    MergeRule,
+    RoundMember,
+    StoreEntry,
+    UpdateOp,
+)
 
 from ._late_model import SHAPE, Held, Momentum, World, made, updated
 
@@ -82,6 +89,7 @@ class LateChanges:
         optimizes: An optimizer is among what is made.
         creates: Variables come and go; else all are there from the beginning.
         is_guarded: No change may fail.
+        resumes: Programs go on with one another, and know of no rounds of others.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class LateChanges:
         optimizes: bool,
         creates: bool,
         is_guarded: bool,
+        resumes: bool,
     ) -> None:
         self._creates = creates
         self._coordinator, self._training = coordinator, training
@@ -100,7 +109,8 @@ class LateChanges:
         self._is_guarded = is_guarded
         self._knows_optimizer = False
         """This program has made it, or has found it."""
-        self._count = 0
+        self._count = self._rounds = 0
+        """So many changes were made, and so many rounds closed."""
         self._claimed: tuple[_PushPart, Callable[[World], World], int] | None = None
         """Pushes parts of a step of which a second run has begun; what its end does,
         and on which server."""
@@ -116,6 +126,8 @@ class LateChanges:
         if optimizes:
             work += [self._write_slot, self._forget_slots]
             work += 2 * [partial(self._update, op) for op in _GRADIENTS]
+        if optimizes and creates and not resumes:
+            work.append(self._close_round)
         self.all: Final = tuple(work)
         """Each way to change a store."""
 
@@ -262,6 +274,27 @@ class LateChanges:
             self._coordinator.servers.update, [(spec, op, optimizer, arrays)]
         )
         await self._do(partial(_updated, key, op, arrays), work, spec.ps)
+
+    async def _close_round(self) -> None:
+        """As a coordinator and two workers, which contribute to a round."""
+        if not self._knows_optimizer:
+            await self._make_optimizer()
+        if not self._knows_optimizer:
+            return
+        key, arrays = self._model.keys[0], (_full(self._number()),)
+        first = _FIRST_PART + 2**18 + 2 * self._rounds
+        members = [RoundMember(step, 1, 0.5) for step in (first, first + 1)]
+        closed = RoundMembers(OPTIMIZER, self._rounds, MergeRule.SUM, members)
+        update = PsUpdate(self.spec(key).ps, key, UpdateOp.OPTIMIZE, OPTIMIZER, arrays)
+
+        async def close(client: PsClient) -> None:
+            for step, attempt, _ in members:
+                await client.contribute(step, attempt, [update])
+            await client.close_round(closed, (), 0)
+
+        self._rounds += 1
+        change = partial(_updated, key, UpdateOp.OPTIMIZE, arrays)
+        await self._do(change, partial(self._steadily, close), update.ps)
 
     async def _make_optimizer(self) -> None:
         """It changes no value."""

@@ -17,6 +17,7 @@ from zstrat.errors import (
 
 from ._contract import Training
 from ._loop_coordinator import LoopCoordinator
+from ._training_rounds import lacks_operands
 from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class TrainingProgram:
                     training.broken(f"there is a checkpoint of all, and {error!r}")
                 if "filling it failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
-                if self._scenario.is_guarded:
+                if self._scenario.is_guarded and not lacks_operands(error):
                     training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.cluster.close(False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import importlib
 import itertools
 import logging
 import sys
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from unittest import mock
 
 from zstrat import wire
+from zstrat.optimizers import Binding
 
 from ._cluster_changes import SessionContext
 from ._contract import BrokenPromiseError, GivenOut, Readers
@@ -35,6 +38,8 @@ from ._process import (
     settings_with,
 )
 from ._program import TrainingProgram
+from ._rounds_log import RoundsLog
+from ._rounds_model import bind, merged_operands
 from ._scenario import Fault, Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
@@ -52,6 +57,14 @@ LIMIT: Final = 240.0
 
 KINDS: Final = {kind.__name__: kind.kind for kind in get_args(wire.Message)}
 """Of messages, by name."""
+
+_programs_of: Final = functools.cache(
+    importlib.import_module("zstrat.ps.engine._xla").UpdatePrograms
+)
+"""By number and name of an optimizer. It is traced and compiled once for all simulated
+servers: that takes longer than all else of a seed, and no message depends on it."""
+_decode: Final = Binding.decoded
+_decoded: Final[dict[tuple[str, bytes], Binding]] = {}
 
 _FIRST_PORT: Final = 7000
 """That of the first server or worker; the others have the ones behind it."""
@@ -105,6 +118,8 @@ class Run:
         self._readers = Readers()
         self._program: TrainingProgram
         self._given_out = GivenOut(self._broken, in_pieces=scenario.chunk < 2**20)
+        stores = scenario.servers * scenario.stores_per_ps
+        self._rounds = RoundsLog(scenario.rounds, stores, self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
             world,
@@ -177,6 +192,7 @@ class Run:
             has_struck=self._struck.__contains__,
             is_calm=lambda: self._faults.is_calm,
             healed_at=lambda: self._faults.healed_at,
+            rounds=self._rounds,
             go_on=go_on,
         )
 
@@ -240,6 +256,7 @@ class Run:
             now = self._world.now - START
             self._told(f"{now:10.6f} {way.source} -> {way.target} {frames}")
         self._given_out.note(way, frames)
+        self._rounds.note(way, frames)
         if self._strikes_at:
             self._look_at_change(way, frames)
 
@@ -273,6 +290,13 @@ def run_scenario(
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
             return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+
+
+def _decoded_once(name: str, transformation: Any, data: bytes) -> Binding:
+    found = _decoded.get((name, data))
+    if found is None:
+        found = _decoded[name, data] = _decode(name, transformation, data)
+    return found
 
 
 @contextlib.contextmanager
@@ -312,8 +336,9 @@ def _buried() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on,
-    the time of day in errors, the collector of memory, and the limit from which on a
-    server computes on its thread. Nothing is logged."""
+    the time of day in errors, the collector of memory, the limit from which on a server
+    computes on its thread, and what workers do with real optimizers. Nothing is
+    logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
@@ -326,6 +351,10 @@ def _alone(scenario: Scenario) -> Iterator[None]:
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
         mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
+        mock.patch("zstrat.worker._step_runner.merged_operands", merged_operands),
+        mock.patch("zstrat.worker._service.bind", bind),
+        mock.patch("zstrat.optimizers.Binding.decoded", _decoded_once),
+        mock.patch("zstrat.ps.engine._xla.UpdatePrograms", _programs_of),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

@@ -8,6 +8,8 @@ from typing import Final, NamedTuple, final
 
 from zstrat.ps import CHANGES
 
+from ._rounds_model import DrawnRounds, drawn_rounds
+
 MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""
 
@@ -121,6 +123,8 @@ class Scenario:
     """Servers come and go again and again, so that faults come amid moves."""
     changes_coordinator: bool = False
     """The program makes another coordinator amid closures that have no effect."""
+    rounds: tuple[DrawnRounds, ...] = ()
+    """Optimizers with rounds, to which each step contributes."""
 
     @property
     def runs_once(self) -> bool:
@@ -144,8 +148,9 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     all these kinds, servers come and go, and in one of these again and again while
     servers with second copies are lost, or the program and one of these. In one of
     forty lines break while workers always have work, and in one programs change their
-    coordinator. In each eightieth a server with a second copy comes back to workers
-    first, or is lost while its second copy is away."""
+    coordinator. In three of ten, of all these kinds but those in which programs are
+    killed, steps contribute to rounds. In each eightieth a server with a second copy
+    comes back to workers first, or is lost while its second copy is away."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
@@ -161,6 +166,7 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         scenario = replace(scenario, late=late, optimizes=late and optimizes)
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
+    scenario = _with_rounds(scenario)
     if seed % 40 == _ASKING:
         scenario = replace(scenario, work=1e-4, delay=5e-5, in_flight=8)
         return replace(scenario, changes_coordinator=True)
@@ -175,6 +181,15 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         return scenario
     steps = 60 if scenario.is_guarded else 20
     return replace(scenario, only_moves=True, servers=servers, steps=steps, pace=0.25)
+
+
+def _with_rounds(scenario: Scenario) -> Scenario:
+    """Nobody goes on with rounds of a program that is lost, nor reads ahead."""
+    guarded = scenario.is_guarded
+    rounds = drawn_rounds(scenario.seed, scenario.workers, is_guarded=guarded)
+    if scenario.resumes or not rounds:
+        return scenario
+    return replace(scenario, rounds=rounds, reads_ahead=False, prefetch=0, chunk=2**20)
 
 
 def _hurried(scenario: Scenario) -> Scenario:

@@ -5,6 +5,9 @@ dense variable as a one-hot vector, of a table as one row. A step that is told t
 and leaves none. Its result is its number, now and then so often that it stays on the
 worker until it is fetched.
 
+Where optimizers have rounds, each step reads their variables, and contributes a
+gradient of each.
+
 Steps may draw from the iterator of their worker. There each element goes to one step at
 most, and none is lost: who has drawn one runs, or gives it back, before the next one
 runs.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -25,8 +29,11 @@ from zstrat.program import (
     Wanted,
     WantedRows,
     load,
+    worker_context,
 )
 from zstrat.wire import UpdateOp
+
+from ._rounds_model import DrawnRounds, ScriptedCall, gradient_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +71,9 @@ class ScriptedPlan:
     targets: tuple[object, ...] = ()
     draws: tuple[object, ...] = ()
     """Not empty: each step draws an element."""
+    out_structure: object = field(
+        default_factory=lambda: SimpleNamespace(unflatten=lambda leaves: leaves[0])
+    )
 
 
 @dataclass(eq=False)
@@ -78,6 +88,7 @@ class ScriptedFunction:
         resource: The number of the iterators that steps draw from; 0: they draw from
             none.
         broken: Called with what must not be.
+        rounds: Of the optimizers to which each step contributes.
     """
 
     training: int
@@ -91,6 +102,7 @@ class ScriptedFunction:
     resource: int = 0
     broken: Callable[[str], None] | None = None
     eager: bool = False
+    rounds: tuple[DrawnRounds, ...] = ()
     plan: ScriptedPlan = field(init=False)
     layouts: tuple[ResultLayout, ResultLayout] = field(init=False)
     """Of a small result, and of a large one."""
@@ -110,9 +122,22 @@ class ScriptedFunction:
         said = UpdateOp.OPERANDS if self.reads_ahead else op
         updates = tuple([PlannedMark(said) for _ in self.marks])
         draws = (self.resource,) if self.resource else ()
-        self.plan = ScriptedPlan(self.marks, updates, self.by_rows, draws=draws)
+        reads = self.marks + tuple([spec for specs in self.moved for spec in specs])
+        self.plan = ScriptedPlan(reads, updates, self.by_rows, draws=draws)
+        self.plan.targets = tuple([((), _handle_of(each)) for each in self.rounds])
+        self.plan.calls = tuple([ScriptedCall(each) for each in self.rounds])
         small = ResultLayout(("int64",), ((),), 0)
         self.layouts = small, replace(small, shapes=((LARGE,),))
+
+    @property
+    def moved(self) -> list[tuple[VariableSpec, ...]]:
+        """The variables of each optimizer that has rounds."""
+        return [each.specs(len(self.marks)) for each in self.rounds]
+
+
+def _handle_of(drawn: DrawnRounds) -> object:
+    """Stands for `zstrat.variables.OptimizerHandle`."""
+    return SimpleNamespace(id=drawn.number, name="rounds", rounds=drawn.policy)
 
 
 @final
@@ -122,11 +147,11 @@ class ScriptedStep:
     def __init__(self, function: ScriptedFunction, number: int) -> None:
         self._function, self._number = function, number
         self.plan = function.plan
-        self.wanted = Wanted(function.marks)
+        self.wanted = Wanted(function.plan.reads)
         if function.by_rows:
             at = np.array([number], np.int64)
             rows = tuple([WantedRows(table, at) for table in function.tables])
-            self.wanted = Wanted(function.marks, rows)
+            self.wanted = Wanted(function.plan.reads, rows)
 
         self.examples = 0
         if function.iterator is not None:
@@ -154,10 +179,31 @@ class ScriptedStep:
             StepUpdate(spec, op, 0, arrays)
             for spec, op, arrays in _marks(function, number)
         ]
+        updates += self._contributions(values)
         is_large = number % 4 == 1
         layout = function.layouts[is_large]
         result = np.full(layout.shapes[0], number, np.int64)
         return StepResult([result], layout, updates)
+
+    def _contributions(self, values: Sequence[np.ndarray]) -> list[StepUpdate]:
+        """A gradient of each variable that moves by rounds, which was read behind the
+        marks."""
+        function, found = self._function, list[StepUpdate]()
+        context = worker_context.get()
+        attempt = 1 if context is None else context.attempt
+        read = iter(values[len(function.marks) :])
+        for drawn, specs in zip(function.rounds, function.moved, strict=True):
+            optimizer = drawn.number
+            if drawn.is_coupled:
+                own = (np.float32(0.0),)  # which counts for nothing in a round
+                found.append(StepUpdate(specs[0], UpdateOp.OPERANDS, optimizer, own))
+            for spec in specs:
+                gradient = gradient_of(
+                    drawn, self._number, attempt, spec.ps, next(read)
+                )
+                op = UpdateOp.OPTIMIZE
+                found.append(StepUpdate(spec, op, optimizer, (gradient,)))
+        return found
 
     def _draw(self) -> int:
         """The next element: one that was given back, if there is one."""

@@ -37,6 +37,7 @@ from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
+from ._training_rounds import TrainingRounds, lacks_operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,6 +94,7 @@ class TrainingSession:
             optimizes=self._scenario.optimizes,
             creates=not self._scenario.restores,
             is_guarded=self._scenario.is_guarded,
+            resumes=self._scenario.resumes,
         )
         self._strikes: Final = Strikes(
             context, coordinator, training, self._late, self._look_at_late, self._save
@@ -101,6 +103,8 @@ class TrainingSession:
         self._created = (*self._marks, *self._own, *self._tables)
         if self._scenario.saves:
             self._created += self._restored
+        self._rounds: Final = TrainingRounds(context, coordinator, training)
+        self._created += self._rounds.specs
         self._updates: set[asyncio.Task[None]] = set()
         self._pinned: set[int] = set()
         """Snapshots that were not released, as their servers were away."""
@@ -132,6 +136,7 @@ class TrainingSession:
         await self._coordinator.servers.create_variables(
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in self._created]
         )
+        await self._rounds.create()
         self._training.has_created = True
 
     def _coordinate(self) -> None:
@@ -152,9 +157,12 @@ class TrainingSession:
             _nobody,
             self._scenario.reads_ahead,
             self._elements,
+            rounds=self._scenario.rounds,
         )
         self._call = self._call_of("mark", DENSE, function)
-        answer = replace(function, marks=(), tables=(), by_rows=False, resource=0)
+        answer = replace(
+            function, marks=(), tables=(), by_rows=False, resource=0, rounds=()
+        )
         self._answer = self._call_of("answer", ANSWER, answer)
 
     def _call_of(
@@ -345,7 +353,7 @@ class TrainingSession:
                 await asyncio.sleep(0.5)
             return
         if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
-            if not isinstance(error, UnavailableError):
+            if not isinstance(error, UnavailableError) or lacks_operands(error):
                 raise error
             self._look_at(error)
         for place, step in self._training.steps.items():
@@ -422,9 +430,11 @@ class TrainingSession:
         if coordinator.cluster.outage_error is not None:
             return
         fills, late = training.fills, training.late
-        specs = [*self._marks, *self._own, *self._tables]
+        specs = [*self._marks, *self._own, *self._tables, *self._rounds.specs]
         specs += map(self._late.spec, late.keys)
         optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
+        optimizers |= {each.number for each in self._scenario.rounds}
+        session = coordinator.cluster.session
         try:
             cut, tensors = await until_settled(
                 [coordinator.cluster], partial(self._cut, specs, optimizers)
@@ -438,14 +448,16 @@ class TrainingSession:
         values, found = values_of(tensors), late_of(tensors, late.keys)
         marks, own = ([values[s.key] for s in of] for of in (self._marks, self._own))
         lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
-        saved = Saved(cut, marks, own, lost, doubtful, [found])
+        rounds = self._rounds.moment_of(session, tensors)
+        saved = Saved(cut, marks, own, lost, doubtful, [found], rounds)
         training.saved.append(saved)
         training.check_saved(saved)
         if not late.found(found):
             training.broken(f"a checkpoint has {found} of {late.worlds}")
         if (recovery := coordinator.cluster.recovery) is not None:
             path = f"{len(training.saved)}"
-            point = MemoryPoint(training, path, saved, tensors, optimizers)
+            log = self._context.rounds
+            point = MemoryPoint(training, path, saved, tensors, optimizers, log)
             if missing := recovery.remember(point, cut, fills):
                 training.broken(f"a checkpoint of all lacks {missing}")
 
@@ -523,9 +535,6 @@ class TrainingSession:
                 tables = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
-        if self._scenario.late:
-            await self._look_at_late()
-        await self._look_at_servers()
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
@@ -536,6 +545,10 @@ class TrainingSession:
                 self._training.broken(f"half of a row: {table}")
             if not np.array_equal(table[:, 0], mark):
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
+        if self._scenario.late:
+            await self._look_at_late()
+        await self._look_at_servers()
+        await self._steadily(self._rounds.check)
 
     async def _look_at_servers(self) -> None:
         """They hold what was created, and nothing of what is over."""

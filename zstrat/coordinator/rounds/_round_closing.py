@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
     DeadlineExceededError,
-    NotFoundError,
-    PeerLostError,
     ProtocolError,
     PSUnavailableError,
-    StaleSessionError,
     UnavailableError,
+    ZstratError,
 )
 from zstrat.ps import RoundMembers
 from zstrat.wire import MergedOperands, MergeOperands
@@ -71,6 +69,8 @@ class RoundClosing:
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
         """Rounds whose order a lost server may not have. They are closed again when all
         servers are back."""
+        self._looked: set[asyncio.Future[None]] = set()
+        """Done by the next look, of orders that wait for a worker."""
         self._timer: asyncio.TimerHandle | None = None
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
@@ -111,6 +111,10 @@ class RoundClosing:
         if coordinator is None or not self.rounds:
             return
         members, queue = coordinator.members, coordinator.engine.queue
+        for looked in self._looked:
+            if not looked.done():
+                looked.set_result(None)
+        self._looked.clear()
         if self._failed and coordinator.engine.outage_error is None:
             failed, self._failed = self._failed, []
             for each in failed:
@@ -185,13 +189,41 @@ class RoundClosing:
         rounds.closed(asyncio.get_running_loop().time())
 
     async def _operands(self, closed: RoundMembers) -> Sequence[np.ndarray]:
-        """Has a worker compute what the optimizer needs of all merged gradients.
+        """Has a worker compute what the optimizer needs of all merged gradients. Waits
+        for one if there is none.
 
         Raises:
-            UnavailableError: No worker could.
+            UnavailableError: Workers are there, and none could.
         """
+        loop = asyncio.get_running_loop()
+        deadline: float | None = None
+        while True:
+            tried: list[str] = []
+            operands = await self._operands_of_any(closed, tried)
+            if operands is not None:
+                return operands
+            if not tried:
+                deadline = None  # closures wait for a worker, too (`Dispatcher`)
+            elif deadline is None:
+                deadline = loop.time() + self._timeout
+            looked: asyncio.Future[None] = loop.create_future()
+            self._looked.add(looked)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await looked
+            except TimeoutError:
+                raise UnavailableError(
+                    f"round {closed.number}: no worker could compute what the "
+                    f"optimizer needs of all gradients ({'; '.join(tried)}): start "
+                    "one, or add one with strategy.workers.add"
+                ) from None
+
+    async def _operands_of_any(
+        self, closed: RoundMembers, tried: list[str]
+    ) -> Sequence[np.ndarray] | None:
+        """Asks one worker after the other; ``tried`` gets why one could not. Returns
+        None if none could."""
         assert self._coordinator is not None
-        tried: list[str] = []
         for channel in list(self._coordinator.channels.values()):
             if not channel.task.is_ready:
                 continue
@@ -204,7 +236,9 @@ class RoundClosing:
             )
             try:
                 answer = await channel.task.link.submit(order)
-            except (PeerLostError, NotFoundError, StaleSessionError) as error:
+            except PSUnavailableError:
+                raise  # the round is closed when the server is back
+            except ZstratError as error:  # this worker is lost, leaves, or ran no step
                 tried.append(f"{channel.task.name}: {error}")
                 continue
             if not isinstance(answer, MergedOperands):
@@ -213,11 +247,7 @@ class RoundClosing:
                     f"{type(answer).__name__}"
                 )
             return answer.arrays
-        raise UnavailableError(
-            f"round {closed.number}: no worker could compute what the optimizer needs "
-            f"of all gradients ({'; '.join(tried) or 'none is connected'}): start one, "
-            "or add one with strategy.workers.add"
-        )
+        return None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)

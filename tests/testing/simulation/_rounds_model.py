@@ -1,0 +1,221 @@
+"""Rounds of a simulation: which optimizers have them, and what a round makes of its
+contributions.
+
+The law of the file: as that of `_contract`, nothing here asks the system what is right.
+Worlds are computed with numpy, from the gradients that were contributed.
+
+A gradient of a step has four numbers: one, so that each round moves the first number of
+its variable; that number as the step has read it, which says from which round; one that
+few other runs have; and the weight of the step.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from zstrat.program import dump_code
+from zstrat.variables import Rounds, VariableSpec
+from zstrat.wire import MergeRule, UpdateOp
+
+from ._late_model import Momentum, made, updated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ._late_model import World
+
+FIRST: Final = 11
+"""The number of the first optimizer that has rounds."""
+COUNT: Final = 4
+"""Numbers of a gradient."""
+WEIGHTS: Final = (1.0, 0.5, 2.0, 0.0)
+"""Of steps, in turns."""
+
+_FIRST_KEY: Final = 600
+
+
+class DrawnRounds(NamedTuple):
+    """The rounds of one optimizer."""
+
+    number: int
+    """Of the optimizer."""
+    policy: Rounds
+    is_coupled: bool
+    """Whether the optimizer computes an operand from all gradients of a round."""
+
+    def specs(self, stores: int) -> tuple[VariableSpec, ...]:
+        """Its variables, one on each store."""
+        base = _FIRST_KEY + 100 * (self.number - FIRST)
+        return tuple(
+            [
+                VariableSpec(base + ps, f"round{base + ps}", (COUNT,), "float32", ps)
+                for ps in range(stores)
+            ]
+        )
+
+    def zeros(self, stores: int) -> World:
+        """What is there before the first round."""
+        zero = np.zeros(COUNT, np.float32)
+        return {spec.key: made(zero) for spec in self.specs(stores)}
+
+    @property
+    def code(self) -> bytes:
+        """The optimizer as servers get it."""
+        return _code(self.is_coupled)
+
+    def tree(self, stores: int) -> bytes:
+        """Its tree as servers get it."""
+        return _tree(tuple([s.key for s in self.specs(stores)]), self.is_coupled)
+
+
+def drawn_rounds(
+    seed: int, workers: int, *, is_guarded: bool
+) -> tuple[DrawnRounds, ...]:
+    """The rounds of a seed; none in most of them.
+
+    Args:
+        is_guarded: No error may reach the program, so no round may need a worker that
+            is lost.
+    """
+    chance = random.Random(f"rounds {seed}")
+    if chance.random() >= 0.3:
+        return ()
+    found = []
+    for number in range(FIRST, FIRST + chance.choice([1, 1, 2])):
+        size = chance.choice([None, None, 1, *range(1, workers + 1)])
+        backup = chance.choice([0, 0, 1, 1, 2])
+        if size is not None:
+            backup = min(backup, size - 1)
+        if size is not None and is_guarded and size - backup > 1:
+            size = None
+        policy = Rounds(
+            workers=size,
+            backup=backup,
+            grace=chance.choice([0.0, 0.02, 0.3]),
+            late=chance.choice(["drop", "next"]),
+            merge=chance.choice(["mean", "mean", "sum", "sum", "rda"]),
+            weights=weight_of if chance.random() < 0.4 else None,
+        )
+        found.append(DrawnRounds(number, policy, chance.random() < 0.35))
+    return tuple(found)
+
+
+def weight_of(result: np.ndarray) -> float:
+    """The weight of a step, by its result."""
+    return WEIGHTS[int(np.ravel(result)[0]) % len(WEIGHTS)]
+
+
+def gradient_of(
+    drawn: DrawnRounds, place: int, attempt: int, store: int, read: np.ndarray
+) -> np.ndarray:
+    """What a run of a step contributes to a variable that it has read."""
+    mark = (37 * place + 11 * attempt + 5 * store) % 64 / 8
+    weight = 1.0 if drawn.policy.weights is None else weight_of(np.array(place))
+    return np.array([1.0, read[0], mark, weight], np.float32)
+
+
+def factor(gradients: Iterable[np.ndarray]) -> np.float32:
+    """The operand of a coupled optimizer: by it each gradient is multiplied."""
+    total = sum(float(gradient[2]) for gradient in gradients)
+    return np.float32(1.0 + 1.0 / (1.0 + total * total))
+
+
+def world_after(
+    drawn: DrawnRounds,
+    world: World,
+    members: Sequence[tuple[float, Mapping[int, np.ndarray]]],
+) -> World:
+    """What is there when a round with these members, each with its weight and its
+    gradients by key, was applied once."""
+    total = sum(weight for weight, _ in members)
+    counted = [member for member in members if member[0]]
+    if not counted:
+        return world
+    merged = {
+        key: _merged(drawn.policy.rule, [(w, g[key]) for w, g in counted], total)
+        for key in world
+    }
+    by = factor(merged.values()) if drawn.is_coupled else 1.0
+    return {
+        key: updated(held, UpdateOp.OPTIMIZE, [(by * merged[key]).astype(np.float32)])
+        for key, held in world.items()
+    }
+
+
+def _merged(
+    rule: MergeRule, found: Sequence[tuple[float, np.ndarray]], total: float
+) -> np.ndarray:
+    wide = [(weight, gradient.astype(np.float64)) for weight, gradient in found]
+    if rule is MergeRule.RDA:
+        norms = [float(np.linalg.norm(gradient)) for _, gradient in wide]
+        pairs = list(zip(wide, norms, strict=True))
+        length = sum(weight * norm for (weight, _), norm in pairs)
+        direction = sum(weight * gradient / norm for (weight, gradient), norm in pairs)
+        return np.asarray(direction * (length / total / np.linalg.norm(direction)))
+    summed = sum(weight * gradient for weight, gradient in wide)
+    return np.asarray(summed if rule is MergeRule.SUM else summed / total)
+
+
+class CoupledMomentum:
+    """`Momentum` of gradients that are multiplied by a number made of all of them."""
+
+    def init(self, params: Mapping[str, Any]) -> object:
+        return Momentum().init(params)
+
+    def update(
+        self,
+        gradients: Mapping[str, Any],
+        state: Mapping[str, Mapping[str, Any]],
+        params: object = None,
+    ) -> tuple[object, object]:
+        total = sum(gradient[2] for gradient in gradients.values())
+        by = 1.0 + 1.0 / (1.0 + total * total)
+        scaled = {name: gradient * by for name, gradient in gradients.items()}
+        return Momentum().update(scaled, state, params)
+
+
+class ScriptedCall:
+    """Stands for `zstrat.variables.GradientCall` on a worker."""
+
+    def __init__(self, drawn: DrawnRounds) -> None:
+        self.optimizer = SimpleNamespace(id=drawn.number)
+
+
+def bind(ask: object, call: ScriptedCall) -> None:
+    """Stands for what a worker does once: the program has sent the tree."""
+
+
+def merged_operands(
+    call: ScriptedCall, merged: Mapping[int, tuple[np.ndarray, ...]]
+) -> list[np.ndarray]:
+    """Stands for `zstrat.variables.merged_operands`: it computes `factor`."""
+    del call
+    return [np.asarray(factor([arrays[0] for arrays in merged.values()]))]
+
+
+@cache
+def _code(is_coupled: bool) -> bytes:
+    return dump_code(CoupledMomentum() if is_coupled else Momentum())
+
+
+@cache
+def _tree(keys: tuple[int, ...], is_coupled: bool) -> bytes:
+    import jax
+
+    from zstrat.optimizers import Binding, TreeRule, TreeStructure, checked
+
+    names = [f"v{key}" for key in keys]
+    kind = jax.ShapeDtypeStruct((COUNT,), np.dtype(np.float32))
+    rule = TreeRule(
+        "rounds",
+        checked(CoupledMomentum() if is_coupled else Momentum()),
+        TreeStructure(jax.tree.structure(dict.fromkeys(names, 0))),
+        (kind,) * len(keys),
+        (np.dtype(np.float32),) * len(keys),
+    )
+    return Binding(rule, tuple([(key,) for key in keys])).encoded()
