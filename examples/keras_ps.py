@@ -105,11 +105,12 @@ def train(strategy, model, data, steps):
 
 def main():
     parser = argparse.ArgumentParser(description="A Keras model on parameter servers.")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     data, test = load_digits()
     model = make_model()
-    with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
+    with zs.LocalCluster(2, options.workers) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         losses = train(strategy, model, data, options.steps)
     # Not before: a compiled model takes its optimizer along to the workers.
