@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ._session import ClusterSession
     from ._values import Kept
     from ._waiting import Cancelling
+    from .leases import LeaseBook
 
 
 WORKER_WAIT_SECONDS: Final = 600.0
@@ -128,9 +129,11 @@ class CoordinatorCore:
         arguments: PickledArguments | None = None,
         *,
         kind: type[RemoteValue] = RemoteValue,
+        book: LeaseBook | None = None,
     ) -> Record:
         """Starts to build a resource on every worker. ``kind`` is the type of the
-        values that hold the outcome on each worker."""
+        values that hold the outcome on each worker, ``book`` has the leases of a leased
+        dataset."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -140,7 +143,11 @@ class CoordinatorCore:
             maker=maker,
             arguments=arguments,
             kind=kind,
+            book=book,
         )
+        if book is not None:
+            with self.engine.lock:
+                self.engine.queue.leases.books[record.number] = book
         self.dispatcher.builder.add_soon(record)
         self.portal.call_soon(self.dispatcher.turn_soon)
         return record

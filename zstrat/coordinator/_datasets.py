@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 
 FIRST_BUILD: Final = 600.0
 """Seconds for the first worker to build an iterator, which gives the element spec."""
+
+
+class KnownSpec(Protocol):
+    """The dataset of an iterator."""
+
+    _spec: Any
+    """The element spec, once a worker has built an iterator."""
 
 
 @final
@@ -105,12 +112,11 @@ class PerWorkerDataset(NoArgument):
         return _values(self._core, record)
 
 
-@final
 class PerWorkerIterator(PerWorker):
     """One iterator on every worker, for ``next()`` in scheduled functions."""
 
     def __init__(
-        self, dataset: PerWorkerDataset, core: CoordinatorCore, record: Record
+        self, dataset: KnownSpec, core: CoordinatorCore, record: Record
     ) -> None:
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record
