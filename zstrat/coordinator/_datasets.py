@@ -272,7 +272,7 @@ class PerWorkerIterator(PerWorker):
 
     def _stand_in_spec(self) -> Any:
         dataset, record = self._dataset, self._record
-        if dataset._spec is None and _wait_known(self._core, record):
+        if dataset._spec is None and wait_known(self._core, record):
             assert record.layout is not None
             dataset._spec = spec_of(record.layout)
         return dataset._spec
@@ -362,7 +362,7 @@ def spec_of(layout: LayoutMessage) -> Any:
 
 def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
-        if not _wait_known(core, record):
+        if not wait_known(core, record):
             return None
         assert record.layout is not None
         return spec_of(record.layout)
@@ -378,7 +378,7 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     )
 
 
-def _wait_known(core: CoordinatorCore, record: Record) -> bool:
+def wait_known(core: CoordinatorCore, record: Record) -> bool:
     """Waits until a worker has built the record; returns False if all failed."""
     if not record.is_known:
         core.engine.wait_until(

@@ -8,6 +8,7 @@ and parameter servers apply each step once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 from operator import index
@@ -20,7 +21,7 @@ from zstrat.data import LeasedSource
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 
 from ._calls import Code
-from ._datasets import PerWorkerIterator
+from ._datasets import PerWorkerIterator, wait_known
 from ._on_worker import DatasetOnWorker
 from ._values import NoArgument, RemoteValue
 from .leases import LeaseBook, OnError
@@ -67,8 +68,8 @@ class LeasedDataset(NoArgument):
         return LeasedIterator(self, self._core, record, book)
 
     @property
-    def epochs(self) -> Iterator[LeasedEpoch]:
-        """The epochs of a new pass; see `LeasedIterator.epochs`."""
+    def epochs(self) -> LeasedEpochs:
+        """The epochs of a new pass."""
         return iter(self).epochs
 
     @property
@@ -103,24 +104,9 @@ class LeasedIterator(PerWorkerIterator):
         self._book = book
 
     @property
-    def epochs(self) -> Iterator[LeasedEpoch]:
-        """The epochs from the first one that is not over. Waits for all closures before
-        it yields one, so that each is whole; raises what `join` raises.
-
-        Raises (while iterating):
-            RuntimeError: The body of the loop has scheduled no step of an epoch.
-        """
-        before: Any = None
-        while (epoch := self._next_epoch()) is not None:
-            state = self._state()
-            if state == before:
-                raise RuntimeError(
-                    f"epoch {epoch.number} has not begun: schedule its steps in the "
-                    "loop, with coordinator.schedule_epoch(step, iterator), or a "
-                    "coordinator.schedule in `for _ in epoch`"
-                )
-            before = state
-            yield epoch
+    def epochs(self) -> LeasedEpochs:
+        """The epochs from the first one that is not over."""
+        return LeasedEpochs(self)
 
     def current_epoch(self) -> LeasedEpoch:
         """Returns the first epoch that is not over, after all closures have ended.
@@ -189,12 +175,48 @@ class LeasedIterator(PerWorkerIterator):
             return self._book.state(waiting)
 
     def _next_epoch(self) -> LeasedEpoch | None:
-        _ = self.element_spec  # once it is known, so is the number of examples
+        if not wait_known(self._core, self._record):
+            assert self._record.failure is not None
+            raise self._record.failure.with_traceback(None)
         self._core.engine.join(None)
         with self._core.engine.lock:
             if self._book.is_over:
                 return None
             return LeasedEpoch(self, self._core, self._book, self._book.epoch)
+
+
+@final
+class LeasedEpochs:
+    """The epochs of a pass, from the first one that is not over, in ``for`` and
+    ``async for``. Waits for all closures before each of them, so that it is whole, and
+    raises what `join` raises.
+
+    Raises (while iterating):
+        RuntimeError: The body of the loop has scheduled no step of an epoch.
+    """
+
+    def __init__(self, iterator: LeasedIterator) -> None:
+        self._iterator: Final = iterator
+        self._before: Any = None
+
+    def __iter__(self) -> Iterator[LeasedEpoch]:
+        while (epoch := self._next()) is not None:
+            yield epoch
+
+    async def __aiter__(self) -> AsyncIterator[LeasedEpoch]:
+        while (epoch := await asyncio.to_thread(self._next)) is not None:
+            yield epoch
+
+    def _next(self) -> LeasedEpoch | None:
+        epoch, state = self._iterator._next_epoch(), self._iterator._state()
+        if epoch is not None and state == self._before:
+            raise RuntimeError(
+                f"epoch {epoch.number} has not begun: schedule its steps in the loop, "
+                "with coordinator.schedule_epoch(step, iterator), or a "
+                "coordinator.schedule in `for _ in epoch`"
+            )
+        self._before = state
+        return epoch
 
 
 @final
