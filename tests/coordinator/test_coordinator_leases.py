@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from zstrat.coordinator._queue import Closure, Effect, Queue, QueuePhase
 from zstrat.coordinator.leases import Draw, LeaseBook
+from zstrat.coordinator.parts import Closure, Effect, Queue, QueuePhase
 from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError, OutOfRangeError, PSUnavailableError
 from zstrat.wire import LEASE

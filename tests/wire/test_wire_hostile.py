@@ -283,7 +283,7 @@ def deep(depth: int) -> list[Any]:
             r"Dispatch\.batches.*\[0\].*\[1\]",
         ),
         (
-            pack(ResourceBuilt, [1, ["f4"], [[1], ["x"]], None]),
+            pack(ResourceBuilt, [1, ["f4"], [[1], ["x"]], None], 0),
             r"ResourceBuilt\.layout\.shapes.*\[1\].*\[0\]",
         ),
         (

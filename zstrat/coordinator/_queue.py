@@ -309,8 +309,10 @@ class Queue:
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
-            how = EndOf.CANCELLED if effect is None else EndOf.APPLIED
-            self.leases.ended(closure.step, closure.draws, how)
+            if effect is None:
+                self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
+            elif closure.leases:
+                self.leases.applied(closure.step, closure.draws)
             self.cancelled += effect is None
             never = cancellation(self._cause)
             error = never if effect is None else _lost(closure, effect)
@@ -389,9 +391,7 @@ class Queue:
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
-        if not self.leases.books:
-            return taken
-        return [closure for closure in taken if self._lease(closure)]
+        return self._leased(taken) if self.leases.books else taken
 
     def take_suspect(self, now: float) -> Closure:
         """Hands out a closure that has to run alone."""
@@ -406,7 +406,7 @@ class Queue:
         """Ends a closure that ran to its end. The first error is kept to be raised."""
         self._stopped(closure)
         self.steps.end(closure.step)
-        skipped = closure.leases and self._end_leases(closure, error)
+        skipped = bool(closure.leases) and self._end_leases(closure, error)
         if error is not None:
             closure.source.sign(error)
             if not skipped:
@@ -492,6 +492,20 @@ class Queue:
                 self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
                 closure.leases = b""
 
+    def _leased(self, taken: list[Closure]) -> list[Closure]:
+        """Leases what these closures draw; returns those that have it."""
+        new = [closure for closure in taken if closure.draws and not closure.leases]
+        if not new:
+            return taken
+        draws = new[0].draws  # one object for all closures of a call
+        same = [closure for closure in new if closure.draws is draws]
+        leases = self.leases.lease_whole([closure.step for closure in same], draws)
+        for closure, lease in zip(same, leases, strict=False):
+            closure.leases = lease
+        if len(leases) == len(new):
+            return taken
+        return [closure for closure in taken if self._lease(closure)]
+
     def _lease(self, closure: Closure) -> bool:
         """Leases what a closure draws. If that is not there it waits, or ends."""
         if closure.leases or not closure.draws:
@@ -513,8 +527,10 @@ class Queue:
     def _end_leases(self, closure: Closure, error: Exception | None) -> bool:
         """Notes how a closure with leases has ended. Returns True if its examples are
         skipped, so that the error is raised by a fetch alone."""
-        leases, how, skipped = self.leases, EndOf.APPLIED, False
-        if error is not None:
+        leases, skipped = self.leases, False
+        if error is None:
+            leases.applied(closure.step, closure.draws)
+        else:
             what = leases.held_by(closure.step, closure.draws)
             how = EndOf.FAILED
             # An error of the cluster says nothing against the examples.
@@ -530,9 +546,10 @@ class Queue:
                     "skip them"
                 )
             error.add_note(f"The step had leased {what}, which are {then}.")
-        leases.ended(closure.step, closure.draws, how, skipped=skipped)
-        for draw in closure.draws:
-            self.leases_changed(draw.resource)
+            leases.ended(closure.step, closure.draws, how, skipped=skipped)
+        if self._parked:
+            for draw in closure.draws:
+                self.leases_changed(draw.resource)
         return skipped
 
     def _stopped(self, closure: Closure) -> None:

@@ -22,6 +22,7 @@ from ._cached import Cached
 from ._dataset import Dataset
 from ._elements import ClosingIterator
 from ._foreign import is_huggingface
+from ._leaves import Array
 from ._lineage import Opted
 from ._parallel import in_order, numbered
 from ._passes import (
@@ -92,7 +93,7 @@ def indexed(source: object) -> IndexedRows:
         )
     if isinstance(source, Dataset):
         return _of_recipe(source.recipe)
-    if isinstance(source, np.ndarray | dict | tuple) or hasattr(source, "__array__"):
+    if isinstance(source, dict | tuple | Array):
         return _of_recipe(Dataset.from_tensor_slices(source).recipe)
     if isinstance(source, IndexedData):
         return _Items(source)

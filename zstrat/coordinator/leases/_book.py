@@ -17,7 +17,7 @@ epoch is done once, skipped once, or in exactly one of ``open``, ``returned`` an
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 from zstrat.data import Lease
@@ -57,21 +57,26 @@ class LeaseBook:
         self._drops: Final = drop_remainder
         self._size = 0
         """Number of examples; 0: no worker has built the dataset."""
-        self._epoch = self._next = 0
-        """Where the next new lease begins."""
-        self._open: dict[int, tuple[Lease, ...]] = {}
-        """By step."""
+        self._epoch = self._next = self._end = 0
+        """Where the next new lease begins, and where those of an epoch end."""
+        self._open: dict[int, Sequence[tuple[int, int, int]]] = {}
+        """By step: the fields of its leases."""
         self._returned: deque[Lease] = deque()
         self._failed: deque[Lease] = deque()
-        self._not_done: Counter[int] = Counter()
-        """By epoch: leases that were drawn and are not done."""
-        self.done = self.skipped = 0
-        """Number of examples so far."""
+        self.skipped = 0
+        """Number of examples that are left out so far."""
 
     @property
     def size(self) -> int:
         """The number of examples of an epoch; 0: not known yet."""
         return self._size
+
+    @property
+    def done(self) -> int:
+        """The number of examples that are applied."""
+        # Computed, as a step has to cost little.
+        drawn = self._epoch * self._end + self._next
+        return drawn - sum(lease.size for lease in self._pending()) - self.skipped
 
     @property
     def open(self) -> int:
@@ -81,12 +86,14 @@ class LeaseBook:
     @property
     def epoch(self) -> int:
         """The first epoch that is not over."""
-        return min(self._not_done, default=self._new)
+        return min((lease[0] for lease in self._pending()), default=self._new)
 
     @property
     def is_over(self) -> bool:
         """Whether all examples of all epochs are done or skipped."""
-        return self._new == self._epochs and not self._not_done
+        return self._new == self._epochs and not (
+            self._open or self._returned or self._failed
+        )
 
     @property
     def waits(self) -> bool:
@@ -104,6 +111,7 @@ class LeaseBook:
             if self._drops and size < self._batch:
                 return f"it has {size} examples, fewer than batch={self._batch}"
             self._size = size
+            self._set_end()
         if size == self._size:
             return ""
         return (
@@ -118,9 +126,18 @@ class LeaseBook:
         is_new = epoch >= self._epoch and (self._epochs is None or epoch < self._epochs)
         return again + (-(-(self._end - start) // self._batch) if is_new else 0)
 
-    def is_epoch_over(self, epoch: int) -> bool:
-        """Returns whether all examples of an epoch are done or skipped."""
-        return epoch < self._new and not self._not_done[epoch]
+    def lease_whole(self, steps: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Leases a whole new batch to each of the first of these steps, as long as that
+        is what comes next, and returns the fields of the leases; `lease` does the rest.
+        Most leases go this way, which costs a step little."""
+        if self._returned or self._failed:
+            return []
+        start, batch, epoch = self._next, self._batch, self._epoch
+        count = min(len(steps), (self._end - start) // batch)
+        self._next = stop = start + count * batch
+        leases = [(epoch, at, batch) for at in range(start, stop, batch)]
+        self._open.update([(s, (x,)) for s, x in zip(steps, leases, strict=False)])
+        return leases
 
     def lease(self, step: int, count: int) -> Sequence[Lease]:
         """Leases the next ``count`` ranges to a step; [] if there are not so many."""
@@ -130,25 +147,20 @@ class LeaseBook:
                 self._returned.extendleft(reversed(drawn))
                 return ()
             drawn.append(lease)
-        self._open[step] = tuple(drawn)
+        self._open[step] = drawn
         return drawn
 
     def ended(self, step: int, *, skipped: bool = False) -> None:
         """Notes that the updates of a step are applied; or that it has failed, and its
         examples are ``skipped``."""
-        for epoch, _, size in self._open.pop(step):
-            if skipped:
-                self.skipped += size
-            else:
-                self.done += size
-            self._not_done[epoch] -= 1
-            if not self._not_done[epoch]:
-                del self._not_done[epoch]
+        leases = self._open.pop(step)
+        if skipped:
+            self.skipped += sum(size for _, _, size in leases)
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
         """Leases the ranges of a step again, as it had no effect: those of one that has
         ``failed`` after all others of their epoch."""
-        leases = self._open.pop(step)
+        leases = [Lease(*lease) for lease in self._open.pop(step)]
         if failed:
             self._failed.extend(leases)
         else:
@@ -156,7 +168,7 @@ class LeaseBook:
 
     def held_by(self, step: int) -> Sequence[Lease]:
         """Returns the open leases of a step."""
-        return self._open.get(step, ())
+        return [Lease(*lease) for lease in self._open.get(step, ())]
 
     def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
         """Returns what is not done, as JSON types; ``waiting`` are leases of steps
@@ -167,6 +179,7 @@ class LeaseBook:
             "seed": self._seed,
             "epoch": self._epoch,
             "next": self._next,
+            "skipped": self.skipped,
             "open": [list(lease) for lease in leases],
         }
 
@@ -185,8 +198,9 @@ class LeaseBook:
         saved = _Saved(state)
         self._size = self._size or saved.size
         self._epoch, self._next = saved.epoch, saved.next
+        self.skipped = saved.skipped
         self._returned, self._failed = deque(saved.open), deque()
-        self._not_done = Counter(lease.epoch for lease in saved.open)
+        self._set_end()
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Leases what was done after a state of this pass again, as the updates are
@@ -200,7 +214,6 @@ class LeaseBook:
                 lost.append(lease)
         self._epoch, self._next = max(now, (self._epoch, self._next))
         self._returned.extend(lost)
-        self._not_done = Counter(each.epoch for each in (*pending, *lost))
 
     def metrics(self) -> dict[str, Any]:
         """Returns counts, as plain data."""
@@ -214,17 +227,15 @@ class LeaseBook:
         }
 
     @property
-    def _end(self) -> int:
-        """Where the leases of each epoch end."""
-        return self._size - (self._size % self._batch if self._drops else 0)
-
-    @property
     def _new(self) -> int:
         """The first epoch of which something is not drawn."""
         return self._epoch + (self._size > 0 and self._next >= self._end)
 
+    def _set_end(self) -> None:
+        self._end = self._size - (self._size % self._batch if self._drops else 0)
+
     def _pending(self) -> list[Lease]:
-        held = [lease for leases in self._open.values() for lease in leases]
+        held = [Lease(*lease) for leases in self._open.values() for lease in leases]
         return [*held, *self._returned, *self._failed]
 
     def _draw(self) -> Lease | None:
@@ -234,10 +245,7 @@ class LeaseBook:
             return self._returned.popleft()
         if self._failed and self._new > self._failed[0].epoch:
             return self._failed.popleft()
-        lease = self._draw_new()
-        if lease is not None:
-            self._not_done[lease.epoch] += 1
-        return lease
+        return self._draw_new()
 
     def _draw_new(self) -> Lease | None:
         if self._next >= self._end:
@@ -261,6 +269,7 @@ class _Saved:
         try:
             self.size, self.seed = int(state["examples"]), state["seed"]
             self.epoch, self.next = int(state["epoch"]), int(state["next"])
+            self.skipped = int(state["skipped"])
             self.open = [Lease(*map(int, lease)) for lease in state["open"]]
         except (KeyError, TypeError, ValueError):
             raise InvalidArgumentError(

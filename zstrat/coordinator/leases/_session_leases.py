@@ -33,9 +33,8 @@ class Draw(NamedTuple):
 
 
 class EndOf(enum.Enum):
-    """How a closure with leases has ended."""
+    """How a closure with leases has ended that was not applied."""
 
-    APPLIED = enum.auto()
     FAILED = enum.auto()
     """It had no effect."""
     CANCELLED = enum.auto()
@@ -53,6 +52,15 @@ class SessionLeases:
         self.rounds: Iterable[OptimizerRounds] = ()
         """The optimizers to whose rounds steps contribute."""
         self._may_wait: dict[int, Sequence[tuple[LeaseBook, Sequence[Lease]]]] = {}
+
+    def lease_whole(self, steps: Sequence[int], draws: Sequence[Draw]) -> list[bytes]:
+        """Leases to the first of these steps, which all draw the same, as far as that
+        is simple; `lease` does the rest."""
+        if len(draws) != 1 or draws[0].batches != 1:
+            return []
+        resource, pack = draws[0].resource, LEASE.pack
+        leases = self.books[resource].lease_whole(steps)
+        return [pack(resource, *lease) for lease in leases]
 
     def lease(self, step: int, draws: Sequence[Draw]) -> bytes | int:
         """Leases what a step draws, and returns it packed for its worker; or the
@@ -76,19 +84,24 @@ class SessionLeases:
             packed += [LEASE.pack(resource, *lease) for lease in leases]
         return b"".join(packed)
 
+    def applied(self, step: int, draws: Sequence[Draw]) -> None:
+        """Notes that the updates of a closure with leases are applied."""
+        for resource, _ in draws:
+            if (book := self.books.get(resource)) is not None:
+                if self.rounds:
+                    self._note(step, book)
+                book.ended(step)
+
     def ended(
         self, step: int, draws: Sequence[Draw], how: EndOf, *, skipped: bool = False
     ) -> None:
-        """Notes how a closure has ended; ``skipped``: its failure skips examples."""
+        """Notes how a closure has ended that was not applied; ``skipped``: its failure
+        skips examples."""
         for resource, _ in draws:
             book = self.books.get(resource)
-            if book is None or not (leases := book.held_by(step)):
+            if book is None or not book.held_by(step):
                 continue  # the program has dropped the iterator
             match how:
-                case EndOf.APPLIED:
-                    if self.rounds:
-                        self._note(step, book, leases)
-                    book.ended(step)
                 case EndOf.UNKNOWN:
                     book.ended(step, skipped=True)
                 case EndOf.FAILED if skipped:
@@ -120,8 +133,9 @@ class SessionLeases:
         pairs = [pair for pairs in self._may_wait.values() for pair in pairs]
         return [lease for other, leases in pairs if other is book for lease in leases]
 
-    def _note(self, step: int, book: LeaseBook, leases: Sequence[Lease]) -> None:
-        self._may_wait[step] = (*self._may_wait.get(step, ()), (book, tuple(leases)))
+    def _note(self, step: int, book: LeaseBook) -> None:
+        held = book, book.held_by(step)
+        self._may_wait[step] = (*self._may_wait.get(step, ()), held)
         if len(self._may_wait) > REMEMBERED:
             self._forget_applied()
 
