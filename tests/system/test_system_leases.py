@@ -149,6 +149,12 @@ def test_one_worker_reads_the_order_of_the_seed(local, tmp_path):
             np.testing.assert_array_equal(found, wanted)
         with pytest.raises(zs.OutOfRangeError):
             coordinator.schedule_epoch(program.step, iterator)
+        (seen,) = coordinator.metrics()["leases"].values()
+        worker = "/job:worker/task:0"
+        assert seen == {
+            "epoch": 2, "examples": SIZE, "open": 0, "to_lease_again": 0,
+            "done": 2 * SIZE, "skipped": 0, "workers": {worker: 0},
+        }  # fmt: skip
         state = asyncio.run(iterator.get_state_async())
         assert state["leases"]["open"] == []
         other = iter(coordinator.create_leased_dataset(np.arange(9), 2))

@@ -78,6 +78,10 @@ class CoordinatorFace:
           by worker how many came ``late``, how many were ``dropped``, and in how many
           ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
           same of the last 64 rounds.
+        - ``leases``: for each pass through a leased dataset, by name: the ``epoch``,
+          its number of ``examples``, leases that are ``open`` or come back
+          (``to_lease_again``), examples that are ``done`` and ``skipped``, and how many
+          leases each of the ``workers`` has.
         - ``largest_lead`` (with ``staleness=``): the most closures by which a worker
           was ahead of the slowest one; else None.
         - ``stores``: for each store the ``process`` that serves it, its ``address``,

@@ -205,6 +205,7 @@ class CoordinatorCore:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "leases": self._lease_metrics(),
             **dispatcher.consistency(self.portal.loop.time()),
             "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
             "fetches": self.engine.waiters.fetches,
@@ -219,6 +220,12 @@ class CoordinatorCore:
             **cluster.turnover.metrics,
             "workers": workers,
         }
+
+    def _lease_metrics(self) -> dict[str, PlainTree]:
+        members = self.dispatcher.members.members
+        with self.engine.lock:
+            having = {member.name: list(member.in_flight) for member in members}
+            return self.engine.queue.leases.metrics(having)
 
     def _store_metrics(self) -> dict[str, PlainTree]:
         cluster, name = self.session.cluster, "stores_without_backup"

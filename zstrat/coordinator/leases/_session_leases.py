@@ -14,10 +14,11 @@ from zstrat.errors import OutOfRangeError
 from zstrat.wire import LEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.coordinator.rounds._optimizer_rounds import OptimizerRounds
     from zstrat.data import Lease
+    from zstrat.wire import PlainTree
 
     from ._book import LeaseBook
 
@@ -125,6 +126,23 @@ class SessionLeases:
                 found = ", ".join(map(str, book.held_by(step)))
                 parts.append(f"{found} of {book.name}")
         return "; ".join(parts)
+
+    def metrics(self, steps: Mapping[str, Sequence[int]]) -> dict[str, PlainTree]:
+        """Returns counts of each pass, by name of its dataset; that of a second one has
+        its number behind it.
+
+        Args:
+            steps: The steps that each worker has.
+        """
+        metrics: dict[str, PlainTree] = {}
+        for number, book in self.books.items():
+            name = f"{book.name} {number}" if book.name in metrics else book.name
+            having = {
+                worker: sum(len(book.held_by(step)) for step in mine)
+                for worker, mine in steps.items()
+            }
+            metrics[name] = {**book.metrics(), "workers": having}
+        return metrics
 
     def waiting_for_rounds(self, book: LeaseBook) -> list[Lease]:
         """Returns the leases of ended steps whose gradients wait for a round, so that
