@@ -4,6 +4,7 @@ from zstrat.contrib.distribute import get_tower_context as get_tower_context
 from zstrat.coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from zstrat.coordinator import AsyncRemoteValue as AsyncRemoteValue
 from zstrat.coordinator import ClusterCoordinator as ClusterCoordinator
+from zstrat.coordinator import LeasedDataset as LeasedDataset
 from zstrat.coordinator import OpenTelemetryExport as OpenTelemetryExport
 from zstrat.coordinator import PerWorkerDataset as PerWorkerDataset
 from zstrat.coordinator import PerWorkerValues as PerWorkerValues

@@ -279,11 +279,11 @@ def deep(depth: int) -> list[Any]:
         (pack(Pull, 1, {"a": 1}), r"Pull\.reads.*\b1\b"),
         (pack(Pull, 1.0, []), r"Pull\.session.*\b1\.0\b"),
         (
-            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0]], b"", [], 0, False, 1),
+            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0, 0]], b"", [], 0, False, 1),
             r"Dispatch\.batches.*\[0\].*\[1\]",
         ),
         (
-            pack(ResourceBuilt, [1, ["f4"], [[1], ["x"]], None]),
+            pack(ResourceBuilt, [1, ["f4"], [[1], ["x"]], None], 0),
             r"ResourceBuilt\.layout\.shapes.*\[1\].*\[0\]",
         ),
         (

@@ -11,6 +11,9 @@ from ._coordinator import CoordinatorFace as CoordinatorFace
 from ._core import CoordinatedStrategy as CoordinatedStrategy
 from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
+from ._leased_datasets import LeasedDataset as LeasedDataset
+from ._leased_datasets import LeasedEpoch as LeasedEpoch
+from ._leased_datasets import LeasedIterator as LeasedIterator
 from ._run_status import log_scalar as log_scalar
 from ._session import ClusterSession as ClusterSession
 from ._session_pause import SessionCut as SessionCut

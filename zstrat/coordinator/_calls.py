@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -25,6 +25,7 @@ from zstrat.program import (
     CarriedValues,
     Function,
     Resource,
+    StepIterator,
     bytes_of_inputs,
     cut_inputs,
     digest,
@@ -34,10 +35,12 @@ from zstrat.program import (
     jax_settings,
     loses_bits,
 )
+from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
 from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
+from .leases import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -121,6 +124,7 @@ class ScheduledCall:
         resources: The resources among its arguments.
         captured: Other resources that the trace used, which an object holds.
         held: Resources that an object holds and an untraced step may use.
+        draws: How many batches of leased datasets a step draws.
 
     ``nbytes`` is the memory of arguments that only one closure uses.
     """
@@ -129,6 +133,7 @@ class ScheduledCall:
         "_claims",
         "arguments",
         "captured",
+        "draws",
         "function",
         "nbytes",
         "resources",
@@ -143,8 +148,10 @@ class ScheduledCall:
         resources: Sequence[PerWorker],
         captured: Sequence[PerWorker] = (),
         held: Sequence[PerWorker] = (),
+        draws: Sequence[Draw] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
+        self.draws = draws
         self.nbytes = 0
         needed = (*resources, *captured)
         self.resources = tuple(resource.resource for resource in needed)
@@ -289,8 +296,12 @@ class CallTable:
             positional, named = cut_inputs((positional, named), [0])
         arguments = self._pickled(function, known, positional, named)
         held = known.held if result.treedef is None else ()
+        draws = traced.draws
+        if result.treedef is None:  # an eager step draws one batch of each
+            leased = [each for each in (*resources, *held) if each.is_leased]
+            draws = [Draw(each.resource, 1) for each in leased]
         call = ScheduledCall(
-            result, known.code, arguments, resources, traced.captured, held
+            result, known.code, arguments, resources, traced.captured, held, draws
         )
         if key is not None:
             known.remember(key, call)
@@ -335,7 +346,8 @@ class CallTable:
         plan.require_shared()
         self._strategy.require_known(plan)
         carried = [v for v in plan.variables if v.spec.ps == LOCAL]
-        return _TracedCall(plan.out_structure.treedef, _captured(plan), carried)
+        captured, treedef = _captured(plan), plan.out_structure.treedef
+        return _TracedCall(treedef, captured, carried, _draws(plan, args, kwargs))
 
     def _plan(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -380,11 +392,13 @@ class CallTable:
 
 class _TracedCall(NamedTuple):
     """The outcome of tracing a call: the treedef of its result (None: unknown), the
-    resources that it captured, and the variables of this process that it reads."""
+    resources that it captured, the variables of this process that it reads, and what it
+    draws from leased datasets."""
 
     treedef: Any = None
     captured: Sequence[PerWorker] = ()
     carried: Sequence[VariableHandle] = ()
+    draws: Sequence[Draw] = ()
 
 
 def _values_of(variables: Sequence[VariableHandle]) -> CarriedValues:
@@ -407,6 +421,24 @@ def _captured(plan: Plan) -> list[PerWorker]:
             )
         handles.append(handle)
     return handles
+
+
+def _draws(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Draw]:
+    """Counts the draws from each leased dataset."""
+    # In the order of `Plan.draws`: a call has each stand-in once, however often it is
+    # an argument.
+    leaves, _ = joined.flatten((args, kwargs))
+    given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, StepIterator)}
+    iterators = [*given.values(), *plan.captured]
+    counts = Counter(plan.draws)
+    drawn = [(iterators[number], counts[number]) for number in sorted(counts)]
+    return [
+        Draw(handle.resource, count)
+        for iterator, count in drawn
+        if isinstance(iterator, StandIn)
+        and (handle := iterator.handle()) is not None
+        and handle.is_leased
+    ]
 
 
 class _NoKeyError(Exception):

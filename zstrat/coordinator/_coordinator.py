@@ -20,6 +20,12 @@ from zstrat.transport import on_own_thread
 
 from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
+from ._leased_datasets import (
+    LeasedDataset,
+    LeasedIterator,
+    make_leased_dataset,
+    summed,
+)
 from ._on_worker import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
 from .profiling import MAX_BYTES, SECONDS, Profile
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._pending_errors import CallSite
+    from .leases import OnError
 
 
 class CoordinatorFace:
@@ -71,6 +78,10 @@ class CoordinatorFace:
           by worker how many came ``late``, how many were ``dropped``, and in how many
           ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
           same of the last 64 rounds.
+        - ``leases``: for each pass through a leased dataset, by name: the ``epoch``,
+          its number of ``examples``, leases that are ``open`` or come back
+          (``to_lease_again``), examples that are ``done`` and ``skipped``, and how many
+          leases each of the ``workers`` has.
         - ``largest_lead`` (with ``staleness=``): the most closures by which a worker
           was ahead of the slowest one; else None.
         - ``stores``: for each store the ``process`` that serves it, its ``address``,
@@ -265,6 +276,99 @@ class ClusterCoordinator(CoordinatorFace):
         """
         return make_dataset(self._core, dataset_fn)
 
+    def create_leased_dataset(
+        self,
+        source: Any,
+        batch: int,
+        *,
+        shuffle_seed: int | None = None,
+        epochs: int | None = 1,
+        drop_remainder: bool = False,
+        on_error: OnError = "raise",
+    ) -> LeasedDataset:
+        """Creates one dataset for all workers, of which each example is applied exactly
+        once in each epoch, whatever happens to workers and parameter servers.
+
+        Args:
+            source: Arrays (a tree of them, sliced by their first axes), anything with
+                ``len`` and an index (a list, a dataset of grain or HuggingFace), or a
+                `zs.data.Dataset` of arrays or files, perhaps with `map`. Or a function
+                that returns one of these, called on each worker, and here never.
+            batch: Examples of a batch; the last one of an epoch may have fewer.
+            shuffle_seed: Of the order, which is another one in each epoch; None: the
+                order of the source. Of files their order is shuffled, and the rows
+                within each of them, but for records of `from_files`.
+            epochs: None: without end.
+            drop_remainder: Leave out the last examples of an epoch that do not fill a
+                batch.
+            on_error: "raise": the examples of a step that raised an error are read
+                again by a later step; "skip": they are left out and counted, and only a
+                fetch raises the error.
+
+        Raises:
+            TypeError, ValueError: The examples of the source have no numbers; says what
+                to give. Or an argument is wrong.
+        """
+        return make_leased_dataset(
+            self._core,
+            source,
+            batch,
+            shuffle_seed,
+            epochs,
+            drop_remainder,
+            on_error,
+        )
+
+    def schedule_epoch(
+        self,
+        fn: Callable[..., Any],
+        iterator: LeasedIterator,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RemoteValue]:
+        """Runs a step on all batches of the current epoch, and blocks until it is over.
+
+        Args:
+            iterator: Of a leased dataset.
+            args: Of the step; None: the iterator alone.
+
+        Returns:
+            The values of all steps. More than there are batches if steps that had ended
+            were lost with a parameter server, and ran again.
+
+        Raises:
+            OutOfRangeError: All epochs are over.
+            ValueError: The step does not draw from the iterator, or several batches
+                that would leave a remainder.
+            Exception: What `join` raises. Call it again for the rest of the epoch.
+        """
+        caller = sys._getframe(1)
+        site = caller.f_code, caller.f_lasti
+        del caller  # an error's traceback would keep it alive
+        core, args = self._core, (iterator,) if args is None else args
+        values: list[RemoteValue] = []
+        try:
+            epoch = iterator.current_epoch()
+            call = core.calls.make(fn, args, kwargs)
+            while steps := epoch.steps_of(call[0]):
+                values += [core.engine.put(*call, site) for _ in range(steps)]
+                core.engine.join(None)
+            return values
+        except KeyboardInterrupt as interrupt:
+            core.engine.interrupted(interrupt)
+            raise
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
+
+    def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
+        """Returns the sum of ``fn(iterator)`` over one pass through all examples, each
+        exactly once. ``fn`` returns a pytree of sums over its batch, such as of losses
+        and of examples; floats are summed in float64. Raises what `schedule_epoch`
+        raises."""
+        iterator = iter(data)
+        return summed(value.fetch() for value in self.schedule_epoch(fn, iterator))
+
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels all closures, and stops using the workers. Idempotent.
 
@@ -415,6 +519,63 @@ class AsyncClusterCoordinator(CoordinatorFace):
         return await asyncio.to_thread(
             make_dataset, self._core, dataset_fn, AsyncRemoteValue
         )
+
+    async def create_leased_dataset(
+        self,
+        source: Any,
+        batch: int,
+        *,
+        shuffle_seed: int | None = None,
+        epochs: int | None = 1,
+        drop_remainder: bool = False,
+        on_error: OnError = "raise",
+    ) -> LeasedDataset:
+        """See `ClusterCoordinator.create_leased_dataset`. Pickles on another thread."""
+        return await asyncio.to_thread(
+            make_leased_dataset,
+            self._core,
+            source,
+            batch,
+            shuffle_seed,
+            epochs,
+            drop_remainder,
+            on_error,
+            AsyncRemoteValue,
+        )
+
+    async def schedule_epoch(
+        self,
+        fn: Callable[..., Any],
+        iterator: LeasedIterator,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[AsyncRemoteValue]:
+        """See `ClusterCoordinator.schedule_epoch`.
+
+        Cancellation: steps that were scheduled continue.
+        """
+        core, args = self._core, (iterator,) if args is None else args
+        values: list[AsyncRemoteValue] = []
+        try:
+            epoch = await asyncio.to_thread(iterator.current_epoch)
+            call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
+            while steps := epoch.steps_of(call[0]):
+                values += [
+                    await core.engine.put_async(*call, None) for _ in range(steps)
+                ]
+                await core.engine.join_async()
+            return values
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
+
+    async def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
+        """See `ClusterCoordinator.evaluate`.
+
+        Cancellation: steps that were scheduled continue.
+        """
+        values = await self.schedule_epoch(fn, iter(data))
+        return summed([await value for value in values])
 
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ._session import ClusterSession
     from ._values import Kept
     from ._waiting import Cancelling
+    from .leases import LeaseBook
 
 
 WORKER_WAIT_SECONDS: Final = 600.0
@@ -128,9 +129,11 @@ class CoordinatorCore:
         arguments: PickledArguments | None = None,
         *,
         kind: type[RemoteValue] = RemoteValue,
+        book: LeaseBook | None = None,
     ) -> Record:
         """Starts to build a resource on every worker. ``kind`` is the type of the
-        values that hold the outcome on each worker."""
+        values that hold the outcome on each worker, ``book`` has the leases of a leased
+        dataset."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -140,7 +143,11 @@ class CoordinatorCore:
             maker=maker,
             arguments=arguments,
             kind=kind,
+            book=book,
         )
+        if book is not None:
+            with self.engine.lock:
+                self.engine.queue.leases.books[record.number] = book
         self.dispatcher.builder.add_soon(record)
         self.portal.call_soon(self.dispatcher.turn_soon)
         return record
@@ -198,6 +205,7 @@ class CoordinatorCore:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "leases": self._lease_metrics(),
             **dispatcher.consistency(self.portal.loop.time()),
             "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
             "fetches": self.engine.waiters.fetches,
@@ -212,6 +220,12 @@ class CoordinatorCore:
             **cluster.turnover.metrics,
             "workers": workers,
         }
+
+    def _lease_metrics(self) -> dict[str, PlainTree]:
+        members = self.dispatcher.members.members
+        with self.engine.lock:
+            having = {member.name: list(member.in_flight) for member in members}
+            return self.engine.queue.leases.metrics(having)
 
     def _store_metrics(self) -> dict[str, PlainTree]:
         cluster, name = self.session.cluster, "stores_without_backup"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 
 FIRST_BUILD: Final = 600.0
 """Seconds for the first worker to build an iterator, which gives the element spec."""
+
+
+class KnownSpec(Protocol):
+    """The dataset of an iterator."""
+
+    _spec: Any
+    """The element spec, once a worker has built an iterator."""
 
 
 @final
@@ -105,12 +112,11 @@ class PerWorkerDataset(NoArgument):
         return _values(self._core, record)
 
 
-@final
 class PerWorkerIterator(PerWorker):
     """One iterator on every worker, for ``next()`` in scheduled functions."""
 
     def __init__(
-        self, dataset: PerWorkerDataset, core: CoordinatorCore, record: Record
+        self, dataset: KnownSpec, core: CoordinatorCore, record: Record
     ) -> None:
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record
@@ -266,7 +272,7 @@ class PerWorkerIterator(PerWorker):
 
     def _stand_in_spec(self) -> Any:
         dataset, record = self._dataset, self._record
-        if dataset._spec is None and _wait_known(self._core, record):
+        if dataset._spec is None and wait_known(self._core, record):
             assert record.layout is not None
             dataset._spec = spec_of(record.layout)
         return dataset._spec
@@ -356,7 +362,7 @@ def spec_of(layout: LayoutMessage) -> Any:
 
 def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
-        if not _wait_known(core, record):
+        if not wait_known(core, record):
             return None
         assert record.layout is not None
         return spec_of(record.layout)
@@ -372,7 +378,7 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     )
 
 
-def _wait_known(core: CoordinatorCore, record: Record) -> bool:
+def wait_known(core: CoordinatorCore, record: Record) -> bool:
     """Waits until a worker has built the record; returns False if all failed."""
     if not record.is_known:
         core.engine.wait_until(

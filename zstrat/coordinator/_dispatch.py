@@ -359,8 +359,12 @@ class Dispatcher:
             # it may need.
             runs = not records and self.engine.outage_error is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
-            full = queue.is_full
+            full, parked = queue.is_full, queue.parked
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
+            exhausted, queue.exhausted = queue.exhausted, []
+            self.engine.settle(exhausted)
+            if exhausted or queue.parked > parked:  # workers have room for others
+                self.turn_soon()
             metrics = self._metrics_for_observers(now) if work else None
             left = QueueLeft(queue.queued, full, metrics)
             # If nothing is left, the next `put` has to wake the loop.
@@ -385,7 +389,10 @@ class Dispatcher:
     def _call_back_waiting(self) -> None:
         """Has workers give back steps that wait for their round if the round waits for
         others: for a step that runs again, or for a worker that has nothing to do."""
-        idle = not self.queue.queued and self.members.waits_for_idle_worker
+        idle = (
+            self.queue.queued == self.queue.parked
+            and self.members.waits_for_idle_worker
+        )
         needed = self.queue.runs_again or idle
         if needed and not self._called_back:
             self.cancel_running()

@@ -43,6 +43,7 @@ class ClosureEngine:
 
     def __init__(self, queue: Queue, loop: LoopSide, rounds: SessionRounds) -> None:
         self.loop, self.rounds = loop, rounds
+        queue.leases.rounds = rounds
         # Plain attributes, as remote values call them: fetching takes no lock.
         self.fetch_kept: Callable[[Kept], list[np.ndarray]] = loop.fetch_kept
         self.fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
@@ -108,7 +109,9 @@ class ClosureEngine:
         call: ScheduledCall, value: RemoteValue, inputs: bytes, site: CallSite | None
     ) -> Closure:
         name, nbytes = call.result.name, call.nbytes + len(inputs)
-        return Closure(call, value, name, call.claims(), site, inputs, nbytes)
+        return Closure(
+            call, value, name, call.claims(), site, inputs, nbytes, draws=call.draws
+        )
 
     def join(self, timeout: float | None) -> None:
         """Blocks until all closures scheduled so far have ended, and their rounds."""

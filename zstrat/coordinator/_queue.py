@@ -39,19 +39,27 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
+from zstrat.errors import (
+    CancelledError,
+    OutOfRangeError,
+    ResultLostError,
+    WorkerLostError,
+    ZstratError,
+)
 
 from ._pending_errors import ClosureSource, PendingError, PendingErrors
 from ._steps import Steps
+from .leases import EndOf, SessionLeases
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from zstrat.wire import PlainTree
 
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
     from ._values import RemoteValue
+    from .leases import Draw
 
 
 class QueueLeft(NamedTuple):
@@ -115,6 +123,10 @@ class Closure:
     """When a task was first too busy for it."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
+    draws: Sequence[Draw] = ()
+    """What it draws from leased datasets."""
+    leases: bytes = b""
+    """Its leases, packed, from when it is first handed out."""
     begun: bool = False
     """A worker may have run it without reporting its end: it may have been applied."""
 
@@ -183,6 +195,12 @@ class Queue:
         self._returned: list[_Waiting] = []
         """Closures that came back before they had started."""
         self._doubtful: list[Closure] = []
+        self.leases = SessionLeases()
+        self._parked: dict[int, list[Closure]] = {}
+        """Closures that wait until it is known how leases of others end, by number of
+        the dataset."""
+        self.exhausted: list[Ended] = []
+        """Closures that ended at the end of their data, to be settled."""
         self.held = False
         """Hands out only closures that may have started before (see `is_at_rest`)."""
         self.suspended = False
@@ -197,7 +215,12 @@ class Queue:
     def queued(self) -> int:
         """Closures that wait for a worker, including those that came back."""
         back = len(self._retries) + len(self._suspects) + len(self._returned)
-        return len(self._fresh) + back
+        return len(self._fresh) + back + self.parked
+
+    @property
+    def parked(self) -> int:
+        """Closures that wait until it is known how leases of others end."""
+        return sum(map(len, self._parked.values()))
 
     @property
     def runs_again(self) -> bool:
@@ -286,6 +309,10 @@ class Queue:
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
+            if effect is None:
+                self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
+            elif closure.leases:
+                self.leases.applied(closure.step, closure.draws)
             self.cancelled += effect is None
             never = cancellation(self._cause)
             error = never if effect is None else _lost(closure, effect)
@@ -364,7 +391,7 @@ class Queue:
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
-        return taken
+        return self._leased(taken) if self.leases.books else taken
 
     def take_suspect(self, now: float) -> Closure:
         """Hands out a closure that has to run alone."""
@@ -379,9 +406,11 @@ class Queue:
         """Ends a closure that ran to its end. The first error is kept to be raised."""
         self._stopped(closure)
         self.steps.end(closure.step)
+        skipped = bool(closure.leases) and self._end_leases(closure, error)
         if error is not None:
             closure.source.sign(error)
-            self.fail(error, closure)
+            if not skipped:
+                self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:
         """Keeps an error for the next call of the user, if it is the first."""
@@ -448,6 +477,81 @@ class Queue:
         ahead = self._fresh[0].step - self.steps.low_water
         return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
+    def leases_changed(self, resource: int) -> None:
+        """Lets closures try again that wait for leases of the dataset."""
+        if resource in self._parked and not self.leases.books[resource].waits:
+            parked = self._parked.pop(resource)
+            self._fresh.extendleft(reversed(parked))
+            self._nbytes += sum(closure.nbytes for closure in parked)
+
+    def give_leases_back(self, resource: int) -> None:
+        """Takes the leases of the dataset back from closures that have not started, for
+        a pass that is moved while nothing runs."""
+        for _, _, closure in self._returned:
+            if any(draw.resource == resource for draw in closure.draws):
+                self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
+                closure.leases = b""
+
+    def _leased(self, taken: list[Closure]) -> list[Closure]:
+        """Leases what these closures draw; returns those that have it."""
+        new = [closure for closure in taken if closure.draws and not closure.leases]
+        if not new:
+            return taken
+        draws = new[0].draws  # one object for all closures of a call
+        same = [closure for closure in new if closure.draws is draws]
+        leases = self.leases.lease_whole([closure.step for closure in same], draws)
+        for closure, lease in zip(same, leases, strict=False):
+            closure.leases = lease
+        if len(leases) == len(new):
+            return taken
+        return [closure for closure in taken if self._lease(closure)]
+
+    def _lease(self, closure: Closure) -> bool:
+        """Leases what a closure draws. If that is not there it waits, or ends."""
+        if closure.leases or not closure.draws:
+            return True
+        try:
+            leased = self.leases.lease(closure.step, closure.draws)
+        except OutOfRangeError as error:
+            self.end(closure, error)
+            self.exhausted.append(Ended(closure, error))
+            return False
+        if isinstance(leased, bytes):
+            closure.leases = leased
+            return True
+        self.running -= 1
+        closure.attempt -= 1
+        self._parked.setdefault(leased, []).append(closure)
+        return False
+
+    def _end_leases(self, closure: Closure, error: Exception | None) -> bool:
+        """Notes how a closure with leases has ended. Returns True if its examples are
+        skipped, so that the error is raised by a fetch alone."""
+        leases, skipped = self.leases, False
+        if error is None:
+            leases.applied(closure.step, closure.draws)
+        else:
+            what = leases.held_by(closure.step, closure.draws)
+            how = EndOf.FAILED
+            # An error of the cluster says nothing against the examples.
+            skipped = leases.skips(closure.draws) and not isinstance(error, ZstratError)
+            if isinstance(error, WorkerLostError):
+                how = EndOf.UNKNOWN
+                then = "left out, as its updates may have been applied"
+            elif skipped:
+                then = 'skipped (on_error="skip")'
+            else:
+                then = (
+                    'read again by a later step of their epoch; on_error="skip" would '
+                    "skip them"
+                )
+            error.add_note(f"The step had leased {what}, which are {then}.")
+            leases.ended(closure.step, closure.draws, how, skipped=skipped)
+        if self._parked:
+            for draw in closure.draws:
+                self.leases_changed(draw.resource)
+        return skipped
+
     def _stopped(self, closure: Closure) -> None:
         assert self.running > 0, f"step {closure.step} stopped, but nothing runs"
         self.running -= 1
@@ -455,6 +559,8 @@ class Queue:
     def _cancel_queued(self, cause: str | None) -> list[Ended]:
         heaps = (*self._retries, *self._suspects, *self._returned)
         waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
+        waiting += [each for parked in self._parked.values() for each in parked]
+        self._parked.clear()
         self._fresh.clear()
         self._nbytes = 0
         self._retries.clear()
@@ -472,6 +578,7 @@ class Queue:
             return []
         for closure in closures:
             self.steps.end(closure.step)
+            self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
         self.cancelled += len(closures)
         never, perhaps = cancellation(cause), cancellation(cause, begun=True)
         return [

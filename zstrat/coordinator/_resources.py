@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 from collections import deque
 from functools import partial
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import (
     ClosureAbortedError,
     ClosureInputError,
+    InvalidArgumentError,
     OutOfRangeError,
     PeerLostError,
     StaleSessionError,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from ._calls import Code, PickledArguments
     from ._engine import ClosureEngine
     from ._shipping import WorkerChannel
+    from .leases import LeaseBook
 
 _LOG: Final = logging.getLogger("zstrat.coordinator")
 
@@ -66,6 +69,7 @@ class Record:
         "_make_value",
         "_values",
         "arguments",
+        "book",
         "layout",
         "maker",
         "name",
@@ -85,7 +89,10 @@ class Record:
         maker: Code,
         arguments: PickledArguments | None = None,
         kind: type[RemoteValue] = RemoteValue,
+        book: LeaseBook | None = None,
     ) -> None:
+        self.book = book
+        """The leases of its elements, if these are leased."""
         self.number = next(_numbers)
         self.name, self.purpose = name, purpose
         self.maker, self.arguments = maker, arguments
@@ -148,8 +155,17 @@ class Record:
         return self._values[worker].state is NOT_READY
 
     def start_at(self, states: Sequence[str]) -> None:
-        """Has iterators start at these positions when they are built."""
+        """Has iterators start at these positions when they are built; leases what a
+        lost server has lost again."""
+        if self.book is not None:
+            self.book.rewind(json.loads(states[0]))
+            return
         self.states = {n: state for n, state in enumerate(states) if state}
+
+    def misfit(self, examples: int) -> InvalidArgumentError | None:
+        """Returns why a leased dataset cannot have so many examples on a worker."""
+        why = "" if self.book is None else self.book.built(examples)
+        return InvalidArgumentError(f"{self.name}: {why}") if why else None
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
         self.layout = self.layout or layout
@@ -258,8 +274,11 @@ class Builder:
         numbers, unknown = [], []
         while self._dropped:
             number = self._dropped.popleft()
-            if self._records.pop(number, None) is not None:
+            if (record := self._records.pop(number, None)) is not None:
                 numbers.append(number)
+                if record.book is not None:
+                    with self._engine.lock:
+                        self._engine.queue.leases.books.pop(number, None)
             else:
                 unknown.append(number)
         if unknown:
@@ -342,8 +361,10 @@ class Builder:
     def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
         """Has the iterators of these numbers start at the positions when they are
         built."""
-        for number in states.keys() & self._records.keys():
-            self._records[number].start_at(states[number])
+        with self._engine.lock:
+            for number in states.keys() & self._records.keys():
+                self._records[number].start_at(states[number])
+                self._engine.queue.leases_changed(number)
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
         """Rebuilds the iterators at positions of `states`. Closures that are scheduled
@@ -432,10 +453,12 @@ class Builder:
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
             channel.failed.pop(record.number, None)
-            if error is None:
-                message = answer.result()
-                assert isinstance(message, ResourceBuilt), message
-                record.built(worker, message.layout)
+            built = answer.result() if error is None else None
+            if isinstance(built, ResourceBuilt):
+                error = record.misfit(built.examples)
+            if isinstance(built, ResourceBuilt) and error is None:
+                record.built(worker, built.layout)
+                self._engine.queue.leases_changed(record.number)
             else:
                 assert isinstance(error, Exception)
                 channel.failed[record.number] = record.failed(worker, name, error)

@@ -27,6 +27,7 @@ import numpy as np
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.program import BESIDE
 from zstrat.wire import (
+    LEASE,
     AskClock,
     AskIteratorFit,
     AskIteratorState,
@@ -166,15 +167,17 @@ class WorkerChannel:
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
                 number = call.arguments.number if call.arguments else 0
-                size = len(closure.inputs)
+                size = len(closure.inputs) + len(closure.leases)
+                leases = len(closure.leases) // LEASE.size
                 batches.append(
-                    Batch(call.function.digest, number, attempt, steps, size)
+                    Batch(call.function.digest, number, attempt, steps, size, leases)
                 )
             steps.append(closure.step)
-            if len(closure.inputs) >= BESIDE:
-                beside.append(np.frombuffer(closure.inputs, np.uint8))
-            elif closure.inputs:
-                inputs.append(closure.inputs)
+            sent = closure.inputs + closure.leases
+            if len(sent) >= BESIDE:
+                beside.append(np.frombuffer(sent, np.uint8))
+            elif sent:
+                inputs.append(sent)
         self.task.link.notify(
             Dispatch(
                 self.session,

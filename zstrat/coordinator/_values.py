@@ -345,6 +345,8 @@ class PerWorker(Resource, abc.ABC):
     claim: Claim
     require_kept: Callable[[], None]
     """Raises `ClosedError` if a newer strategy took the cluster over."""
+    is_leased = False
+    """Whether its elements are leased to steps as these are handed out."""
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:

@@ -210,8 +210,8 @@ def in_order(
     order does not count. Closing waits for calls that run, some seconds at most, and
     begins no others.
     """
-    pending: deque[_Results] = deque()
-    shared: _Results = SimpleQueue()
+    pending: deque[Results] = deque()
+    shared: Results = SimpleQueue()
     with contextlib.ExitStack() as stack:
         elements = enumerate(stack.enter_context(ending(source)), start)
         callers = Callers(threads)
@@ -226,7 +226,7 @@ def in_order(
             if not pending:
                 return
             # No deadline: the function is the user's and may take as long as it likes.
-            yield _given(pending.popleft().get())
+            yield result_of(pending.popleft())
 
 
 class _Result(NamedTuple):
@@ -236,7 +236,7 @@ class _Result(NamedTuple):
     error: BaseException | None
 
 
-_Results = SimpleQueue[_Result]
+Results = SimpleQueue[_Result]
 
 
 def _dropped() -> _Result:
@@ -245,7 +245,9 @@ def _dropped() -> _Result:
     return _Result(None, CancelledError())
 
 
-def _given(result: _Result) -> Any:
+def result_of(results: Results) -> Any:
+    """Waits for the result of a call of `Callers.call`; raises its error."""
+    result = results.get()
     if result.error is None:
         return result.value
     try:
@@ -273,7 +275,7 @@ class Callers:
         for thread in self._threads:
             thread.start()
 
-    def call(self, results: _Results, function: Callable[..., Any], *args: Any) -> None:
+    def call(self, results: Results, function: Callable[..., Any], *args: Any) -> None:
         """Begins a call in the reader's context; its result goes to ``results``."""
         run = contextvars.copy_context().run  # of its own: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
@@ -304,7 +306,7 @@ class Callers:
 
 
 class _Call(NamedTuple):
-    results: _Results
+    results: Results
     run: Callable[[], Any]
 
 

@@ -90,6 +90,7 @@ from ._snapshot_messages import StoreEntry as StoreEntry
 from ._snapshot_messages import StoreTensors as StoreTensors
 from ._snapshot_messages import TensorEntry as TensorEntry
 from ._snapshot_messages import WriteSnapshot as WriteSnapshot
+from ._step_messages import LEASE as LEASE
 from ._step_messages import AskIteratorFit as AskIteratorFit
 from ._step_messages import AskIteratorState as AskIteratorState
 from ._step_messages import Batch as Batch

@@ -5,8 +5,9 @@ closures are answered by `Completions`, many in one message.
 """
 
 import enum
+import struct
 from dataclasses import field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from ._requests import COORDINATOR, Repeat, request
 from ._schema import Arrays, PlainTree, message
@@ -56,13 +57,19 @@ class DropArguments:
 class Batch(NamedTuple):
     """Closures that share function and arguments; ``arguments`` 0: no arguments.
     ``attempt`` is 1 for the first try. ``size`` is the number of bytes of ``inputs``
-    per closure."""
+    per closure, of which the last ones are ``leases`` times a `LEASE`."""
 
     function: bytes
     arguments: int
     attempt: int
     steps: list[int]
     size: int
+    leases: int = 0
+
+
+LEASE: Final = struct.Struct("<QQQQ")
+"""A range of a leased dataset: its resource, the epoch, the first position in the order
+of the epoch, and the number of examples."""
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
@@ -209,10 +216,12 @@ class BuildResource:
 
 @message
 class ResourceBuilt:
-    """``layout`` describes the elements of an iterator (its first one)."""
+    """``layout`` describes the elements of an iterator (its first one). ``examples`` is
+    the number of examples of a leased dataset; 0: it is not one."""
 
     kind: ClassVar = 58
     layout: LayoutMessage
+    examples: int = 0
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)

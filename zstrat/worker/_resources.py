@@ -12,7 +12,7 @@ import inspect
 import json
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 
@@ -25,6 +25,8 @@ from zstrat.data import (
     DatasetIterator,
     Elements,
     InputContext,
+    Lease,
+    LeasedSource,
     as_dataset,
     is_huggingface,
     is_steady,
@@ -40,9 +42,10 @@ from zstrat.errors import (
 )
 from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import is_described, joined, refuse_random_keys
-from zstrat.wire import LayoutMessage
+from zstrat.wire import LEASE, LayoutMessage
 
 from ._closure import check_layout
+from ._leased_iterator import LeasedIterator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,6 +58,8 @@ Load = Callable[[bytes, Sequence[np.ndarray], Callable[[int], object]], object]
 """`zstrat.program.load`: takes code, its large arrays, and a function that returns the
 resource of a number."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Leases = Mapping[int, Sequence[Lease]]
+"""The leases of one step, in the order of its draws, by number of the iterator."""
 
 NO_ARGUMENTS: Final = 0
 
@@ -241,6 +246,43 @@ class Resources:
         self._code.clear()
         self.drop(list(self._made))
 
+    # Leases
+
+    def examples(self, number: int) -> int:
+        """Returns the number of examples of a leased dataset; 0: it is not one."""
+        made = self._made.get(number)
+        return made.examples if isinstance(made, LeasedIterator) else 0
+
+    def expect_leases(self, packed: bytes | memoryview) -> Leases:
+        """Unpacks the leases of a step that will run, and has them read in advance."""
+        leases: dict[int, list[Lease]] = {}
+        for number, *lease in LEASE.iter_unpack(packed):
+            leases.setdefault(number, []).append(Lease(*lease))
+        for number, found in leases.items():
+            if isinstance(made := self._made.get(number), LeasedIterator):
+                made.expect(found)
+        return leases
+
+    def expect_no_leases(self) -> None:
+        """Forgets the expected leases: their steps were cancelled."""
+        for made in self._made.values():
+            if isinstance(made, LeasedIterator):
+                made.expect_none()
+
+    def begin_leases(self, leases: Leases) -> list[LeasedIterator]:
+        """Has the iterators yield these leases next; returns the iterators.
+
+        Raises:
+            NotFoundError, ClosureInputError: One of them is not here.
+        """
+        begun = []
+        for number, found in leases.items():
+            iterator = self._resource(number)
+            assert isinstance(iterator, LeasedIterator), iterator
+            iterator.begin(found)
+            begun.append(iterator)
+        return begun
+
     def _resource(self, number: int) -> object:
         made = self._made.get(number)
         if isinstance(made, Broken):
@@ -316,6 +358,10 @@ class Resources:
         parse_no_flags()  # for modules that the dataset function imported
         if is_huggingface(made):
             made = as_dataset(made)
+        if isinstance(made, LeasedSource):
+            leased = LeasedIterator(made, name)
+            self._made[number] = self._open[number] = leased
+            return _layout_of_element(leased.first, name)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
             iterator = self._open[number] = made.__iter__()
             _go_to(iterator, state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
@@ -28,7 +28,7 @@ from zstrat.program import (
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import Storage, creator, merged_operands
-from zstrat.wire import StepContribution, UpdateOp
+from zstrat.wire import LEASE, StepContribution, UpdateOp
 
 from . import _closure
 from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
     from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
-    from ._resources import Arguments, Resources
+    from ._leased_iterator import LeasedIterator
+    from ._resources import Arguments, Leases, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
     """`zstrat.program.prepare`."""
@@ -80,6 +81,7 @@ class _Task:
     context: WorkerContext
     low_water: int
     inputs: bytes | memoryview = b""
+    leases: Leases = field(default_factory=dict)
     once: tuple[Prepared, Needs] | None = None
     """The shared preparation, if the steps draw and look up nothing."""
 
@@ -158,6 +160,10 @@ class StepRunner:
                 continue
             for step, mine in zip(batch.steps, inputs, strict=True):
                 own = _Task(batch.function, batch.arguments, context, low_water, mine)
+                if batch.leases:
+                    end = len(mine) - batch.leases * LEASE.size
+                    own.inputs = mine[:end]
+                    own.leases = self.resources.expect_leases(mine[end:])
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
@@ -167,6 +173,7 @@ class StepRunner:
         for step in prepared:
             if step.work is not None:
                 step.work.unread()
+        self.resources.expect_no_leases()
         for step in (*reversed(prepared), *queued):
             self.pipeline.leave(_closure.cancelled(step.number, error), now)
 
@@ -219,7 +226,10 @@ class StepRunner:
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
             args, kwargs = self._arguments(task)
+            leased = self.resources.begin_leases(task.leases) if task.leases else ()
             prepared = self._prepare(function, args, kwargs)
+            if leased:
+                _require_drawn(leased, prepared)
             needs = self._catalog.of(prepared.plan)
             if prepared.plan.calls:
                 self._bind_all(prepared)
@@ -377,7 +387,10 @@ class StepRunner:
         run = EagerRun(step.number, task.context.attempt, task.low_water)
         storage = self._storage(run, notes)
         draw = partial(self._draw, notes)
+        leased = self.resources.begin_leases(task.leases)
         result = self._run_eager(function, args, kwargs, storage, draw)
+        for iterator in leased:
+            iterator.require_drawn()
         storage.finish()
         return result
 
@@ -439,3 +452,13 @@ def _weight(rule: OptimizerHandle, plan: Plan, result: StepResult) -> float:
             "result of a step; expected a finite number, 0 or more"
         )
     return weight
+
+
+def _require_drawn(leased: Sequence[LeasedIterator], prepared: Prepared) -> None:
+    """Checks that a prepared step has drawn all its leases; gives them back if not."""
+    try:
+        for iterator in leased:
+            iterator.require_drawn()
+    except RuntimeError:
+        prepared.unread()
+        raise

@@ -573,7 +573,8 @@ def _fit(resources: Resources, number: int, state: str) -> Message:
 
 def _build(runner: StepRunner, message: BuildResource) -> Message:
     try:
-        return ResourceBuilt(runner.build(message))
+        layout = runner.build(message)
+        return ResourceBuilt(layout, runner.resources.examples(message.resource))
     except BaseException as error:  # goes to the coordinator, with the user's lines
         return Failure(_closure.plain(error))
     finally:

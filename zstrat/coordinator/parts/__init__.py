@@ -9,7 +9,10 @@ from zstrat.coordinator._calls import ScheduledCall as ScheduledCall
 from zstrat.coordinator._cluster import Cluster as Cluster
 from zstrat.coordinator._dispatch import Dispatcher as Dispatcher
 from zstrat.coordinator._engine import ClosureEngine as ClosureEngine
+from zstrat.coordinator._queue import Closure as Closure
+from zstrat.coordinator._queue import Effect as Effect
 from zstrat.coordinator._queue import Queue as Queue
+from zstrat.coordinator._queue import QueuePhase as QueuePhase
 from zstrat.coordinator._resources import Record as Record
 from zstrat.coordinator._servers import ParameterServers as ParameterServers
 from zstrat.coordinator._session_pause import cut_of as cut_of

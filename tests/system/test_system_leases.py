@@ -1,0 +1,250 @@
+"""Each example of a leased dataset is applied exactly once, whatever is killed.
+
+The oracle is a counter for each example, to which a step adds 1 for each that it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from system_worlds import all_running
+
+import zstrat as zs
+from zstrat.data import Lease, LeasedSource
+from zstrat.errors import InvalidArgumentError
+from zstrat.testing import leak_check
+
+pytestmark = pytest.mark.processes
+
+SIZE, BATCH, SEED = 3001, 8, 11
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with leak_check(), zs.LocalCluster(2, 3, transport="tcp") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def local(cluster):
+    return all_running(cluster)
+
+
+def resolver_of(cluster, ps, workers):
+    spec = cluster.spec
+    jobs = {"ps": ps, "worker": workers}
+    return zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec(
+            {job: [spec.task_address(job, n) for n in ns] for job, ns in jobs.items()}
+        )
+    )
+
+
+class Counting:
+    """A program with a counter for each example."""
+
+    def __init__(self, strategy, **options):
+        self.coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            counts = self.counts = zs.Variable(np.zeros(SIZE, "i4"), name="counts")
+            total = self.total = zs.Variable(np.int32(0), name="total")
+        data = self.coordinator.create_leased_dataset(
+            np.arange(SIZE), BATCH, shuffle_seed=SEED, **options
+        )
+        iterator = self.iterator = iter(data)
+        self.checkpoint = zs.Checkpoint(counts=counts, total=total, iterator=iterator)
+
+        @zs.function
+        def count(iterator):
+            ids = next(iterator)
+            counts.assign_add(jnp.zeros(SIZE, jnp.int32).at[ids].add(1))
+            total.assign_add(len(ids))
+            return ids
+
+        self.step = count
+
+    def schedule(self, steps):
+        for _ in range(steps):
+            self.coordinator.schedule(self.step, (self.iterator,))
+
+    def rest(self):
+        for epoch in self.iterator.epochs:
+            for _ in epoch:
+                self.coordinator.schedule(self.step, (self.iterator,))
+
+    def require_all(self, epochs):
+        assert np.unique(self.counts.numpy()).tolist() == [epochs]
+        assert self.total.numpy() == epochs * SIZE
+
+
+def test_kills_a_join_a_leave_and_a_restore_on_other_counts(local, tmp_path):
+    workers = [local.spec.task_address("worker", n) for n in range(3)]
+    with zs.ParameterServerStrategy(
+        resolver_of(local, (0, 1), (0, 1)), replicas=1
+    ) as strategy:
+        program = Counting(strategy, epochs=2)
+        program.schedule(120)
+        local.kill("worker:0")
+        strategy.workers.add(workers[2])
+        program.schedule(120)
+        local.restart("worker:0")
+        local.kill("worker:1")
+        program.schedule(120)
+        strategy.workers.remove(workers[2])
+        local.restart("worker:1")
+        local.kill("ps:1")
+        program.schedule(100)
+        path = program.checkpoint.save(tmp_path / "c")  # amid the steps
+        program.schedule(20)
+        program.coordinator.join()
+        assert program.coordinator.metrics()["failovers"] == 1
+    local.restart("ps:1")
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1, 2))) as strategy:
+        program = Counting(strategy, epochs=2)
+        program.checkpoint.restore(path)
+        before = int(program.total.numpy())
+        assert 0 < before < 2 * SIZE
+        program.schedule(20)
+        local.kill("worker:2")
+        program.rest()
+        program.require_all(2)
+        program.schedule(1)
+        with pytest.raises(zs.OutOfRangeError):
+            program.coordinator.join()
+
+
+def test_servers_that_are_restored_count_what_was_lost_again(local, tmp_path):
+    with zs.ParameterServerStrategy(
+        local.resolver, on_ps_loss="restore", ps_wait_timeout=300
+    ) as strategy:
+        program = Counting(strategy)
+        manager = zs.CheckpointManager(program.checkpoint, tmp_path, 3)
+        program.schedule(100)
+        manager.save()
+        program.schedule(150)
+        program.coordinator.join()
+        program.schedule(40)
+        local.kill("ps:0")
+        program.schedule(10)
+        local.restart("ps:0")
+        program.rest()
+        metrics = program.coordinator.metrics()
+        assert metrics["ps_restores"] == 1
+        assert metrics["steps_lost"] >= 150
+        program.require_all(1)
+
+
+def test_one_worker_reads_the_order_of_the_seed(local, tmp_path):
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0,))) as strategy:
+        program = Counting(strategy, epochs=2)
+        coordinator, iterator = program.coordinator, program.iterator
+        reader = LeasedSource(np.arange(SIZE), BATCH, SEED).open()
+        for epoch in range(2):
+            values = coordinator.schedule_epoch(program.step, iterator)
+            found = np.concatenate(coordinator.fetch(values))
+            wanted = reader.read(Lease(epoch, 0, SIZE))
+            np.testing.assert_array_equal(found, wanted)
+        with pytest.raises(zs.OutOfRangeError):
+            coordinator.schedule_epoch(program.step, iterator)
+        (seen,) = coordinator.metrics()["leases"].values()
+        worker = "/job:worker/task:0"
+        assert seen == {
+            "epoch": 2, "examples": SIZE, "open": 0, "to_lease_again": 0,
+            "done": 2 * SIZE, "skipped": 0, "workers": {worker: 0},
+        }  # fmt: skip
+        state = asyncio.run(iterator.get_state_async())
+        assert state["leases"]["open"] == []
+        other = iter(coordinator.create_leased_dataset(np.arange(9), 2))
+        with pytest.raises(InvalidArgumentError, match="shuffle_seed"):
+            asyncio.run(other.set_state_async(state))
+
+
+def test_a_step_that_fails_loses_nothing_or_skips_its_examples(local):
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1))) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        @zs.function(eager=True)
+        def step(iterator, allowed):
+            ids = np.asarray(next(iterator))
+            if 5 in ids and not allowed:
+                raise ValueError("five")
+            return ids.sum()
+
+        for on_error in ("skip", "raise"):
+            data = coordinator.create_leased_dataset(
+                np.arange(20), 4, on_error=on_error
+            )
+            iterator = iter(data)
+            args = iterator, False
+            if on_error == "skip":
+                values = coordinator.schedule_epoch(step, iterator, args)
+                errors = [value.error for value in values if value.error is not None]
+                assert [type(error) for error in errors] == [ValueError]
+                sums = [v.fetch() for v in values if v.error is None]
+                assert sum(sums) == 190 - (4 + 5 + 6 + 7)
+                continue
+            with pytest.raises(ValueError, match="five") as caught:
+                coordinator.schedule_epoch(step, iterator, args)
+            assert any("examples 4 to 8" in note for note in caught.value.__notes__)
+            values = coordinator.schedule_epoch(step, iterator, (iterator, True))
+            assert 4 + 5 + 6 + 7 in [value.fetch() for value in values]
+            assert [epoch.number for epoch in iterator.epochs] == []
+
+
+def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1))) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        @zs.function
+        def window(iterator):
+            return jnp.stack([next(iterator).sum() for _ in range(3)])
+
+        data = coordinator.create_leased_dataset(lambda: np.arange(24), 4)
+        values = coordinator.schedule_epoch(window, iter(data))
+        assert sum(coordinator.fetch(values)).sum() == 276
+        with pytest.raises(ValueError, match="drop_remainder"):
+            other = coordinator.create_leased_dataset(np.arange(16), 4)
+            coordinator.schedule_epoch(window, iter(other))
+
+        @zs.function(eager=True)
+        def none(iterator):
+            return 0
+
+        coordinator.schedule(none, (iter(other),))
+        with pytest.raises(RuntimeError, match="left 1 batches"):
+            coordinator.join()
+        with pytest.raises(TypeError, match="iter"):
+            coordinator.schedule(none, (other,))
+        with pytest.raises(RuntimeError, match="schedule_epoch"):
+            list(other.epochs)
+
+
+def test_evaluation_sums_all_examples_once(local):
+    rows = {"x": np.arange(101, dtype="f4"), "y": np.ones(101, "i4")}
+
+    @zs.function
+    def sums(iterator):
+        batch = next(iterator)
+        return {"loss": batch["x"].sum(), "examples": batch["y"].sum()}
+
+    async def evaluated(strategy):
+        coordinator = zs.AsyncClusterCoordinator(strategy)
+        data = await coordinator.create_leased_dataset(rows, 16, shuffle_seed=2)
+        total = await coordinator.evaluate(sums, data)
+        numbers = []
+        async for epoch in data.epochs:
+            async for number in epoch:
+                numbers.append(number)
+                await coordinator.schedule(sums, (epoch.iterator,))
+        return total, numbers
+
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        data = coordinator.create_leased_dataset(rows, 16)
+        assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
+        total, numbers = asyncio.run(evaluated(strategy))
+        assert total == {"loss": 5050.0, "examples": 101}
+        assert numbers == list(range(7))

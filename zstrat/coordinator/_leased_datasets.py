@@ -1,0 +1,350 @@
+"""Leased datasets: each example is applied once in each epoch.
+
+One dataset serves all workers. The coordinator leases ranges of its examples to steps
+as it hands these out, and a worker reads the examples of its leases; `LeaseBook` has
+what is open and done. A step that runs again, on any worker, reads the same examples,
+and parameter servers apply each step once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final, get_args
+
+import jax
+import numpy as np
+
+from zstrat.data import LeasedSource
+from zstrat.errors import InvalidArgumentError, OutOfRangeError
+
+from ._calls import Code
+from ._datasets import PerWorkerIterator, wait_known
+from ._on_worker import DatasetOnWorker
+from ._values import NoArgument, RemoteValue
+from .leases import LeaseBook, OnError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+
+    from ._calls import ScheduledCall
+    from ._core import CoordinatorCore
+    from ._resources import Record
+
+_KEY: Final = "leases"
+"""Of the state of an iterator in a checkpoint."""
+
+
+@final
+class LeasedDataset(NoArgument):
+    """A dataset that all workers share; ``iter()`` starts a pass through its epochs.
+
+    Args:
+        maker: The `LeasedSource`, pickled.
+        book: Makes the book of a pass.
+        kind: See `PerWorkerDataset`.
+    """
+
+    def __init__(
+        self,
+        core: CoordinatorCore,
+        maker: Code,
+        name: str,
+        book: Callable[[], LeaseBook],
+        kind: type[RemoteValue],
+    ) -> None:
+        self._core, self._maker, self._name = core, maker, name
+        self._book, self._kind = book, kind
+        self._spec: Any = None
+
+    def __iter__(self) -> LeasedIterator:
+        """Starts a pass. Returns before the workers have opened the source."""
+        book = self._book()
+        record = self._core.create_resource(
+            "iterator", self._name, self._maker, kind=self._kind, book=book
+        )
+        return LeasedIterator(self, self._core, record, book)
+
+    @property
+    def epochs(self) -> LeasedEpochs:
+        """The epochs of a new pass."""
+        return iter(self).epochs
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a whole batch: a pytree of `jax.ShapeDtypeStruct`. Waits
+        until a worker has opened the source; starts a pass for that if needed."""
+        return iter(self).element_spec if self._spec is None else self._spec
+
+    def __reduce__(self) -> Any:
+        # An object that is pickled may hold it; as an argument it is refused before.
+        return DatasetOnWorker, (self._name,)
+
+    def refuse(self) -> NoReturn:
+        raise TypeError(f"{self._name} cannot be an argument; pass iter(dataset)")
+
+
+@final
+class LeasedIterator(PerWorkerIterator):
+    """One pass through a leased dataset, for ``next()`` in scheduled functions, and for
+    checkpoints, which hold what is not done."""
+
+    is_leased = True
+
+    def __init__(
+        self,
+        dataset: LeasedDataset,
+        core: CoordinatorCore,
+        record: Record,
+        book: LeaseBook,
+    ) -> None:
+        super().__init__(dataset, core, record)
+        self._book = book
+
+    @property
+    def epochs(self) -> LeasedEpochs:
+        """The epochs from the first one that is not over."""
+        return LeasedEpochs(self)
+
+    def current_epoch(self) -> LeasedEpoch:
+        """Returns the first epoch that is not over, after all closures have ended.
+
+        Raises:
+            OutOfRangeError: All are over.
+            Exception: See `ClusterCoordinator.join`.
+        """
+        if (epoch := self._next_epoch()) is None:
+            raise OutOfRangeError(f"End of sequence: {self._book.name} is exhausted")
+        return epoch
+
+    async def get_state_async(self) -> dict[str, Any]:
+        """Returns the examples that are not done as JSON types, for `set_state_async`:
+        after all steps that have ended."""
+        async with self.session.at_rest():
+            return await self.position_async()
+
+    async def position_async(self) -> dict[str, Any]:
+        async def state() -> dict[str, Any]:
+            return {_KEY: self._state()}
+
+        return await self.session.run_async(state(), f"reading the leases of {self}")
+
+    async def start_at_async(self, state: Mapping[str, Any]) -> None:
+        """Does nothing: a worker that returns has no position to return to."""
+
+    async def set_state_async(self, state: Mapping[str, Any]) -> None:
+        """Continues at a state of `get_state_async`, of any number of workers.
+
+        Raises:
+            InvalidArgumentError: It is of other data, or of another ``shuffle_seed``.
+
+        Cancellation: it may continue there all the same.
+        """
+        await self.require_fit_async(state)
+        engine = self._core.engine
+
+        async def restore() -> None:
+            with engine.lock:
+                engine.queue.give_leases_back(self.resource)
+                self._book.restore(state[_KEY])
+                engine.queue.leases_changed(self.resource)
+            self._core.dispatcher.turn_soon()
+
+        async with self.session.at_rest():
+            await self.session.run_async(restore(), f"restoring the leases of {self}")
+
+    async def require_fit_async(self, state: Mapping[str, Any]) -> None:
+        if why := self.misfit(state):
+            raise InvalidArgumentError(f"{self} cannot continue at the state: {why}")
+
+    @staticmethod
+    def states_of(state: Mapping[str, Any]) -> list[str]:
+        return [json.dumps(state[_KEY])]
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        if _KEY not in state:
+            return "it was saved of an iterator that is not of a leased dataset"
+        return self._book.misfit(state[_KEY])
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._core.engine
+        with engine.lock:
+            waiting = engine.queue.leases.waiting_for_rounds(self._book)
+            return self._book.state(waiting)
+
+    def _next_epoch(self) -> LeasedEpoch | None:
+        if not wait_known(self._core, self._record):
+            assert self._record.failure is not None
+            raise self._record.failure.with_traceback(None)
+        self._core.engine.join(None)
+        with self._core.engine.lock:
+            if self._book.is_over:
+                return None
+            return LeasedEpoch(self, self._core, self._book, self._book.epoch)
+
+
+@final
+class LeasedEpochs:
+    """The epochs of a pass, from the first one that is not over, in ``for`` and
+    ``async for``. Waits for all closures before each of them, so that it is whole, and
+    raises what `join` raises.
+
+    Raises (while iterating):
+        RuntimeError: The body of the loop has scheduled no step of an epoch.
+    """
+
+    def __init__(self, iterator: LeasedIterator) -> None:
+        self._iterator: Final = iterator
+        self._before: Any = None
+
+    def __iter__(self) -> Iterator[LeasedEpoch]:
+        while (epoch := self._next()) is not None:
+            yield epoch
+
+    async def __aiter__(self) -> AsyncIterator[LeasedEpoch]:
+        while (epoch := await asyncio.to_thread(self._next)) is not None:
+            yield epoch
+
+    def _next(self) -> LeasedEpoch | None:
+        epoch, state = self._iterator._next_epoch(), self._iterator._state()
+        if epoch is not None and state == self._before:
+            raise RuntimeError(
+                f"epoch {epoch.number} has not begun: schedule its steps in the loop, "
+                "with coordinator.schedule_epoch(step, iterator), or a "
+                "coordinator.schedule in `for _ in epoch`"
+            )
+        self._before = state
+        return epoch
+
+
+@final
+class LeasedEpoch:
+    """One epoch of a pass: ``for _ in epoch`` yields once for each step to be
+    scheduled, of steps that draw one batch, and ends when the epoch is over.
+
+    What fails or is lost is yielded again. ``async for`` awaits instead of blocking.
+    """
+
+    def __init__(
+        self,
+        iterator: LeasedIterator,
+        core: CoordinatorCore,
+        book: LeaseBook,
+        number: int,
+    ) -> None:
+        self.iterator: Final = iterator
+        """The argument of its steps."""
+        self.number: Final = number
+        """From 0."""
+        self._core, self._book = core, book
+
+    @property
+    def steps(self) -> int:
+        """The number of batches that no step has yet."""
+        with self._core.engine.lock:
+            return self._book.left_of(self.number)
+
+    def steps_of(self, call: ScheduledCall) -> int:
+        """Returns how many closures of a call draw all batches that no step has yet.
+
+        Raises:
+            ValueError: The step does not draw from the iterator, or a number of batches
+                that does not divide them.
+        """
+        draws = {draw.resource: draw.batches for draw in call.draws}
+        count = draws.get(self.iterator.resource, 0)
+        if not count:
+            raise ValueError(
+                f"{call.result.name} does not draw from {self.iterator}: call next() "
+                "of it in the step"
+            )
+        steps, rest = divmod(self.steps, count)
+        if rest:
+            raise ValueError(
+                f"epoch {self.number} has {self.steps} batches left, and a step of "
+                f"{call.result.name} draws {count}: {rest} would remain. Choose batch= "
+                "so that the number of batches is a multiple, or drop_remainder=True"
+            )
+        return steps
+
+    def __iter__(self) -> Iterator[int]:
+        number = 0
+        while steps := self._steps_left():
+            yield from range(number, number := number + steps)
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        number = 0
+        await self._core.engine.join_async()
+        while steps := self.steps:
+            for each in range(number, number := number + steps):
+                yield each
+            await self._core.engine.join_async()
+
+    def _steps_left(self) -> int:
+        self._core.engine.join(None)
+        return self.steps
+
+    def __repr__(self) -> str:
+        return f"<epoch {self.number} of {self.iterator}>"
+
+
+def make_leased_dataset(
+    core: CoordinatorCore,
+    source: object,
+    batch: int,
+    shuffle_seed: int | None,
+    epochs: int | None,
+    drop_remainder: bool,
+    on_error: OnError,
+    kind: type[RemoteValue] = RemoteValue,
+) -> LeasedDataset:
+    """See `ClusterCoordinator.create_leased_dataset`.
+
+    Raises:
+        TypeError, ValueError: The source has no examples that can be read by number, or
+            an argument is wrong.
+        Exception: The source cannot be pickled.
+    """
+    for what, number, least in (
+        ("batch", batch, 1),
+        ("shuffle_seed", shuffle_seed, 0),
+        ("epochs", epochs, 1),
+    ):
+        if number is None and what != "batch":
+            continue
+        if index(number) < least:  # type: ignore[arg-type]
+            raise ValueError(f"{what} must be at least {least}, got {number}")
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    leased = LeasedSource(source, batch, shuffle_seed)
+    leased.check()
+    name = f"the leased dataset of {getattr(source, '__name__', type(source).__name__)}"
+    book = partial(
+        LeaseBook,
+        name,
+        batch,
+        shuffle_seed,
+        epochs,
+        drop_remainder=drop_remainder,
+        on_error=on_error,
+    )
+    return LeasedDataset(core, Code.of(leased), name, book, kind)
+
+
+def summed(results: Iterable[Any]) -> Any:
+    """Returns the sum of pytrees of numbers: floats in float64, integers in int64."""
+    total: Any = None
+    for result in results:
+        wide = jax.tree.map(_wide, result)
+        total = wide if total is None else jax.tree.map(np.add, total, wide)
+    return total
+
+
+def _wide(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    if array.dtype.kind in "biu":
+        return array.astype(np.int64)[()]
+    wide = np.complex128 if array.dtype.kind == "c" else np.float64
+    return array.astype(wide)[()]

@@ -1,0 +1,7 @@
+"""Which examples of leased datasets are read by which steps."""
+
+from ._book import LeaseBook as LeaseBook
+from ._book import OnError as OnError
+from ._session_leases import Draw as Draw
+from ._session_leases import EndOf as EndOf
+from ._session_leases import SessionLeases as SessionLeases

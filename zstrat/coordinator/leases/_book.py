@@ -1,0 +1,278 @@
+"""`LeaseBook`: which ranges of a dataset are leased, done, or to be leased again.
+Decides only, without lock, clock or socket.
+
+The examples of an epoch are positions 0 to n in an order that workers compute. The book
+leases them range by range, when a step is handed out, so faster workers get more:
+
+           ┌─────────────── returned: its step was cancelled ──────────┐
+           ▼                                                            │
+    not drawn ──lease──▶ open ──its step has ended well──▶ done         │
+           ▲               ├────────────────────────────────────────────┘
+           └── failed ─────┴──on_error="skip"──▶ skipped
+
+A step that runs again keeps its lease. The law of this file: each position of each
+epoch is done once, skipped once, or in exactly one of ``open``, ``returned`` and
+``failed``, or not drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Literal, final
+
+from zstrat.data import Lease
+from zstrat.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+OnError = Literal["raise", "skip"]
+
+
+@final
+class LeaseBook:
+    """The leases of one pass over a dataset, of ``epochs`` epochs.
+
+    Args:
+        name: Of the dataset, in errors.
+        batch: The most examples of a lease.
+        seed: Of the orders; a saved pass continues only with the same.
+        epochs: None: without end.
+        drop_remainder: Leave out the examples of an epoch that do not fill a batch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch: int,
+        seed: int | None = None,
+        epochs: int | None = 1,
+        *,
+        drop_remainder: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        self.name: Final = name
+        self.on_error: Final = on_error
+        self._batch, self._seed, self._epochs = batch, seed, epochs
+        self._drops: Final = drop_remainder
+        self._size = 0
+        """Number of examples; 0: no worker has built the dataset."""
+        self._epoch = self._next = self._end = 0
+        """Where the next new lease begins, and where those of an epoch end."""
+        self._open: dict[int, Sequence[tuple[int, int, int]]] = {}
+        """By step: the fields of its leases."""
+        self._returned: deque[Lease] = deque()
+        self._failed: deque[Lease] = deque()
+        self.skipped = 0
+        """Number of examples that are left out so far."""
+
+    @property
+    def size(self) -> int:
+        """The number of examples of an epoch; 0: not known yet."""
+        return self._size
+
+    @property
+    def done(self) -> int:
+        """The number of examples that are applied."""
+        # Computed, as a step has to cost little.
+        drawn = self._epoch * self._end + self._next
+        return drawn - sum(lease.size for lease in self._pending()) - self.skipped
+
+    @property
+    def open(self) -> int:
+        """The number of leases that steps have."""
+        return sum(map(len, self._open.values()))
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch that is not over."""
+        return min((lease[0] for lease in self._pending()), default=self._new)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all examples of all epochs are done or skipped."""
+        return self._new == self._epochs and not (
+            self._open or self._returned or self._failed
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is nothing to lease, until it is known how open leases end, or
+        how many examples there are."""
+        if not self._size:
+            return True
+        has_more = self._returned or self._failed or self._new != self._epochs
+        return bool(self._open) and not has_more
+
+    def built(self, size: int) -> str:
+        """Takes the number of examples that a worker has found; returns why it cannot
+        be right, or ""."""
+        if not self._size:
+            if self._drops and size < self._batch:
+                return f"it has {size} examples, fewer than batch={self._batch}"
+            self._size = size
+            self._set_end()
+        if size == self._size:
+            return ""
+        return (
+            f"it has {size} examples here, and {self._size} on another worker or in "
+            "the checkpoint: all workers need the same source"
+        )
+
+    def left_of(self, epoch: int) -> int:
+        """Returns how many leases of an epoch no step has."""
+        again = sum(each.epoch == epoch for each in (*self._returned, *self._failed))
+        start = self._next if epoch == self._epoch else 0
+        is_new = epoch >= self._epoch and (self._epochs is None or epoch < self._epochs)
+        return again + (-(-(self._end - start) // self._batch) if is_new else 0)
+
+    def lease_whole(self, steps: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Leases a whole new batch to each of the first of these steps, as long as that
+        is what comes next, and returns the fields of the leases; `lease` does the rest.
+        Most leases go this way, which costs a step little."""
+        if self._returned or self._failed:
+            return []
+        start, batch, epoch = self._next, self._batch, self._epoch
+        count = min(len(steps), (self._end - start) // batch)
+        self._next = stop = start + count * batch
+        leases = [(epoch, at, batch) for at in range(start, stop, batch)]
+        self._open.update([(s, (x,)) for s, x in zip(steps, leases, strict=False)])
+        return leases
+
+    def lease(self, step: int, count: int) -> Sequence[Lease]:
+        """Leases the next ``count`` ranges to a step; [] if there are not so many."""
+        drawn: list[Lease] = []
+        for _ in range(count):
+            if (lease := self._draw()) is None:
+                self._returned.extendleft(reversed(drawn))
+                return ()
+            drawn.append(lease)
+        self._open[step] = drawn
+        return drawn
+
+    def ended(self, step: int, *, skipped: bool = False) -> None:
+        """Notes that the updates of a step are applied; or that it has failed, and its
+        examples are ``skipped``."""
+        leases = self._open.pop(step)
+        if skipped:
+            self.skipped += sum(size for _, _, size in leases)
+
+    def give_back(self, step: int, *, failed: bool = False) -> None:
+        """Leases the ranges of a step again, as it had no effect: those of one that has
+        ``failed`` after all others of their epoch."""
+        leases = [Lease(*lease) for lease in self._open.pop(step)]
+        if failed:
+            self._failed.extend(leases)
+        else:
+            self._returned.extendleft(reversed(leases))
+
+    def held_by(self, step: int) -> Sequence[Lease]:
+        """Returns the open leases of a step."""
+        return [Lease(*lease) for lease in self._open.get(step, ())]
+
+    def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
+        """Returns what is not done, as JSON types; ``waiting`` are leases of steps
+        whose updates are not in the values that are saved."""
+        leases = sorted((*self._pending(), *waiting))
+        return {
+            "examples": self._size,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "next": self._next,
+            "skipped": self.skipped,
+            "open": [list(lease) for lease in leases],
+        }
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        """Returns why a state is not one of this dataset; "" if it is."""
+        saved = _Saved(state)
+        if saved.size and self._size and saved.size != self._size:
+            return f"it was saved with {saved.size} examples, and has {self._size} now"
+        if saved.seed != self._seed:
+            return f"it was saved with shuffle_seed={saved.seed}, now {self._seed}"
+        return ""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues a saved pass. No step may have a lease."""
+        assert not self._open, "a pass is moved while steps have leases"
+        saved = _Saved(state)
+        self._size = self._size or saved.size
+        self._epoch, self._next = saved.epoch, saved.next
+        self.skipped = saved.skipped
+        self._returned, self._failed = deque(saved.open), deque()
+        self._set_end()
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Leases what was done after a state of this pass again, as the updates are
+        lost; steps keep the leases that they have."""
+        saved, pending = _Saved(state), set(self._pending())
+        now = self._epoch, self._next
+        lost = [lease for lease in saved.open if lease not in pending]
+        self._epoch, self._next = saved.epoch, saved.next
+        while (self._epoch, self._next) < now and (lease := self._draw_new()):
+            if lease not in pending:
+                lost.append(lease)
+        self._epoch, self._next = max(now, (self._epoch, self._next))
+        self._returned.extend(lost)
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns counts, as plain data."""
+        return {
+            "epoch": self.epoch,
+            "examples": self._size,
+            "open": self.open,
+            "to_lease_again": len(self._returned) + len(self._failed),
+            "done": self.done,
+            "skipped": self.skipped,
+        }
+
+    @property
+    def _new(self) -> int:
+        """The first epoch of which something is not drawn."""
+        return self._epoch + (self._size > 0 and self._next >= self._end)
+
+    def _set_end(self) -> None:
+        self._end = self._size - (self._size % self._batch if self._drops else 0)
+
+    def _pending(self) -> list[Lease]:
+        held = [Lease(*lease) for leases in self._open.values() for lease in leases]
+        return [*held, *self._returned, *self._failed]
+
+    def _draw(self) -> Lease | None:
+        """Returns the next lease: one that came back, then a new one; of an epoch those
+        that failed last."""
+        if self._returned:
+            return self._returned.popleft()
+        if self._failed and self._new > self._failed[0].epoch:
+            return self._failed.popleft()
+        return self._draw_new()
+
+    def _draw_new(self) -> Lease | None:
+        if self._next >= self._end:
+            if self._new == self._epochs or not self._size:
+                return None
+            self._epoch, self._next = self._new, 0
+        size = min(self._batch, self._end - self._next)
+        lease = Lease(self._epoch, self._next, size)
+        self._next += size
+        return lease
+
+
+class _Saved:
+    """A state of `LeaseBook.state`, checked.
+
+    Raises:
+        InvalidArgumentError: It is of something else.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.size, self.seed = int(state["examples"]), state["seed"]
+            self.epoch, self.next = int(state["epoch"]), int(state["next"])
+            self.skipped = int(state["skipped"])
+            self.open = [Lease(*map(int, lease)) for lease in state["open"]]
+        except (KeyError, TypeError, ValueError):
+            raise InvalidArgumentError(
+                "expected the saved state of the iterator of a leased dataset, got "
+                f"{state!r:.200}"
+            ) from None

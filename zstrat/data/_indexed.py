@@ -1,0 +1,294 @@
+"""Examples by their numbers: what the ranges of a leased dataset are read from.
+
+A source is `IndexedRows`: *blocks* of examples, each of a known length, of which any
+rows can be read. Arrays, and anything with ``len`` and an index, are one block. Files
+have a block for each row group, table, or file of records, as that is what is read at
+once. `indexed` finds what an object is, or refuses it with what to write instead.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import OrderedDict
+from collections.abc import Iterator, Sized
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
+
+import numpy as np
+
+from ._batches import Rebatched, Unbatched
+from ._cached import Cached
+from ._dataset import Dataset
+from ._elements import ClosingIterator
+from ._foreign import is_huggingface
+from ._leaves import Array
+from ._lineage import Opted
+from ._parallel import in_order, numbered
+from ._passes import (
+    Batching,
+    Counted,
+    Filtered,
+    MappedPass,
+    Prefetched,
+    Recipe,
+    Repeated,
+    Rows,
+    SlicedPass,
+)
+from ._shuffle import Shuffled
+from ._tree import as_element, gathered, leaves, mapped, stacked
+from .files import ParquetRows, Records, TableRows
+
+if TYPE_CHECKING:
+    from ._leaves import Element
+    from .files import OpenTable
+
+OPEN_TABLES: Final = 2
+"""A range may span two, and its neighbours read the same ones."""
+
+
+@runtime_checkable
+class IndexedData(Protocol):
+    """Anything with a length and an index: a dataset of grain or torch, a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class IndexedRows(abc.ABC):
+    """Blocks of examples, whose rows are read by their numbers. Subclasses are final.
+    One thread uses it at a time."""
+
+    is_quick = False
+    """Whether a thread that reads ahead would cost more than it saves."""
+    is_sequential = False
+    """Whether the rows of a block can be read in their order alone."""
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> tuple[int, ...]:
+        """The number of examples of each block; may read all files to count them."""
+
+    @abc.abstractmethod
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        """Returns these rows of a block, stacked."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing open
+        """Closes what is open."""
+
+
+def indexed(source: object) -> IndexedRows:
+    """Returns the examples of an object by their numbers.
+
+    Raises:
+        TypeError, ValueError: It has no examples that can be read by number; says what
+            to give.
+    """
+    if is_huggingface(source) and not isinstance(source, Sized):
+        raise TypeError(
+            "an IterableDataset of HuggingFace has no index: load it without "
+            "streaming=True, or give zs.data.Dataset.from_parquet of its files"
+        )
+    if isinstance(source, Dataset):
+        return _of_recipe(source.recipe)
+    if isinstance(source, dict | tuple | Array):
+        return _of_recipe(Dataset.from_tensor_slices(source).recipe)
+    if isinstance(source, IndexedData):
+        return _Items(source)
+    raise TypeError(
+        f"the examples of a {type(source).__name__} cannot be leased, as they have no "
+        "numbers: give arrays, something with len() and an index, or a zs.data.Dataset "
+        "of arrays or files (from_parquet, from_npy, from_files). A stream goes with "
+        "create_per_worker_dataset"
+    )
+
+
+def _of_recipe(recipe: Recipe) -> IndexedRows:
+    match recipe:
+        case Rows() | Counted():
+            return _InMemory(recipe)
+        case MappedPass():
+            return _Mapped(_of_recipe(recipe.source), recipe)
+        case Prefetched() | Opted():  # what is leased is read ahead anyway
+            return _of_recipe(recipe.source)
+        case TableRows():
+            return _Tables(recipe)
+        case Records():
+            return _RecordFiles(recipe)
+    for kinds, what, remedy in _REMEDIES:
+        if isinstance(recipe, kinds):
+            raise ValueError(f"{what} in a dataset that is leased: {remedy}")
+    raise ValueError(
+        f"a zs.data.Dataset with {type(recipe).__name__} in it cannot be leased, as "
+        "its examples have no numbers: lease the arrays or files that it is made of, "
+        "with map() for all else, or use create_per_worker_dataset"
+    )
+
+
+_REMEDIES: Final[tuple[tuple[Any, str, str], ...]] = (
+    (
+        (Batching, Rebatched, Unbatched),
+        "batches",
+        "leave batch() out, and give create_leased_dataset(batch=)",
+    ),
+    (Shuffled, "shuffle()", "leave it out, and give shuffle_seed="),
+    (Repeated, "repeat()", "leave it out, and give epochs="),
+    (
+        Filtered,
+        "filter()",
+        "how many examples it keeps is not known before they are read: filter the "
+        "source once, or give its examples a weight of 0 in map()",
+    ),
+    (
+        SlicedPass,
+        "take(), skip() or shard()",
+        "all workers share one dataset, so shard() is not needed; slice the arrays, or "
+        "give fewer files",
+    ),
+    (Cached, "cache()", "leave it out: examples are read by number, in any order"),
+)
+
+
+@final
+class _InMemory(IndexedRows):
+    """Arrays, or a range of numbers."""
+
+    is_quick = True
+
+    def __init__(self, recipe: Rows | Counted) -> None:
+        self._recipe: Final = recipe
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return (self._recipe.size(),)
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        if isinstance(self._recipe, Rows):
+            return gathered(self._recipe.arrays, rows)
+        numbers = self._recipe.numbers
+        return np.asarray(numbers.start + rows * numbers.step, np.int64)
+
+
+@final
+class _Items(IndexedRows):
+    """Any object with a length and an index; a dataset of HuggingFace takes several
+    indices at a time."""
+
+    def __init__(self, data: IndexedData) -> None:
+        self._data: Final = data
+        self._takes_several: Final = is_huggingface(data)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return (len(self._data),)
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        if self._takes_several:
+            return as_element(self._data[rows.tolist()])
+        items = [self._data[row] for row in rows.tolist()]
+        for item, row in zip(items, rows.tolist(), strict=True):
+            if item is None:  # what a filter of grain leaves
+                raise ValueError(
+                    f"example {row} is None: a filter left it out, or its source is "
+                    "damaged. Filter the source once, before it is leased"
+                )
+        return stacked([as_element(item) for item in items])
+
+
+@final
+class _Mapped(IndexedRows):
+    """A function of each example."""
+
+    def __init__(self, source: IndexedRows, recipe: MappedPass) -> None:
+        self.is_sequential = source.is_sequential
+        self._source: Final = source
+        self._made: Final = numbered(recipe._made, "map", recipe.function)
+        self._threads: Final = recipe.threads
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self._source.blocks
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        batch = self._source.read(block, rows)
+        each = (_row(batch, at) for at in range(len(rows)))
+        if self._threads:
+            return stacked(list(in_order(each, self._made, self._threads, True)))
+        return stacked([self._made(*pair) for pair in enumerate(each)])
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@final
+class _Tables(IndexedRows):
+    """Files of arrays, or row groups of Parquet files; a block is one of them."""
+
+    def __init__(self, recipe: TableRows) -> None:
+        self._recipe: Final = recipe
+        self._open: Final[OrderedDict[int, OpenTable]] = OrderedDict()
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        if isinstance(self._recipe, ParquetRows):
+            return tuple(rows for _, rows in self._recipe.groups)
+        tables = self._recipe.tables()
+        return tuple(len(next(leaves(table.arrays))[1]) for table in tables)
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        table = self._open.pop(block, None)
+        if table is None:
+            (table,) = self._recipe.every(len(self.blocks), block).tables()
+        self._open[block] = table
+        if len(self._open) > OPEN_TABLES:
+            self._open.popitem(last=False)
+        return gathered(table.arrays, rows)
+
+
+@final
+class _RecordFiles(IndexedRows):
+    """What a reader yields of each file; a block is a file, read from its start. The
+    records of all files are counted once."""
+
+    is_sequential = True
+
+    def __init__(self, recipe: Records) -> None:
+        self._recipe: Final = recipe
+        self._block, self._at = -1, 0
+        self._records: Iterator[Any] = iter(())
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(
+            sum(1 for _ in self._of(block)) for block in range(len(self._recipe.paths))
+        )
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        start, count = int(rows[0]), len(rows)
+        if block != self._block or start < self._at:
+            self.close()
+            self._block, self._at, self._records = block, 0, self._of(block)
+        skipped = start - self._at
+        records = list(islice(self._records, skipped, skipped + count))
+        self._at = start + count
+        if len(records) < count:
+            raise ValueError(
+                f"{self._recipe.paths[block]} had {self.blocks[block]} records when "
+                f"its dataset was built, and ends before number {self._at} now: give "
+                "files that nobody writes to"
+            )
+        return self._recipe.many(records)
+
+    def close(self) -> None:
+        if isinstance(self._records, ClosingIterator):
+            self._records.close()
+        self._block = -1
+
+    def _of(self, block: int) -> Iterator[Any]:
+        return self._recipe.every(len(self._recipe.paths), block).items()
+
+
+def _row(batch: Element, at: int) -> Element:
+    return mapped(lambda leaf: leaf[at], batch)

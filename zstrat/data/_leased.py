@@ -1,0 +1,234 @@
+"""`LeasedSource`: the examples of a source in one order for all workers.
+
+A *lease* is a range of positions in the order of an epoch. The order is computed from
+the seed, the epoch and the position alone, so every worker reads the same examples for
+a lease, again after a failure, too. Which worker gets which lease is decided elsewhere.
+
+With a seed one block of examples is permuted as a whole. Of several blocks (files, row
+groups) the blocks are permuted, and the rows within each of them: so a lease reads one
+or two blocks, and neighbouring examples come from one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, final
+
+import numpy as np
+
+from ._batches import appended
+from ._indexed import IndexedRows, indexed
+from ._parallel import Callers, Results, result_of
+from ._permutation import Permutation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ._leaves import Element
+
+CHUNK: Final = 8192
+"""Positions that are permuted at a time: of a few the calls of numpy cost more."""
+CHUNKS: Final = 4
+"""Parts of orders that are kept."""
+AHEAD: Final = 2
+"""Leases that are read in advance: one while the other one waits."""
+
+
+class Lease(NamedTuple):
+    """The positions ``start`` to ``start + size`` in the order of an epoch."""
+
+    epoch: int
+    start: int
+    size: int
+
+    def __str__(self) -> str:
+        stop = self.start + self.size
+        return f"examples {self.start} to {stop} of epoch {self.epoch}"
+
+
+@final
+@dataclass(frozen=True)
+class LeasedSource:
+    """The recipe of a leased dataset, which travels to the workers.
+
+    Args:
+        source: What `indexed` takes, or a function that returns it, called where the
+            examples are read.
+        batch: The most examples of a lease.
+        seed: Of all orders; None: the order of the source.
+    """
+
+    source: Any
+    batch: int
+    seed: int | None
+
+    def check(self) -> None:
+        """Checks the source without reading it, unless it is a function.
+
+        Raises:
+            TypeError, ValueError: See `indexed`.
+        """
+        if not callable(self.source):
+            indexed(self.source)
+
+    def open(self) -> LeasedReader:
+        """Opens the source.
+
+        Raises:
+            TypeError, ValueError: See `indexed`; or it is empty.
+            Exception: The error of the function.
+        """
+        source = self.source() if callable(self.source) else self.source
+        return LeasedReader(indexed(source), self.seed)
+
+
+@final
+class LeasedReader:
+    """Reads the examples of leases. One thread uses it at a time."""
+
+    def __init__(self, rows: IndexedRows, seed: int | None) -> None:
+        self._rows, self._seed = rows, seed
+        self._blocks: Final = np.array(rows.blocks)
+        self.size: Final = int(self._blocks.sum())
+        if not self.size:
+            raise ValueError("a dataset without examples cannot be leased")
+        self._chunks: Final[OrderedDict[tuple[int, ...], np.ndarray]] = OrderedDict()
+        self._order: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a thread that reads ahead would cost more than it saves."""
+        return self._rows.is_quick
+
+    def read(self, lease: Lease) -> Element:
+        """Returns the examples of a lease as one batch."""
+        order, ends = self._order_of(lease.epoch)
+        at, stop = lease.start, lease.start + lease.size
+        parts = []
+        while at < stop:
+            place = int(np.searchsorted(ends, at, "right"))
+            block = int(order[place])
+            first = int(ends[place]) - int(self._blocks[block])
+            end = min(stop, int(ends[place]))
+            rows = self._permuted(lease.epoch, block, at - first, end - first)
+            parts.append(self._rows.read(block, rows))
+            at = end
+        return parts[0] if len(parts) == 1 else appended(parts)
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the order of the blocks, and where each of them ends."""
+        if self._order is None or self._order[0] != epoch:
+            order = np.arange(len(self._blocks))
+            if self._seed is not None and len(order) > 1:
+                order = Permutation(len(order), (self._seed, epoch)).at(order)
+            self._order = epoch, order, np.cumsum(self._blocks[order])
+        return self._order[1:]
+
+    def _permuted(self, epoch: int, block: int, start: int, stop: int) -> np.ndarray:
+        """Returns the rows of a block at these positions."""
+        if self._seed is None or self._rows.is_sequential:
+            return np.arange(start, stop)
+        first, last = start // CHUNK, (stop - 1) // CHUNK
+        chunks = [self._chunk(epoch, block, n) for n in range(first, last + 1)]
+        joined = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        return joined[start - first * CHUNK : stop - first * CHUNK]
+
+    def _chunk(self, epoch: int, block: int, number: int) -> np.ndarray:
+        key = epoch, block, number
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            assert self._seed is not None
+            size = int(self._blocks[block])
+            # Of several blocks, each has its order, and another key orders the blocks.
+            several = (block + 1,) if len(self._blocks) > 1 else ()
+            order = Permutation(size, (self._seed, epoch, *several))
+            at = np.arange(number * CHUNK, min(size, (number + 1) * CHUNK))
+            chunk = order.at(at)
+        self._chunks[key] = chunk
+        if len(self._chunks) > CHUNKS:
+            self._chunks.popitem(last=False)
+        return chunk
+
+
+@final
+class LeasedElements:
+    """The batches of the leases that a worker has, as an iterator of one step at a
+    time.
+
+    Leases that are expected are read in advance, at most `AHEAD`, on one thread; a
+    source in memory is read when it is drawn.
+    """
+
+    def __init__(self, reader: LeasedReader) -> None:
+        self._reader: Final = reader
+        self._given: Final[deque[Lease]] = deque()
+        self._expected: Final[deque[Lease]] = deque()
+        self._reading: Final[dict[Lease, Results]] = {}
+        self._caller: Callers | None = None
+
+    def expect(self, leases: Iterable[Lease]) -> None:
+        """Notes leases of steps that will run, in order."""
+        if not self._reader.is_quick:
+            self._expected.extend(leases)
+            self._read_ahead()
+
+    def expect_none(self) -> None:
+        """Forgets the expected leases, as their steps were cancelled."""
+        self._expected.clear()
+        self._reading.clear()
+
+    def begin(self, leases: Iterable[Lease]) -> None:
+        """Yields the batches of these leases next, and no others."""
+        self._given.clear()
+        self._given.extend(leases)
+
+    @property
+    def left(self) -> int:
+        """The number of leases that are not drawn."""
+        return len(self._given)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Element:
+        if not self._given:
+            raise RuntimeError(
+                "the step draws more batches than it did when it was traced, or an "
+                "eager step draws a second one: batches are leased when a step is "
+                "handed out, and an eager step gets one. Draw as often in each call"
+            )
+        lease = self._given.popleft()
+        if self._reader.is_quick:
+            return self._reader.read(lease)
+        results = self._reading.pop(lease, None)
+        if results is None:  # it comes before all that are expected
+            with contextlib.suppress(ValueError):
+                self._expected.remove(lease)
+            results = self._begun(lease)
+        self._read_ahead()
+        return result_of(results)
+
+    def close(self) -> None:
+        """Ends the thread and closes the source."""
+        if self._caller is not None:
+            self._caller.close()
+        self._reader.close()
+
+    def _read_ahead(self) -> None:
+        while self._expected and len(self._reading) < AHEAD:
+            lease = self._expected.popleft()
+            self._reading[lease] = self._begun(lease)
+
+    def _begun(self, lease: Lease) -> Results:
+        """Starts to read on the thread, which is the only one that uses the reader."""
+        if self._caller is None:
+            self._caller = Callers(1)
+        results: Results = SimpleQueue()
+        self._caller.call(results, self._reader.read, lease)
+        return results

@@ -1,0 +1,66 @@
+"""`LeasedIterator`: the iterator of a leased dataset on a worker. Thread side.
+
+It has no position: each step brings the ranges that it draws, and draws exactly these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.data import Lease, LeasedElements
+from zstrat.program import StepIterator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.data import LeasedSource
+
+
+@final
+class LeasedIterator(StepIterator):
+    """The batches of the steps of this worker.
+
+    Args:
+        source: Is opened, and owned from now on.
+        name: Stands in errors.
+    """
+
+    is_resource = True
+
+    def __init__(self, source: LeasedSource, name: str) -> None:
+        reader = source.open()
+        self._elements: Final = LeasedElements(reader)
+        super().__init__(self._elements, name=name, steady=True)
+        self.examples: Final = reader.size
+        self.first: Final[Any] = reader.read(
+            Lease(0, 0, min(source.batch, reader.size))
+        )
+        """A batch, which shows what all of them look like."""
+
+    def expect(self, leases: Sequence[Lease]) -> None:
+        """Reads leases in advance, whose steps will run in this order."""
+        self._elements.expect(leases)
+
+    def expect_none(self) -> None:
+        """Forgets the expected leases, as their steps were cancelled."""
+        self._elements.expect_none()
+
+    def begin(self, leases: Sequence[Lease]) -> None:
+        """Yields the batches of these leases to the step that draws next; what another
+        step has given back is read again when that step runs."""
+        self._ready.clear()
+        self._elements.begin(leases)
+
+    def require_drawn(self) -> None:
+        """Checks that the step has drawn all its leases.
+
+        Raises:
+            RuntimeError: It has drawn fewer; says what to write.
+        """
+        left = self._elements.left + len(self._ready)
+        if left:
+            raise RuntimeError(
+                f"the step left {left} batches of {self.name} that were leased to it: "
+                "a step draws as many batches as when it was first traced, and an "
+                "eager step one. Do not draw under a condition"
+            )
