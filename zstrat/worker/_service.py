@@ -43,6 +43,7 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
+from ._push_encoding import PushEncoding
 from ._resources import Load, Resources
 from ._server_links import ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
@@ -263,6 +264,7 @@ class WorkerService:
     ) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(asyncio.get_running_loop(), session.client)
+        encoding = PushEncoding(session.client.shares_memory)
         return StepRunner(
             Resources(
                 self._task,
@@ -274,10 +276,11 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            storage=partial(Direct, asking, self._clock),
+            storage=partial(Direct, asking, encoding, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             limits=self._settings.limits,
+            encoding=encoding,
             prefetch=opening.prefetch,
             clock=self._clock,
             end_lines=unbegun if output is None else output.end_lines,
