@@ -1,4 +1,4 @@
-"""`encode`: a gradient in the format of a codec.
+"""`encode_gradient`: a gradient in the format of a codec.
 
 INT8, INT4 and E3M0 round at random, up or down, so that the mean is the number that was
 rounded; or to the nearest, where the error is sent later (`Residuals`). The random bits
@@ -29,7 +29,7 @@ class EncodedGradient(NamedTuple):
     arrays: tuple[np.ndarray, ...]
 
 
-def encode(
+def encode_gradient(
     codec: Codec,
     array: np.ndarray,
     *,
@@ -37,7 +37,7 @@ def encode(
     seed: int | None,
     density: float = 1.0,
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays that stand for a floating-point array, as `decode` takes them.
+    """Returns the arrays that stand for a floating-point array, as `decode_gradient` takes them.
 
     Args:
         block: Numbers with one scale.
@@ -49,7 +49,7 @@ def encode(
     flat = np.ascontiguousarray(array, np.float32).reshape(-1)
     if codec is Codec.TOP_K:
         return _largest(flat, density)
-    import jax  # here, as parameter servers decode only
+    import jax  # here, as parameter servers decode_gradient only
 
     with jax.default_device(_cpu()):
         mixed = np.uint32(0 if seed is None else _mixed_seed(seed))

@@ -1,6 +1,6 @@
-"""How gradients travel in fewer bytes, and `decode`.
+"""How gradients travel in fewer bytes, and `decode_gradient`.
 
-A *block* is `BLOCK` numbers in C order (of rows: `ROW_BLOCK`), the last one maybe
+A *block* is `GRADIENT_BLOCK` numbers in C order (of rows: `ROW_BLOCK`), the last one maybe
 fewer, with one scale, float32: the largest magnitude in the block.
 
 ===========  ==========================================  =============================
@@ -36,10 +36,10 @@ from zstrat.wire import Codec, dtype_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BLOCK: Final = 256
+GRADIENT_BLOCK: Final = 256
 """Numbers with one scale: it costs an eighth of a bit for each of them."""
 
-ROW_BLOCK: Final = 64
+ROW_BLOCK: Final = 128
 """Numbers of rows with one scale: rows are of very different size."""
 
 CHUNK: Final = 4096
@@ -74,7 +74,7 @@ def arrays_of(codec: Codec) -> int:
     return len(_DATA[codec])
 
 
-def decode(
+def decode_gradient(
     codec: Codec, shape: tuple[int, ...], arrays: Sequence[np.ndarray], block: int
 ) -> np.ndarray:
     """Returns the array, float32 of ``shape``.

@@ -30,7 +30,7 @@ class Wire:
     Args:
         push: "bfloat16": half the bytes of float32. "int8", "int4", and "e3m0" (4 bits:
             a sign and a power of two): one float32 scale for each 256 numbers, of rows
-            for each 64; 0.25 and 0.13 of the bytes. "topk": the largest numbers only.
+            for each 128; 0.25 and 0.13 of the bytes. "topk": the largest numbers only.
         error_feedback: What rounding leaves out of a gradient is added to that of the
             worker's next step. True needs memory of the worker, one float32 for each
             number of the variables. False: numbers are rounded up or down at random, so

@@ -39,12 +39,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.codecs import Lent, Wire
+    from zstrat.codecs import Wire
     from zstrat.config import Limits
     from zstrat.program import ResultLayout, StepResult, Wanted
     from zstrat.ps import Clocks
     from zstrat.variables import VariableSpec
     from zstrat.wire import PlainTree
+
+    from ._push_encoding import Lent
 
 
 class Do(enum.Enum):

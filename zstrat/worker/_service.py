@@ -264,7 +264,7 @@ class WorkerService:
     ) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(asyncio.get_running_loop(), session.client)
-        encoding = PushEncoding(session.client.shares_memory)
+        encoding = PushEncoding(session.client.shares_memory, self._counts)
         return StepRunner(
             Resources(
                 self._task,
@@ -376,6 +376,7 @@ class WorkerService:
         if session is not None:
             values |= session.runner.statistics()
             values["retries"] = session.client.repeats
+            values["residual_bytes"] = session.runner.encoding.residuals.nbytes
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
@@ -395,7 +396,10 @@ class WorkerService:
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
 
-_COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")
+_COUNTED: Final = (
+    *("done", "failed", "cancelled", "duplicates", "pushes", "pulls"),
+    *("encoded_from", "encoded_to"),
+)
 
 
 def _input_context(index: int, count: int) -> InputContext:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.codecs import Lent
     from zstrat.config import Limits
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepIterator, StepResult
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
     from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
-    from ._push_encoding import PushEncoding
+    from ._push_encoding import Lent, PushEncoding
     from ._resources import Arguments, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
