@@ -34,6 +34,7 @@ FLOORS = {
     "zstrat.telemetry": 1,
     "zstrat.cluster": 2,
     "zstrat.transport": 2,
+    "zstrat.codecs": 2,
     "zstrat.data": 2,
     "zstrat.checkpoint": 2,
     "zstrat.optimizers": 2,
@@ -96,7 +97,13 @@ JAX_AT_IMPORT = {
     "zstrat.saving",
     "zstrat.contrib",
 }
-JAX_WHEN_NEEDED = {"zstrat.optimizers", "zstrat.collectives", "zstrat.ps", "zstrat.tpu"}
+JAX_WHEN_NEEDED = {
+    "zstrat.codecs",
+    "zstrat.optimizers",
+    "zstrat.collectives",
+    "zstrat.ps",
+    "zstrat.tpu",
+}
 """Modules of it that import jax are imported late: see tests/test_imports.py."""
 
 HEAVY = ("jax", "jaxlib", "optax")

@@ -1,4 +1,5 @@
 from zstrat.cluster import ClusterSpec as ClusterSpec
+from zstrat.codecs import Wire as Wire
 from zstrat.collectives import ReduceOp as ReduceOp
 from zstrat.contrib.distribute import get_tower_context as get_tower_context
 from zstrat.coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator

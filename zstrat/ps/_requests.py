@@ -40,6 +40,7 @@ from zstrat.wire import (
 )
 
 from .store._creating import CreatePlan
+from .store._decoding import Decoding, is_coded
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 from .store._lookups import RowsPlan
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree, Read, Update
 
+    from .store._decoding import CodedMessage
     from .store._fold import Fold
     from .store._plans import Plan
     from .store._store import Store
@@ -130,6 +132,8 @@ def serve(
     Raises:
         ZstratError: It is refused; nothing has changed.
     """
+    if isinstance(message, Push | PushPart) and is_coded(message.updates):
+        return advance(_decoded(store, message))
     begun = begin(store, message, fold)
     if isinstance(begun, _OUTCOMES):
         return begun
@@ -143,6 +147,30 @@ def serve(
 def _complete(store: Store, plan: Plan) -> Running[Outcome]:
     yield plan
     return store.commit(plan)
+
+
+def decode_updates(store: Store, message: CodedMessage) -> Running[CodedMessage]:
+    """Returns the message with all gradients decoded.
+
+    Raises:
+        InvalidArgumentError, NotFoundError: As `Decoding.compute`.
+    """
+    decoding = Decoding(message.updates, message.arrays, store.variables)
+    if decoding.work <= INLINE:
+        decoding.compute()
+    else:
+        yield decoding
+    return decoding.message(message)
+
+
+def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
+    plain = yield from decode_updates(store, message)
+    begun = begin(store, plain, None)
+    if isinstance(begun, _OUTCOMES):
+        return begun
+    if not compute_short(store, begun, INLINE):
+        yield begun
+    return store.commit(begun)
 
 
 def compute_short(store: Store, plan: Plan, limit: int) -> bool:
@@ -233,6 +261,8 @@ def exchange(
     )
     applied, push_error = False, None
     try:
+        if is_coded(push.updates):
+            push = yield from decode_updates(store, push)
         pushed = _pushed(store, push, fold)
         if isinstance(pushed, PushPlan):
             if not compute_short(store, pushed, INLINE):

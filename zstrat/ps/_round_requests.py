@@ -22,8 +22,16 @@ from zstrat.wire import (
     PullRound,
 )
 
-from ._requests import INLINE, PendingRequest, advance, compute_short, pull
+from ._requests import (
+    INLINE,
+    PendingRequest,
+    advance,
+    compute_short,
+    decode_updates,
+    pull,
+)
 from .store._changes import acknowledged
+from .store._decoding import is_coded
 from .store._plans import push_plan
 from .store._rounds import merged_push, updates_of
 
@@ -68,7 +76,9 @@ class RoundRequests:
             ZstratError: It is refused; nothing has changed.
         """
         match message:
-            case Contribute():
+            case Contribute(updates=updates):
+                if is_coded(updates):
+                    return self._contribute(message)
                 self._store.contribute(message)
                 log = self._store.log
                 return Done() if log is None else log.hold(Done())
@@ -85,6 +95,13 @@ class RoundRequests:
         for each in waiting:
             if not each.done():
                 each.set_result(None)
+
+    async def _contribute(self, message: Contribute) -> Message:
+        async with self._serving.turn([update.key for update in message.updates]):
+            self._require_place(message.session)
+            plain = await self._run(decode_updates(self._store, message))
+            self._store.contribute(plain)
+        return await acknowledged(self._store.log, Done())
 
     async def _close(self, message: CloseRound) -> Message:
         keys = self._store.rounds.keys(message.optimizer, message.members)

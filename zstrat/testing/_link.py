@@ -161,6 +161,10 @@ class FakeLink:
         return self.peer is not None
 
     @property
+    def shares_memory(self) -> bool:
+        return False
+
+    @property
     def is_heard(self) -> bool:
         return self.is_open and not self.is_silent
 

@@ -80,6 +80,8 @@ class TaskLink(Protocol):
     def trouble(self) -> str: ...
     @property
     def peer(self) -> Hello | None: ...
+    @property
+    def shares_memory(self) -> bool: ...
     def start(self) -> None: ...
     async def wait_open(self, deadline: float) -> Hello: ...
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply: ...
@@ -210,6 +212,14 @@ class Link:
     def peer(self) -> Hello | None:
         """HELLO of the task, while the link is open."""
         return self._outlet.peer.hello if self._outlet and self.is_open else None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the link is open, and large bodies go through memory that both
+        processes share. For any thread."""
+        hello = self.peer
+        allowed = self._settings.transport in ("auto", "shm")
+        return allowed and hello is not None and hello.host == self._me.host
 
     async def wait_open(self, deadline: float) -> Hello:
         """Waits until the task has greeted.

@@ -5,7 +5,7 @@ Variables are created, read, and pushed to; a push applies as a whole and at mos
 
 import enum
 from dataclasses import field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from ._requests import COORDINATOR, READING, TRAINING, Repeat, request
 from ._schema import Arrays, PlainTree, message
@@ -27,6 +27,21 @@ class UpdateOp(enum.IntEnum):
     OPTIMIZE = 10  # gradient, applied by the update's optimizer
     OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
     OPERANDS = 12  # what the optimizer makes of all gradients: it changes no variable
+
+
+class Codec(enum.IntEnum):
+    """The format of a gradient; `zstrat.codecs` has them."""
+
+    NONE = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+    E3M0 = 4
+    TOP_K = 5
+
+
+CODED: Final = 256
+"""The ``op`` of an update is an `UpdateOp`, plus this times the gradient's `Codec`."""
 
 
 class VariableEntry(NamedTuple):
@@ -168,7 +183,8 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """One change of one variable. ``operands`` is the number of its arrays in the push.
+    """One change of one variable. ``op`` is an `UpdateOp`, with the `Codec` of the
+    gradient (`CODED`). ``operands`` is the number of its arrays in the push.
 
     ``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS. Such an
     update changes nothing by itself: all updates of the same optimizer that follow in

@@ -35,15 +35,18 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import numpy as np
 
+    from zstrat.codecs import Wire
     from zstrat.config import Limits
     from zstrat.program import ResultLayout, StepResult, Wanted
     from zstrat.ps import Clocks
     from zstrat.variables import VariableSpec
     from zstrat.wire import PlainTree
+
+    from ._push_encoding import Lent
 
 
 class Do(enum.Enum):
@@ -172,6 +175,8 @@ class Ending:
     data: bytes = b""
     kept: Sequence[np.ndarray] | None = None
     contributions: Sequence[StepContribution] = ()
+    lent: Sequence[Lent] = ()
+    """Residuals of error feedback that its push has taken."""
 
 
 class RoundPush(NamedTuple):
@@ -351,6 +356,8 @@ class Needs:
     optimizes: bool
     rounds: tuple[int, ...]
     """Optimizers with rounds."""
+    wires: Mapping[int, Wire]
+    """The formats of gradients, by number of the optimizer."""
     advances: int
     """Number of further pulls before a step can run."""
     blocks: tuple[int, ...]
@@ -401,6 +408,7 @@ class Catalog:
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
             rounds,
+            {n: each.wire for n, each in optimizers.items() if each.wire is not None},
             plan.levels - 1,
             tuple(
                 [

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.codecs import Wire
     from zstrat.ps import Clocks, EagerRun, PsClient
     from zstrat.telemetry import EagerNotes
     from zstrat.variables import (
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
         VariableHandle,
         VariableSpec,
     )
+
+    from ._push_encoding import PushEncoding
 
 MAX_UPDATES: Final = 4096
 """Updates of one push: they fit into a header by far."""
@@ -63,6 +66,8 @@ class WaitingUpdates:
         self.updates: list[PsUpdate] = []
         self._names: list[str] = []
         self._nbytes = 0
+        self.wires: dict[int, Wire] = {}
+        """The formats of gradients, by number of the optimizer."""
         self._times: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
@@ -77,6 +82,8 @@ class WaitingUpdates:
         for variable, op, operands, optimizer in updates:
             spec = variable.spec
             rule = 0 if optimizer is None else optimizer.id
+            if optimizer is not None and optimizer.wire is not None:
+                self.wires[rule] = optimizer.wire
             self.updates.append(PsUpdate(spec.ps, spec.key, op, rule, operands))
             self.specs.append(spec)
             self._nbytes += sum(operand.nbytes for operand in operands)
@@ -148,9 +155,15 @@ class Direct:
     it waits, by ``clock``."""
 
     def __init__(
-        self, ask: Asking, clock: Callable[[], float], run: EagerRun, notes: EagerNotes
+        self,
+        ask: Asking,
+        encoding: PushEncoding,
+        clock: Callable[[], float],
+        run: EagerRun,
+        notes: EagerNotes,
     ) -> None:
         self._ask: Final = ask
+        self._encoding: Final = encoding
         self._run: Final = run
         self._clock, self._notes = clock, notes
         self._read_at: Final[Clocks] = {}
@@ -249,12 +262,19 @@ class Direct:
             require_same(self._run.step, before, names)
         run = self._run
         clocks: Clocks = {}
-        with _named(*specs), self._noting(Phase.PUSH):
-            self._ask(
-                lambda client: client.push_part(
-                    run, part, names, updates, clocks=clocks
+        wires = self._waiting.wires
+        sent, lent = self._encoding.encoded(run.step, updates, wires)
+        is_sent = False
+        try:
+            with _named(*specs), self._noting(Phase.PUSH):
+                self._ask(
+                    lambda client: client.push_part(
+                        run, part, names, sent, clocks=clocks
+                    )
                 )
-            )
+            is_sent = True
+        finally:
+            self._encoding.residuals.settle(lent, is_sent=is_sent)
         self._acknowledged(clocks)
 
     def _acknowledged(self, clocks: Clocks) -> None:

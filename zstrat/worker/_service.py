@@ -42,6 +42,7 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
+from ._push_encoding import PushEncoding
 from ._resources import Load, Resources
 from ._server_links import ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
@@ -258,6 +259,7 @@ class WorkerService:
     ) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(asyncio.get_running_loop(), session.client)
+        encoding = PushEncoding(session.client.shares_memory, self._counts)
         return StepRunner(
             Resources(
                 self._task,
@@ -269,10 +271,11 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            storage=partial(Direct, asking, self._clock),
+            storage=partial(Direct, asking, encoding, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             limits=self._settings.limits,
+            encoding=encoding,
             prefetch=opening.prefetch,
             clock=self._clock,
             end_lines=unbegun if output is None else output.end_lines,
@@ -368,6 +371,7 @@ class WorkerService:
         if session is not None:
             values |= session.runner.statistics()
             values["retries"] = session.client.repeats
+            values["residual_bytes"] = session.runner.encoding.residuals.nbytes
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
@@ -387,7 +391,10 @@ class WorkerService:
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
 
-_COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")
+_COUNTED: Final = (
+    *("done", "failed", "cancelled", "duplicates", "pushes", "pulls"),
+    *("encoded_from", "encoded_to"),
+)
 
 
 def _input_context(index: int, count: int) -> InputContext:

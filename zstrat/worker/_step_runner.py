@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
     from ._leased_iterator import LeasedIterator
+    from ._push_encoding import Lent, PushEncoding
     from ._resources import Arguments, Leases, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
@@ -98,6 +99,7 @@ class StepRunner:
         carry_out: Carries out a post, on the loop.
         end_lines: Ends the unfinished printed lines of the thread.
         limits: Limits of results, and of what is sent with a completion.
+        encoding: Encodes gradients for the network.
         prefetch: Optimizer steps whose values are fetched while one computes.
     """
 
@@ -114,6 +116,7 @@ class StepRunner:
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
         limits: Limits,
+        encoding: PushEncoding,
         prefetch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,6 +128,7 @@ class StepRunner:
         self._storage, self._bind = storage, bind
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
+        self.encoding: Final = encoding
         self._bound: Final = WeakSet[Plan]()
         self._calls: Final[dict[int, GradientCall]] = {}
         """A call of each optimizer, by its number."""
@@ -303,6 +307,7 @@ class StepRunner:
 
     def run(self, step: ClosureStep, began: float) -> float:
         push: list[PsUpdate] | RoundPush | None = None
+        lent: Sequence[Lent] = ()
         notes: EagerNotes | None = None
         if step.ending is not None:
             ending = step.ending
@@ -317,10 +322,12 @@ class StepRunner:
                     result = self._eager(step, task, notes)
                 else:
                     result = step.work.run(step.values or ())
-                    push = self._push(step, result)
+                    push, lent = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
+                ending.lent = lent
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
+                self.encoding.residuals.settle(lent, is_sent=False)
             finally:
                 worker_context.reset(before)
         step.work = step.values = None
@@ -331,15 +338,19 @@ class StepRunner:
 
     def _push(
         self, step: ClosureStep, result: StepResult
-    ) -> list[PsUpdate] | RoundPush | None:
+    ) -> tuple[list[PsUpdate] | RoundPush | None, Sequence[Lent]]:
         updates = [
             PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
             for spec, op, optimizer, arrays, _ in result.updates
         ]
         plan: Plan = step.work.plan
-        rounds = self._catalog.of(plan).rounds
+        needs = self._catalog.of(plan)
+        lent: Sequence[Lent] = ()
+        if needs.wires:
+            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
+        rounds = needs.rounds
         if not rounds:
-            return updates or None
+            return updates or None, lent
         found = {rule.id: rule for _, rule in plan.targets if rule is not None}
         read = {} if step.notes is None else step.notes.rounds or {}
         attempt = step.task.context.attempt
@@ -351,7 +362,7 @@ class StepRunner:
                 read.get(optimizer, -1),  # -1: it has read nothing
                 _weight(found[optimizer], plan, result),
                 any(
-                    update.optimizer == optimizer and update.op is UpdateOp.OPERANDS
+                    update.optimizer == optimizer and update.op == UpdateOp.OPERANDS
                     for update in updates
                 ),
             )
@@ -361,9 +372,9 @@ class StepRunner:
         gradients = [
             update
             for update in updates
-            if update.optimizer in rounds and update.op is not UpdateOp.OPERANDS
+            if update.optimizer in rounds and update.op != UpdateOp.OPERANDS
         ]
-        return RoundPush(apart, gradients, contributions)
+        return RoundPush(apart, gradients, contributions), lent
 
     def operands(
         self, optimizer: int, merged: Mapping[int, tuple[np.ndarray, ...]]

@@ -321,7 +321,7 @@ class WorkerSession:
                 clocks=(push.clocks, pull.clocks),
             )
         except Exception as error:  # goes to the coordinator as the steps' outcome
-            self._reports.later(_closure.failed(step, error))
+            self._not_sent(ending, error)
             self._arrived(pull, None, error)
         else:
             pushed.add_done_callback(partial(self._pushed, push))
@@ -344,7 +344,7 @@ class WorkerSession:
                 step, 0, self._low_water, updates, clocks=push.clocks
             )
         except Exception as error:  # goes to the coordinator as this step's outcome
-            self._reports.later(_closure.failed(step, error))
+            self._not_sent(ending, error)
         else:
             future.add_done_callback(partial(self._pushed, push))
 
@@ -374,7 +374,7 @@ class WorkerSession:
                     )
                 )
         except Exception as error:  # goes to the coordinator as this step's outcome
-            self._reports.later(_closure.failed(step, error))
+            self._not_sent(ending, error)
         else:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
@@ -382,6 +382,8 @@ class WorkerSession:
         error, ending = _error_of(future), push.ending
         if self._closed:
             return
+        if ending.lent:
+            self.runner.encoding.residuals.settle(ending.lent, is_sent=error is None)
         if error is not None:
             for each in ending.contributions:
                 self._after[each.optimizer] = each.base
@@ -389,6 +391,11 @@ class WorkerSession:
         else:
             self._acknowledged(push)
         self._reports.soon(ending)
+
+    def _not_sent(self, ending: Ending, error: Exception) -> None:
+        """Reports that the push of a step could not be sent."""
+        self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
+        self._reports.later(_closure.failed(ending.completion.step, error))
 
     def _acknowledged(self, push: _PushUnderWay) -> None:
         """Records how long a push took, and its staleness: how many pushes of others

@@ -77,6 +77,11 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         self.session = session
         self._known = Known(self._memory)
 
+    def shares_memory(self, ps: int) -> bool:
+        """Returns whether large bodies to a server go through shared memory. For any
+        thread."""
+        return self.lines[ps].shares_memory
+
     def pull(
         self,
         refs: Sequence[Ref],

@@ -129,6 +129,11 @@ class ServerLine:
         return self._link.peer
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether large bodies go through memory that both processes share."""
+        return self._link.shares_memory
+
+    @property
     def is_held(self) -> bool:
         """Whether requests wait here, or are refused, instead of going to the link."""
         return self._state not in _FLOWING

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import from_wire
 from zstrat.ps.store._ledger import UNNAMED
-from zstrat.wire import Exchange, Exchanged, Pulled, Push, Pushed, Update, UpdateOp
+from zstrat.wire import Exchange, Exchanged, Pulled, Push, Pushed, Update
 
 from ._asking import CallPart, ServerCall
 
@@ -34,12 +34,12 @@ parts are two messages; one more costs nothing beside so many."""
 
 
 class PsUpdate(NamedTuple):
-    """One update of one variable in a push. ``optimizer`` is 0 unless ``op``
-    optimises."""
+    """One update of one variable in a push. ``op`` is an `UpdateOp`, with the codec of
+    the gradient (`zstrat.wire.CODED`). ``optimizer`` is 0 unless it optimises."""
 
     ps: int
     key: int
-    op: UpdateOp
+    op: int
     optimizer: int
     arrays: Sequence[np.ndarray]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zstrat.codecs import wire_format
 from zstrat.variables._creator import creator
 from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
@@ -34,6 +35,7 @@ from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:
+    from zstrat.codecs import Wire
     from zstrat.optimizers import LeafRule, RandomNumbers, TreeRule, TreeStructure
     from zstrat.variables._abstract import AbstractVariable
     from zstrat.variables._storage import VariableHandle
@@ -59,6 +61,8 @@ class Optimizer:
             it, the tree is that of each ``apply_gradients``.
         rounds: Applies the gradients of several steps as one update, for synchronous
             training on parameter servers. Default: each step is an update.
+        wire: The format in which gradients travel to parameter servers: "bfloat16",
+            "int8", "int4", "e3m0", "topk", or a `Wire`. Default: as they are.
         count_iterations: Also keep TF's ``iterations``: an int32 variable that grows by
             one with each ``apply_gradients``. It is one more (small) update per step.
 
@@ -75,6 +79,7 @@ class Optimizer:
         *,
         params: Any = None,
         rounds: Rounds | None = None,
+        wire: Wire | str | None = None,
         count_iterations: bool = False,
     ) -> None:
         from zstrat.optimizers import RandomNumbers, checked
@@ -87,6 +92,8 @@ class Optimizer:
             raise TypeError(f"rounds={rounds!r:.80}: expected a zs.Rounds")
         self.rounds = rounds
         """When the gradients of several steps become one update."""
+        self.wire = wire_format(wire)
+        """The format in which gradients travel to parameter servers."""
         self.iterations: Variable | None = None
         """Number of calls of `apply_gradients` so far; None without
         ``count_iterations``."""
@@ -109,6 +116,12 @@ class Optimizer:
                     f"optimizer {self.name!r} has rounds, which need parameter "
                     "servers: create it in the scope of a "
                     "zs.ParameterServerStrategy, or leave out rounds="
+                )
+            if self.wire is not None and self.id < 0:
+                raise ValueError(
+                    f"optimizer {self.name!r} has wire={self.wire.push!r}, for "
+                    "gradients that travel to parameter servers: create it in the "
+                    "scope of a zs.ParameterServerStrategy, or leave out wire="
                 )
             if tree is not None:
                 self._require_possible(*tree)
@@ -462,8 +475,9 @@ class Optimizer:
         if self._tree is not None:
             structure, targets = self._tree
             params = structure.treedef.unflatten(targets)
-        state = (self.id, self.name, self.is_local, self.iterations, self.rounds)
-        return _handle, (*state, self._transformation, self._random, params)
+        state = (self.id, self.name, self.is_local, self.iterations)
+        asked = self.rounds, self.wire
+        return _handle, (*state, *asked, self._transformation, self._random, params)
 
     def __repr__(self) -> str:
         return f"<zstrat.Optimizer {self.name!r}>"
@@ -480,6 +494,7 @@ def _handle(
     is_local: bool,
     iterations: Variable | None,
     rounds: Rounds | None,
+    wire: Wire | None,
     transformation: Any,
     random: RandomNumbers,
     params: Any,
@@ -487,7 +502,7 @@ def _handle(
     handle = object.__new__(Optimizer)
     handle.id, handle.name, handle.is_local = optimizer, name, is_local
     handle.iterations, handle._transformation = iterations, transformation
-    handle.rounds = rounds
+    handle.rounds, handle.wire = rounds, wire
     handle._random = random
     handle._params = params
     handle._forget_traces()

@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from zstrat.codecs import Wire
     from zstrat.optimizers import LeafRule
 
     from ._rounds import Rounds
@@ -37,6 +38,9 @@ class OptimizerHandle(Protocol):
 
     @property
     def rounds(self) -> Rounds | None: ...
+
+    @property
+    def wire(self) -> Wire | None: ...
 
     def slot_rule(self, variable: Any) -> SlotRule:
         """Returns what the optimizer keeps for a variable of this process.

@@ -1,0 +1,115 @@
+"""Gradients in the format of a codec: a server applies what they stand for."""
+
+import asyncio
+
+import numpy as np
+import optax
+import pytest
+from ps_callers import SESSION
+from ps_rounds import Server, close, members
+
+from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, decode_gradient, encode_gradient
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import (
+    CODED,
+    Codec,
+    Contribute,
+    Done,
+    Exchange,
+    Push,
+    Read,
+    Update,
+    UpdateOp,
+)
+
+CODECS = [codec for codec in Codec if codec is not Codec.NONE]
+SHAPE = (40, 30)
+LARGE = (1200, 900)
+"""Decoded on the thread, not on the loop."""
+
+
+@pytest.fixture
+async def server():
+    made = Server(optax.sgd(1.0))
+    yield made
+    assert await made.service.drain()
+
+
+def coded(codec, shape, *, of_rows=False, seed=0):
+    """A gradient, the arrays that stand for it, and its update."""
+    gradient = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    block = ROW_BLOCK if of_rows else GRADIENT_BLOCK
+    arrays = encode_gradient(codec, gradient, block=block, seed=1, density=0.1)
+    means = decode_gradient(codec, shape, arrays, block)
+    op = UpdateOp.OPTIMIZE
+    if of_rows:
+        op, arrays = UpdateOp.OPTIMIZE_ROWS, (np.arange(shape[0]) * 2, *arrays)
+    return means, Update(0, op + CODED * codec, 1, len(arrays)), arrays
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LARGE])
+@pytest.mark.parametrize("codec", CODECS)
+async def test_a_push_applies_what_its_arrays_stand_for(server, codec, shape):
+    await server.create({0: np.zeros(shape, np.float32)})
+    means, update, arrays = coded(codec, shape)
+    push = Push(SESSION, 3, 0, 0, [update], arrays)
+    assert (await server.ask(push, server.worker)).applied
+    assert not (await server.ask(push, server.worker)).applied
+    assert np.array_equal(await server.value(), -means)
+
+
+@pytest.mark.parametrize("codec", [Codec.BFLOAT16, Codec.INT8, Codec.E3M0])
+async def test_rows(server, codec):
+    await server.create({0: np.zeros(SHAPE, np.float32)})
+    means, update, arrays = coded(codec, (7, SHAPE[1]), of_rows=True)
+    push = Push(SESSION, 3, 0, 0, [update], arrays)
+    assert (await server.ask(push, server.worker)).applied
+    value = await server.value()
+    assert np.array_equal(value[:14:2], -means)
+    assert not value[1::2].any()
+
+
+async def test_an_exchange_reads_what_it_pushed(server):
+    await server.create({0: np.zeros(SHAPE, np.float32)})
+    means, update, arrays = coded(Codec.INT4, SHAPE)
+    asked = Exchange(SESSION, 3, 0, 0, [update], [Read(0, -1)], [], arrays)
+    answer = await server.ask(asked, server.worker)
+    assert answer.applied
+    assert np.array_equal(answer.arrays[0], -means)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LARGE])
+async def test_a_round_merges_them(server, shape):
+    await server.create({0: np.zeros(shape, np.float32)})
+    found = [coded(Codec.INT8, shape, seed=seed) for seed in (1, 2)]
+    asked = [
+        server.later(Contribute(SESSION, step, 1, [update], arrays))
+        for step, (_, update, arrays) in enumerate(found)
+    ]
+    assert await asyncio.gather(*asked) == [Done(), Done()]
+    assert await server.ask(close(0, members(0, 1))) == Done()
+    mean = (found[0][0] + found[1][0]) / np.float32(2)
+    assert np.array_equal(await server.value(), -mean)
+
+
+@pytest.mark.parametrize(
+    ("op", "count"),
+    [
+        (UpdateOp.OPTIMIZE + CODED * 99, 2),
+        (UpdateOp.ADD + CODED * Codec.INT8, 2),
+        (UpdateOp.OPTIMIZE + CODED * Codec.INT8, 1),
+        (UpdateOp.OPTIMIZE + CODED * Codec.INT4, 2),
+        (UpdateOp.OPTIMIZE_ROWS + CODED * Codec.INT8, 2),
+    ],
+)
+async def test_what_does_not_fit_is_refused(server, op, count):
+    await server.create({0: np.zeros(SHAPE, np.float32)})
+    _, _, arrays = coded(Codec.INT8, SHAPE)
+    push = Push(SESSION, 3, 0, 0, [Update(0, op, 1, count)], arrays[:count])
+    with pytest.raises(InvalidArgumentError):
+        await server.ask(push, server.worker)
+    gradients = Contribute(SESSION, 3, 1, push.updates, push.arrays)
+    with pytest.raises(InvalidArgumentError):
+        await server.ask(gradients, server.worker)
+    assert not (await server.value()).any()
+    assert await server.waiting() == 0

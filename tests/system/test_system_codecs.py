@@ -1,0 +1,98 @@
+"""Optimizers with wire= on a real cluster, over sockets."""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.launch import LocalCluster
+
+pytestmark = pytest.mark.processes
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(2, 1, transport="tcp") as running:
+        yield running
+
+
+@pytest.fixture
+def strategy(cluster):
+    with zs.ParameterServerStrategy(
+        cluster.resolver, variable_partitioner=zs.partitioners.FixedShardsPartitioner(2)
+    ) as made:
+        yield made
+
+
+def encoded(coordinator, table, least):
+    """Bytes before and after, as soon as the worker has told of ``least`` before."""
+    deadline = time.monotonic() + 60
+    while True:
+        task = coordinator.metrics()["tasks"]["worker:0"]
+        if task["encoded_from"] >= least:
+            return task["encoded_from"], task["encoded_to"]
+        assert time.monotonic() < deadline, task
+        np.asarray(table)  # takes a moment
+
+
+@pytest.mark.parametrize(
+    ("wire", "most", "is_eager"),
+    [
+        ("int8", 0.02, False),
+        (zs.Wire(push="int4", error_feedback=True), 0.05, False),
+        (zs.Wire(push="int4", error_feedback=True), 0.05, True),
+        (zs.Wire(push="topk", density=0.25), 0.6, False),
+    ],
+    ids=["int8", "int4", "eager", "topk"],
+)
+def test_steps_move_variables_by_their_gradients(strategy, wire, most, is_eager):
+    gradient = np.random.default_rng(0).uniform(-1, 1, (100, 20)).astype(np.float32)
+    with strategy.scope():
+        table = zs.Variable(jnp.zeros((100, 20)), name="table")
+        optimizer = zs.Optimizer(optax.sgd(1.0), wire=wire)
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function(eager=is_eager)
+    def step(x):
+        optimizer.apply_gradients([(x, table)])
+
+    for _ in range(STEPS):
+        coordinator.schedule(step, args=(gradient,))
+    coordinator.join()
+    # Rounding at random is off by a step of the format at most, in each of STEPS; with
+    # error feedback, by what is kept.
+    assert np.abs(np.asarray(table) / -STEPS - gradient).max() < most
+    before, after = encoded(coordinator, table, STEPS * gradient.nbytes)
+    assert after <= 0.4 * before
+
+
+def test_rows_of_tables_in_rounds(strategy):
+    with strategy.scope():
+        table = zs.Variable(jnp.zeros((100, 20)), name="table")
+        optimizer = zs.Optimizer(optax.sgd(1.0), wire="int8", rounds=zs.Rounds())
+    coordinator = zs.ClusterCoordinator(strategy)
+    ids = np.arange(0, 100, 2)
+
+    @zs.function
+    def step(ids):
+        loss = lambda t: jnp.sum(zs.embedding_lookup(t, ids) * jnp.arange(20.0))  # noqa: E731
+        optimizer.apply_gradients([(zs.value_and_grad(loss)(table)[1], table)])
+
+    for _ in range(STEPS):
+        coordinator.schedule(step, args=(ids,))
+    coordinator.join()
+    value = np.asarray(table) / -STEPS
+    assert not value[1::2].any()
+    assert np.abs(value[::2] - np.arange(20)).max() <= 19 / 127
+
+
+def test_the_line_of_a_mistake():
+    with pytest.raises(ValueError, match=r"scope"):
+        zs.Optimizer(optax.sgd(1.0), wire="int8")
+    with pytest.raises(ValueError, match=r"int4"):
+        zs.Wire(push="int3")

@@ -1,0 +1,99 @@
+"""Gradients that come in the format of a codec: decoded before anything else looks at
+them, so that logs, copies and rounds have arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar, final
+
+from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, arrays_of, decode_gradient
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import CODED, Codec, Contribute, Push, PushPart, UpdateOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.wire import Update
+
+    from ._variables import HeldVariables
+
+CodedMessage = TypeVar("CodedMessage", bound=Push | PushPart | Contribute)
+
+_CODECS = {int(codec): codec for codec in Codec if codec is not Codec.NONE}
+_OPTIMIZE, _ROWS = int(UpdateOp.OPTIMIZE), int(UpdateOp.OPTIMIZE_ROWS)
+
+
+def is_coded(updates: Sequence[Update]) -> bool:
+    """Returns whether a gradient is in the format of a codec."""
+    return any(update.op >= CODED for update in updates)
+
+
+@final
+@dataclass(slots=True)
+class Decoding:
+    """The gradients of a message, decoded by `compute`, which may run on any thread."""
+
+    updates: Sequence[Update]
+    arrays: Sequence[np.ndarray]
+    variables: HeldVariables
+    decoded: tuple[list[Update], tuple[np.ndarray, ...]] = field(init=False)
+
+    @property
+    def work(self) -> int:
+        """Estimates the bytes that it moves, as `work_of`."""
+        return 16 * sum(array.nbytes for array in self.arrays)
+
+    def compute(self) -> None:
+        """Decodes.
+
+        Raises:
+            InvalidArgumentError: An array is not what its codec makes of a gradient of
+                its variable.
+            NotFoundError: A variable does not exist.
+        """
+        updates: list[Update] = []
+        arrays: list[np.ndarray] = []
+        at = 0
+        for update in self.updates:
+            given = self.arrays[at : at + update.operands]
+            at += update.operands
+            if update.op >= CODED:
+                given = self._gradient(update, given)
+                op = update.op % CODED
+                update = update._replace(op=op, operands=len(given))
+            updates.append(update)
+            arrays += given
+        self.decoded = updates, (*arrays, *self.arrays[at:])
+
+    def message(self, message: CodedMessage) -> CodedMessage:
+        """Returns the message with the gradients that were decoded."""
+        updates, arrays = self.decoded
+        return replace(message, updates=updates, arrays=arrays)
+
+    def _gradient(
+        self, update: Update, arrays: Sequence[np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        held = self.variables[update.key]
+        number, op = divmod(update.op, CODED)
+        codec, is_of_rows = _CODECS.get(number), op == _ROWS
+        if (
+            codec is None
+            or op not in (_OPTIMIZE, _ROWS)
+            or len(arrays) != arrays_of(codec) + is_of_rows
+            or held.cell.dtype.kind in "iub"
+        ):
+            raise InvalidArgumentError(
+                f"{self.variables.task}: an update of variable {held.entry.name!r}, "
+                f"{held.cell.dtype}, has the operation {op} with codec {number} and "
+                f"{len(arrays)} arrays"
+            )
+        cell = held.cell
+        if not is_of_rows:
+            whole = decode_gradient(codec, cell.shape, arrays, GRADIENT_BLOCK)
+            return (whole.astype(cell.dtype, copy=False),)
+        indices, *coded = arrays
+        shape = (indices.size, *cell.shape[1:])
+        rows = decode_gradient(codec, shape, coded, ROW_BLOCK)
+        return (indices, rows.astype(cell.dtype, copy=False))
