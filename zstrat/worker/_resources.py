@@ -43,6 +43,7 @@ from zstrat.program.trace import is_described, joined, refuse_random_keys
 from zstrat.wire import LayoutMessage
 
 from ._closure import check_layout
+from ._resident import Residents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,6 +115,8 @@ class Resources:
         self._arguments: dict[int, _Shipped] = {}
         self._made: dict[int, object] = {}
         self._open: dict[int, Elements[Any] | StepIterator] = {}
+        self.residents: Final = Residents()
+        """What windows keep here."""
 
     # Code
 
@@ -152,6 +155,7 @@ class Resources:
         for digest, shipped in other._code.items():
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
+        self.residents.inherit(other.residents)
 
     # Arguments
 

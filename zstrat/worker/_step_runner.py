@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
-from zstrat.errors import NotFoundError
+from zstrat.errors import BusyError, NotFoundError
 from zstrat.program import (
+    SEGMENT,
     Function,
     Plan,
     WorkerContext,
@@ -23,11 +24,12 @@ from zstrat.program import (
     examples_in,
     fill_inputs,
     input_pipeline,
+    window_of,
     worker_context,
 )
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
-from zstrat.variables import Storage, creator, merged_operands
+from zstrat.variables import RESIDENT, Storage, creator, merged_operands
 from zstrat.wire import StepContribution, UpdateOp
 
 from . import _closure
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits
     from zstrat.errors import ZstratError
-    from zstrat.program import Prepared, StepIterator, StepResult
+    from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
     from zstrat.variables import (
         GradientCall,
         OptimizerHandle,
@@ -129,6 +131,8 @@ class StepRunner:
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
+        self._begun_with = -1
+        """The version of the resident arrays with which the head of the line began."""
 
     def statistics(self) -> dict[str, PlainTree]:
         """Returns counts. Safe to call from the loop."""
@@ -219,6 +223,10 @@ class StepRunner:
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
             args, kwargs = self._arguments(task)
+            keeper = window_of(function)
+            if keeper is not None:
+                step.place = self.resources.residents.take_place(keeper)
+                kwargs = {**kwargs, SEGMENT: step.place.segment}
             prepared = self._prepare(function, args, kwargs)
             needs = self._catalog.of(prepared.plan)
             if prepared.plan.calls:
@@ -249,6 +257,7 @@ class StepRunner:
             levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
+            begins=prepared.may_begin,
             examples=prepared.examples if prepared.plan.draws else 0,
         )
         return now
@@ -272,6 +281,20 @@ class StepRunner:
             raise
         self._bound.add(plan)
 
+    def begin(self, step: ClosureStep, began: float) -> float:
+        """Computes what a window does before it needs the values that it pulls."""
+        residents = self.resources.residents
+        try:
+            if step.place is None or residents.may_run(step.place):
+                plan: Plan = step.work.plan
+                step.work.begin(residents.early(plan.reads, step.number))
+                self._begun_with = residents.version
+        except Exception:  # raised again when it runs, which ends the step
+            step.work.forget_begun()
+        now = self.clock()
+        self.pipeline.begun(step, now - began)
+        return now
+
     def advance(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
         before = worker_context.set(task.context)
@@ -294,10 +317,16 @@ class StepRunner:
     def run(self, step: ClosureStep, began: float) -> float:
         push: list[PsUpdate] | RoundPush | None = None
         notes: EagerNotes | None = None
+        kept: list[StepUpdate] = []
         if step.ending is not None:
             ending = step.ending
         elif step.error is not None:
             ending = self._not_run(step, step.error)
+        elif step.place is not None and not self.resources.residents.may_run(
+            step.place
+        ):
+            step.work.unread()
+            ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
             task: _Task = step.task
             before = worker_context.set(task.context)
@@ -306,18 +335,35 @@ class StepRunner:
                     notes = EagerNotes()
                     result = self._eager(step, task, notes)
                 else:
-                    result = step.work.run(step.values or ())
+                    result, kept = self._computed(step)
                     push = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
+                if kept:
+                    self.resources.residents.put(step.number, kept)
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
             finally:
                 worker_context.reset(before)
         step.work = step.values = None
         now = self.clock()
-        cost = now - began
+        cost = now - began + step.begun
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
+
+    def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
+        """Computes a step; returns its result, and apart from it the resident arrays
+        that it leaves."""
+        plan: Plan = step.work.plan
+        if not self._catalog.of(plan).has_residents:
+            return step.work.run(step.values or ()), []
+        residents = self.resources.residents
+        if self._begun_with != residents.version:
+            step.work.forget_begun()
+        values = residents.filled(plan.reads, step.values or (), step.number)
+        result = step.work.run(values)
+        kept = [update for update in result.updates if update.spec.ps == RESIDENT]
+        shared = [update for update in result.updates if update.spec.ps != RESIDENT]
+        return result._replace(updates=shared), kept
 
     def _push(
         self, step: ClosureStep, result: StepResult
@@ -332,14 +378,17 @@ class StepRunner:
             return updates or None
         found = {rule.id: rule for _, rule in plan.targets if rule is not None}
         read = {} if step.notes is None else step.notes.rounds or {}
-        attempt = step.task.context.attempt
+        attempt, place = step.task.context.attempt, step.place
+        is_due = place is None or self.resources.residents.has_run(
+            place, read.get(place.optimizer, place.round)
+        )
         contributions = [
             StepContribution(
                 step.number,
                 attempt,
                 optimizer,
                 read.get(optimizer, -1),  # -1: it has read nothing
-                _weight(found[optimizer], plan, result),
+                _weight(found[optimizer], plan, result) if is_due else 0.0,
                 any(
                     update.optimizer == optimizer and update.op is UpdateOp.OPERANDS
                     for update in updates
@@ -353,6 +402,8 @@ class StepRunner:
             for update in updates
             if update.optimizer in rounds and update.op is not UpdateOp.OPERANDS
         ]
+        if not is_due:
+            gradients = []
         return RoundPush(apart, gradients, contributions)
 
     def operands(
@@ -400,6 +451,11 @@ class StepRunner:
         if work is not None:
             work.unread()
         return _closure.failed(step.number, error)
+
+
+_NO_COPY: Final = (
+    "this worker has no copy of the variables, as the window before has failed"
+)
 
 
 class _Refusing:

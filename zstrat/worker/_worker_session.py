@@ -374,6 +374,7 @@ class WorkerSession:
                     )
                 )
         except Exception as error:  # goes to the coordinator as this step's outcome
+            self._settle(step, failed=True)
             self._reports.later(_closure.failed(step, error))
         else:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
@@ -382,6 +383,8 @@ class WorkerSession:
         error, ending = _error_of(future), push.ending
         if self._closed:
             return
+        if ending.contributions:
+            self._settle(ending.completion.step, failed=error is not None)
         if error is not None:
             for each in ending.contributions:
                 self._after[each.optimizer] = each.base
@@ -389,6 +392,12 @@ class WorkerSession:
         else:
             self._acknowledged(push)
         self._reports.soon(ending)
+
+    def _settle(self, step: int, *, failed: bool) -> None:
+        """Has the thread keep the resident arrays that a step has left, or drop
+        them."""
+        settle = self.runner.resources.residents.settle
+        self._executor.tell(partial(settle, step, failed=failed))
 
     def _acknowledged(self, push: _PushUnderWay) -> None:
         """Records how long a push took, and its staleness: how many pushes of others

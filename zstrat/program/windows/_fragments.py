@@ -1,0 +1,48 @@
+"""Fragments of a tree, and the segments of a window between two exchanges.
+
+After Douillard et al., "Streaming DiLoCo" (2025): each fragment is exchanged once in
+``every`` steps, and at another offset than the others, so that the link carries a part
+of the model at a time. Round r of the outer optimizer is the exchange of fragment
+``r % fragments``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SEGMENT: Final = "zstrat_segment"
+"""The keyword with which a worker gives a window its `Segment`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a window that one closure runs: the steps before the exchange of
+    fragment ``number``.
+
+    ``restart``: it takes the values of all fragments first, as the worker has no copy
+    yet, or has missed a round.
+    """
+
+    number: int = 0
+    restart: bool = True
+
+
+def steps_of(segment: int, every: int, fragments: int) -> int:
+    """Returns the number of steps of a segment; those of all segments are ``every``."""
+    return (segment + 1) * every // fragments - segment * every // fragments
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[int]:
+    """Distributes leaves of these sizes over fragments of about equal size: the largest
+    one first, each to the smallest fragment. Returns the fragment of each leaf."""
+    filled = [0] * count
+    found = [0] * len(sizes)
+    for leaf in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        found[leaf] = min(range(count), key=lambda n: (filled[n], n))
+        # A leaf without elements counts, too, so that no fragment stays empty.
+        filled[found[leaf]] += max(1, sizes[leaf])
+    return found
