@@ -87,7 +87,7 @@ class Worker:
             kwargs = {SEGMENT: place.segment}
         work = prepare(self.window, args, kwargs)
         plan = work.plan
-        assert place is None or self.residents.may_run(place)
+        assert place is None or self.residents.may_run(place, plan.reads)
         pulled = [
             np.asarray(self.servers.values[spec.key])
             for spec in plan.reads

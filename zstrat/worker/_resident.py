@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from zstrat.program import Segment
+from zstrat.program import COPY, Segment
 from zstrat.variables import RESIDENT
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ class _Turn:
     """Number of windows that have a place."""
     offset: int = 0
     """The round of a window, less its index."""
-    has_copy: bool = False
-    """Whether there is a copy of the variables to go on with."""
     restarts: bool = True
     """Whether the next window takes the values of all fragments."""
 
@@ -129,20 +127,20 @@ class Residents:
         is_whole = optimizer.fragments == 1
         return WindowPlace(optimizer.outer.id, index, number, segment, is_whole)
 
-    def may_run(self, place: WindowPlace) -> bool:
-        """Returns whether the worker has the copy that a window goes on with. It has
-        none if the window that was to take it has failed; the next one will."""
-        turn = self._turns[place.optimizer]
-        if place.segment.restart or turn.has_copy:
+    def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
+        """Returns whether the worker has the copies that a window goes on with. It has
+        none if the window that was to take them has failed, or was of other variables;
+        the next one takes them."""
+        copies = [x for x in reads if x.ps == RESIDENT and x.name.endswith(COPY)]
+        if all(spec.key in self._arrays for spec in copies):
             return True
-        turn.restarts = True
+        self._turns[place.optimizer].restarts = True
         return False
 
     def has_run(self, place: WindowPlace, round_read: int) -> bool:
         """Notes the round whose values a window has read; returns whether it is the
         one that the window is for."""
         turn = self._turns[place.optimizer]
-        turn.has_copy = True
         if place.is_whole or round_read == place.round:
             return True
         before, turn.offset = turn.offset, round_read - place.index

@@ -285,7 +285,7 @@ class StepRunner:
         """Computes what a window does before it needs the values that it pulls."""
         residents = self.resources.residents
         try:
-            if step.place is None or residents.may_run(step.place):
+            if self._has_copies(step):
                 plan: Plan = step.work.plan
                 step.work.begin(residents.early(plan.reads, step.number))
                 self._begun_with = residents.version
@@ -322,9 +322,7 @@ class StepRunner:
             ending = step.ending
         elif step.error is not None:
             ending = self._not_run(step, step.error)
-        elif step.place is not None and not self.resources.residents.may_run(
-            step.place
-        ):
+        elif not self._has_copies(step):
             step.work.unread()
             ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
@@ -349,6 +347,12 @@ class StepRunner:
         cost = now - began + step.begun
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
+
+    def _has_copies(self, step: ClosureStep) -> bool:
+        """Returns whether this worker has what a window goes on with."""
+        if step.place is None:
+            return True
+        return self.resources.residents.may_run(step.place, step.work.plan.reads)
 
     def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
         """Computes a step; returns its result, and apart from it the resident arrays

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+COPY: Final = "/copy"
+"""The end of the names of resident arrays that are copies of variables."""
+
 SEGMENT: Final = "zstrat_segment"
 """The keyword with which a worker gives a window its `Segment`."""
 

@@ -70,7 +70,7 @@ class ResidentArrays:
         words = f"{self._optimizer} {variable.spec.key} {what}".encode()
         digest = hashlib.blake2b(words, digest_size=7).digest()
         key = -(1 << 60) - int.from_bytes(digest, "big")
-        name = f"{self._name}/{variable.name}/{what}"
+        name = f"{self._name}/{variable.name}{what}"
         return handle(
             VariableSpec(key, name, tuple(shape), str(dtype), RESIDENT), _NOWHERE
         )

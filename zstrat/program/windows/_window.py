@@ -27,12 +27,12 @@ import jax.numpy as jnp
 
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import Capture
-from zstrat.program.trace._context import printed_before
+from zstrat.program.trace._context import printed_before, worker_context
 from zstrat.program.trace._iterator import Element
 from zstrat.program.trace._where import claimed
 from zstrat.variables import IndexedSlices, recorder
 
-from ._fragments import SEGMENT, Segment, fragments_of, steps_of
+from ._fragments import COPY, SEGMENT, Segment, fragments_of, steps_of
 from ._resident import ResidentArrays
 from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
 
@@ -64,14 +64,16 @@ class WindowBody:
         self.__name__ = self.__qualname__ = f"window of {name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        segment = kwargs.pop(SEGMENT, Segment())
         outer = recorder.get()
-        if type(outer) is not Capture or window_of_step.get() is not None:
+        has_segment = SEGMENT in kwargs or worker_context.get() is None
+        is_inside = type(outer) is not Capture or window_of_step.get() is not None
+        if is_inside or (self.optimizer.keeps_copies and not has_segment):
             raise RuntimeError(
                 f"{self.__name__!r} is called in another step function, in a replica, "
                 "or eagerly: a window is a closure by itself, so schedule it, "
                 "coordinator.schedule(window, args=...)"
             )
+        segment = kwargs.pop(SEGMENT, Segment())
         return _Window(self, outer, args, kwargs).run(segment)
 
 
@@ -156,7 +158,7 @@ class _Window:
                     v.spec.key: resident.read(v, what, v.shape, v.spec.dtype)
                     for v in step.trained
                 }
-                for what in ("copy", "base")
+                for what in (COPY, "/base")
             )
         slots = self._slots(step, copies)
         if not segment.restart:
@@ -170,8 +172,8 @@ class _Window:
         self._contribute(step, base, copies, None, fragments[segment.number])
         self._keep_slots(step, slots)
         for part in step.trained:
-            resident.keep(part, "copy", copies[part.spec.key])
-            resident.keep(part, "base", base[part.spec.key])
+            resident.keep(part, COPY, copies[part.spec.key])
+            resident.keep(part, "/base", base[part.spec.key])
 
     def _tried(self) -> tuple[_Step, Drawn]:
         """Traces the step alone until it has the elements that it draws."""
@@ -226,7 +228,7 @@ class _Window:
             if not rule.names:
                 found[key] = []
                 continue
-            has_some = self._resident.read(variable, "begun", (), "bool")
+            has_some = self._resident.read(variable, "/begun", (), "bool")
             kept = [
                 self._resident.read(variable, name, kind.shape, kind.dtype)
                 for name, kind in zip(rule.names, rule.kinds, strict=True)
@@ -247,7 +249,7 @@ class _Window:
             for name, array in zip(rule.names, slots[key], strict=True):
                 self._resident.keep(variable, name, array)
             if rule.names:
-                self._resident.keep(variable, "begun", jnp.ones((), jnp.bool_))
+                self._resident.keep(variable, "/begun", jnp.ones((), jnp.bool_))
 
     def _contribute(
         self,
