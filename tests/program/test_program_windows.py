@@ -53,7 +53,7 @@ def training(values, inner, outer, workers, data, **options):
     iterators = [
         zs.StepIterator(list(zip(x[m], y[m], strict=True))) for m in range(workers)
     ]
-    there = [Worker(optimizer, window, servers) for _ in range(workers)]
+    there = [Worker(window, servers) for _ in range(workers)]
     return servers, list(zip(there, iterators, strict=True))
 
 
@@ -284,7 +284,7 @@ def test_a_table_contributes_the_rows_that_the_window_has_touched():
         return loss
 
     servers = Servers(values, optax.sgd(1.0))
-    worker = Worker(optimizer, optimizer.window(step), servers)
+    worker = Worker(optimizer.window(step), servers)
     ids = np.array([[3, 7], [7, 7], [3, 49]], np.int32)
     worker.run(zs.StepIterator(list(ids)))
     (sent,) = worker.sent
@@ -303,7 +303,7 @@ def counting(every, step_of, **options):
     optimizer = local_optimizer(optax.sgd(1.0), optax.sgd(1.0), every=every, **options)
     step = step_of(variables["w"], variables["scale"], optimizer)
     servers = Servers(values, optax.sgd(1.0))
-    return Worker(optimizer, optimizer.window(step), servers), servers
+    return Worker(optimizer.window(step), servers), servers
 
 
 def test_a_step_may_return_a_pytree_and_read_what_it_does_not_train():

@@ -5,10 +5,10 @@ import numpy as np
 import optax
 
 import zstrat as zs
-from zstrat.program import SEGMENT, prepare
+from zstrat.program import SEGMENT, prepare, window_of
 from zstrat.variables import RESIDENT, VariableSpec, creator, unbound
 from zstrat.wire import UpdateOp
-from zstrat.worker._resident import Residents
+from zstrat.worker import Residents
 
 
 class Creator:
@@ -71,8 +71,8 @@ class Servers:
 
 
 class Worker:
-    def __init__(self, optimizer, window, servers):
-        self.optimizer, self.window, self.servers = optimizer, window, servers
+    def __init__(self, window, servers):
+        self.window, self.servers = window, servers
         self.residents, self.steps = Residents(), 0
 
     def run(self, *args, step=None, settle=True):
@@ -82,8 +82,8 @@ class Worker:
             self.steps += 1
             step = self.steps
         kwargs, place = {}, None
-        if self.optimizer.keeps_copies:
-            place = self.residents.take_place(self.optimizer)
+        if (exchanges := window_of(self.window)) is not None:
+            place = self.residents.take_place(exchanges)
             kwargs = {SEGMENT: place.segment}
         work = prepare(self.window, args, kwargs)
         plan = work.plan

@@ -8,21 +8,18 @@ step of gradient descent at once, and the last one the step of the momentum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class DelayedNesterovState(NamedTuple):
-    """``count`` of the updates since the last step of the momentum, the ``momentum``,
-    and the sum of these updates."""
+    """How many updates came since the last step of the momentum (``counted``), the
+    ``momentum``, and the sum of these updates."""
 
-    count: jax.Array
+    counted: jax.Array
     momentum: Any
     buffer: Any
 
@@ -51,15 +48,15 @@ def delayed_nesterov(
         )
 
     def init(params: Any) -> DelayedNesterovState:
-        zeros: Callable[[Any], Any] = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-        return DelayedNesterovState(jnp.zeros((), jnp.int32), zeros(), zeros())
+        momentum, buffer = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return DelayedNesterovState(jnp.zeros((), jnp.int32), momentum, buffer)
 
     def update(
         updates: Any, state: DelayedNesterovState, params: Any = None
     ) -> tuple[Any, DelayedNesterovState]:
         del params
-        count = state.count + 1
-        is_last = count >= period
+        counted = state.counted + 1
+        is_last = counted >= period
 
         def moved(gradient: Any, before: Any, buffer: Any) -> tuple[Any, Any, Any]:
             buffer = buffer + gradient
@@ -72,7 +69,7 @@ def delayed_nesterov(
         new, after, kept = jax.tree.transpose(
             jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found
         )
-        count = jnp.where(is_last, 0, count)
-        return new, DelayedNesterovState(count, after, kept)
+        counted = jnp.where(is_last, 0, counted)
+        return new, DelayedNesterovState(counted, after, kept)
 
     return optax.GradientTransformation(init, update)

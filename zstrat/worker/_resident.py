@@ -27,7 +27,7 @@ from zstrat.variables import RESIDENT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.program import LocalOptimizer, StepUpdate
+    from zstrat.program import Exchanges, StepUpdate
     from zstrat.variables import VariableSpec
 
 
@@ -117,18 +117,18 @@ class Residents:
                     self._arrays[key] = array
         self._before, self._step = {}, None
 
-    def take_place(self, optimizer: LocalOptimizer) -> WindowPlace:
-        """Returns the place of the next window of an optimizer that keeps copies."""
-        turn = self._turns.setdefault(optimizer.outer.id, _Turn())
+    def take_place(self, exchanges: Exchanges) -> WindowPlace:
+        """Returns the place of the next window with these exchanges."""
+        optimizer = exchanges.outer.id
+        turn = self._turns.setdefault(optimizer, _Turn())
         index, turn.taken = turn.taken, turn.taken + 1
         restarts, turn.restarts = turn.restarts, False
         number = index + turn.offset
-        segment = Segment(number % optimizer.fragments, restarts)
-        is_whole = optimizer.fragments == 1
-        return WindowPlace(optimizer.outer.id, index, number, segment, is_whole)
+        segment = Segment(number % exchanges.fragments, restarts)
+        return WindowPlace(optimizer, index, number, segment, exchanges.fragments == 1)
 
     def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
-        """Returns whether the worker has the copies that a window goes on with. It has
+        """Returns whether the worker has the copies that a window continues. It has
         none if the window that was to take them has failed, or was of other variables;
         the next one takes them."""
         copies = [x for x in reads if x.ps == RESIDENT and x.name.endswith(COPY)]

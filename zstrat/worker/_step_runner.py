@@ -223,9 +223,9 @@ class StepRunner:
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
             args, kwargs = self._arguments(task)
-            keeper = window_of(function)
-            if keeper is not None:
-                step.place = self.resources.residents.take_place(keeper)
+            exchanges = window_of(function)
+            if exchanges is not None:
+                step.place = self.resources.residents.take_place(exchanges)
                 kwargs = {**kwargs, SEGMENT: step.place.segment}
             prepared = self._prepare(function, args, kwargs)
             needs = self._catalog.of(prepared.plan)
@@ -349,7 +349,7 @@ class StepRunner:
         return now
 
     def _has_copies(self, step: ClosureStep) -> bool:
-        """Returns whether this worker has what a window goes on with."""
+        """Returns whether this worker has what a window continues."""
         if step.place is None:
             return True
         return self.resources.residents.may_run(step.place, step.work.plan.reads)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zstrat.variables import Optimizer
+
 COPY: Final = "/copy"
 """The end of the names of resident arrays that are copies of variables."""
 
@@ -32,6 +34,27 @@ class Segment:
 
     number: int = 0
     restart: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanges:
+    """When the windows of a `LocalOptimizer` exchange what; see its arguments.
+
+    ``outer`` is the optimizer on the servers, ``inner`` the id of that of the steps.
+    """
+
+    name: str
+    outer: Optimizer
+    inner: int
+    every: int
+    fragments: int
+    overlap: int
+    mix: float
+
+    @property
+    def keep_copies(self) -> bool:
+        """Whether a worker's copy outlives its window."""
+        return self.fragments > 1 or self.overlap > 0 or self.mix > 0
 
 
 def steps_of(segment: int, every: int, fragments: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zstrat.program._function import Function, function
 from zstrat.variables import Optimizer, Rounds, unplaced
 
+from ._fragments import Exchanges
 from ._window import WindowBody
 from ._window_recorder import window_of_step
 
@@ -93,21 +94,20 @@ class LocalOptimizer:
         self.outer = Optimizer(outer, self.name, rounds=rounds)
         """The optimizer on the parameter servers."""
         self._inner = unplaced(inner, f"{self.name}/inner")
+        self._exchanges = Exchanges(
+            self.name,
+            self.outer,
+            self._inner.id,
+            self.every,
+            self.fragments,
+            self.overlap,
+            self.mix,
+        )
 
     @property
     def inner(self) -> Any:
         """The optax transformation of the steps."""
         return self._inner.transformation
-
-    @property
-    def inner_id(self) -> int:
-        """The id of the inner optimizer in traces."""
-        return self._inner.id
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether a worker's copy outlives its window."""
-        return self.fragments > 1 or self.overlap > 0 or self.mix > 0
 
     def window(self, step: Callable[..., Any]) -> Function:
         """Makes a step function that runs ``every`` steps, to be scheduled.
@@ -130,7 +130,7 @@ class LocalOptimizer:
                 f"a window compiles its steps, and {checked.name!r} is an eager step "
                 "function: leave out eager=True"
             )
-        return Function(WindowBody(self, checked.body))
+        return Function(WindowBody(self._exchanges, checked.body))
 
     def apply_gradients(self, grads: Any, variables: Any = None, **extra: Any) -> None:
         """Moves the worker's copy by ``inner``; see `Optimizer.apply_gradients`.

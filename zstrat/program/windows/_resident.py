@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableHandle
 
 
-class _OnWorkers(UnboundStorage):
+class _KeptByWorkers(UnboundStorage):
     """The storage in a window that is called here instead of scheduled."""
 
     def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
@@ -38,7 +38,7 @@ class _OnWorkers(UnboundStorage):
         )
 
 
-_NOWHERE: Final = _OnWorkers()
+_NOWHERE: Final = _KeptByWorkers()
 
 
 class ResidentArrays:

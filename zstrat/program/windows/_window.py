@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zstrat.program.trace._structure import Structure
     from zstrat.variables import GradientCall, SlotRule, VariableHandle
 
-    from ._local_optimizer import LocalOptimizer
+    from ._fragments import Exchanges
 
 Drawn = list[tuple["StepIterator", Any]]
 """The elements of one step, each with its iterator."""
@@ -58,8 +58,8 @@ Slots = dict["SlotsKey", list[Any]]
 class WindowBody:
     """The body of the step function that `LocalOptimizer.window` makes."""
 
-    def __init__(self, optimizer: LocalOptimizer, step: Callable[..., Any]) -> None:
-        self.optimizer, self.step = optimizer, step
+    def __init__(self, exchanges: Exchanges, step: Callable[..., Any]) -> None:
+        self.exchanges, self.step = exchanges, step
         name = getattr(step, "__qualname__", type(step).__qualname__)
         self.__name__ = self.__qualname__ = f"window of {name}"
 
@@ -67,7 +67,7 @@ class WindowBody:
         outer = recorder.get()
         has_segment = SEGMENT in kwargs or worker_context.get() is None
         is_inside = type(outer) is not Capture or window_of_step.get() is not None
-        if is_inside or (self.optimizer.keeps_copies and not has_segment):
+        if is_inside or (self.exchanges.keep_copies and not has_segment):
             raise RuntimeError(
                 f"{self.__name__!r} is called in another step function, in a replica, "
                 "or eagerly: a window is a closure by itself, so schedule it, "
@@ -77,11 +77,12 @@ class WindowBody:
         return _Window(self, outer, args, kwargs).run(segment)
 
 
-def window_of(function: Function) -> LocalOptimizer | None:
-    """Returns the optimizer whose windows need a `Segment`, if the function is one."""
+def window_of(function: Function) -> Exchanges | None:
+    """Returns the exchanges of a window that needs a `Segment`, if the function is
+    one."""
     body = getattr(function.body, "step", function.body)
-    if isinstance(body, WindowBody) and body.optimizer.keeps_copies:
-        return body.optimizer
+    if isinstance(body, WindowBody) and body.exchanges.keep_copies:
+        return body.exchanges
     return None
 
 
@@ -104,21 +105,19 @@ class _Window:
         self, body: WindowBody, outer: Capture, args: Any, kwargs: Any
     ) -> None:
         self._body, self._outer, self._args, self._kwargs = body, outer, args, kwargs
-        self._optimizer = body.optimizer
-        self._resident = ResidentArrays(
-            self._optimizer.outer.id, self._optimizer.name, outer
-        )
+        self._exchanges = exchanges = body.exchanges
+        self._resident = ResidentArrays(exchanges.outer.id, exchanges.name, outer)
 
     def run(self, segment: Segment) -> Any:
         """Returns the result of the steps, each array with a first axis of steps."""
-        optimizer = self._optimizer
-        count = steps_of(segment.number, optimizer.every, optimizer.fragments)
+        exchanges = self._exchanges
+        count = steps_of(segment.number, exchanges.every, exchanges.fragments)
         step, drawn = self._tried()
         more = range(1, count)
         batches = [drawn, *[[(x, self._outer.draw(x)) for x, _ in drawn] for _ in more]]
         known = {v.spec.key: self._outer.read(v) for v in step.reads}
         runs = _Steps(self, step, batches, known)
-        if optimizer.keeps_copies:
+        if exchanges.keep_copies:
             self._run_kept(step, runs, segment, count)
         else:
             self._run_whole(step, runs, count)
@@ -135,20 +134,20 @@ class _Window:
         self, step: _Step, runs: _Steps, segment: Segment, count: int
     ) -> None:
         """Runs a segment that goes on with the worker's own copy."""
-        optimizer, resident = self._optimizer, self._resident
+        exchanges, resident = self._exchanges, self._resident
         sizes = [math.prod(target.shape) for target in step.call.targets]
         given = step.call.given
-        if optimizer.fragments > len(given):
+        if exchanges.fragments > len(given):
             raise ValueError(
                 f"{step.call.where}: zs.LocalOptimizer(fragments="
-                f"{optimizer.fragments}) has to cut a tree of {len(given)} variables: "
+                f"{exchanges.fragments}) has to cut a tree of {len(given)} variables: "
                 f"give {len(given)} fragments at most"
             )
-        places = fragments_of([sizes[leaf] for leaf in given], optimizer.fragments)
-        fragments: list[list[int]] = [[] for _ in range(optimizer.fragments)]
+        places = fragments_of([sizes[leaf] for leaf in given], exchanges.fragments)
+        fragments: list[list[int]] = [[] for _ in range(exchanges.fragments)]
         for leaf, place in zip(given, places, strict=True):
             fragments[place].append(leaf)
-        before = fragments[(segment.number - 1) % optimizer.fragments]
+        before = fragments[(segment.number - 1) % exchanges.fragments]
         if segment.restart:
             base = {v.spec.key: self._outer.read(v) for v in step.trained}
             copies = dict(base)
@@ -162,12 +161,12 @@ class _Window:
             )
         slots = self._slots(step, copies)
         if not segment.restart:
-            copies, slots = runs.run(copies, slots, optimizer.overlap)
+            copies, slots = runs.run(copies, slots, exchanges.overlap)
             for leaf in before:
                 for part in step.call.targets[leaf].components:
                     key = part.spec.key
                     base[key] = self._outer.read(part)
-                    copies[key] = _mixed(copies[key], base[key], optimizer.mix)
+                    copies[key] = _mixed(copies[key], base[key], exchanges.mix)
         copies, slots = runs.run(copies, slots, count - runs.done)
         self._contribute(step, base, copies, None, fragments[segment.number])
         self._keep_slots(step, slots)
@@ -179,7 +178,7 @@ class _Window:
         """Traces the step alone until it has the elements that it draws."""
         drawn: Drawn = []
         while True:
-            trial = WindowRecorder(self._optimizer.inner_id, self._outer, drawn)
+            trial = WindowRecorder(self._exchanges.inner, self._outer, drawn)
             found: list[Structure] = []
 
             def tried(trial: WindowRecorder = trial, found: Any = found) -> Any:
@@ -283,7 +282,7 @@ class _Window:
         ]
         treedef = call.structure.treedef
         with claimed(call.where):
-            self._optimizer.outer.apply_gradients(
+            self._exchanges.outer.apply_gradients(
                 treedef.unflatten(deltas), treedef.unflatten(variables)
             )
 
@@ -370,7 +369,7 @@ class _Steps:
         ]
         window, step = self._window, self._step
         recording = WindowRecorder(
-            window._optimizer.inner_id,
+            window._exchanges.inner,
             window._outer,
             list(zip(self._iterators, elements, strict=True)),
             {**self._known, **copies},
