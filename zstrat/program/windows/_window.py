@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 
+from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import Capture
 from zstrat.program.trace._context import printed_before, worker_context
@@ -80,7 +81,9 @@ class WindowBody:
 def window_of(function: Function) -> Exchanges | None:
     """Returns the exchanges of a window that needs a `Segment`, if the function is
     one."""
-    body = getattr(function.body, "step", function.body)
+    body = function.body
+    if isinstance(body, ScopedBody):
+        body = body.step
     if isinstance(body, WindowBody) and body.exchanges.keep_copies:
         return body.exchanges
     return None
