@@ -231,6 +231,32 @@ def test_a_window_that_runs_again_begins_where_it_began_before():
         np.testing.assert_array_equal(value, ends[1][name])
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_schedule_counts_the_steps_of_the_run_and_not_those_of_a_worker(fragments):
+    rates = optax.sgd(lambda count: 0.1 + jnp.asarray(count, jnp.float32))
+    values = {name: np.ones(2, np.float32) for name in ("a", "b", "c")}
+    variables = variables_like(values)
+    optimizer = local_optimizer(rates, optax.sgd(1.0), every=6, fragments=fragments)
+
+    def step():
+        # A gradient of one moves by the rate: what is left are the rates.
+        before = variables["a"].value()
+        ones = {name: 1.0 + 0.0 * x.value() for name, x in variables.items()}
+        optimizer.apply_gradients(ones, variables)
+        return (before - variables["a"].value())[0]
+
+    servers = Servers(values, optax.sgd(0.0))
+    servers.round = 4
+    worker = Worker(optimizer.window(step), servers)
+    count = 6 // fragments
+    first = 4 * count
+    for _ in range(2):
+        wanted = 0.1 + np.arange(first, first + count)
+        np.testing.assert_allclose(worker.run(), wanted, rtol=1e-4)
+        servers.close()
+        first += count
+
+
 def test_a_worker_that_joins_contributes_when_its_fragment_is_due():
     data = batches_of(2, 30)
     servers, there = training(
@@ -379,6 +405,20 @@ def test_a_window_that_gets_too_few_elements_draws_none():
     with pytest.raises(OutOfRangeError):
         worker.run(iterator)
     assert [x.item() for x in iterator] == [3, 4]
+
+
+def test_a_window_of_too_many_elements_says_so():
+    def step_of(w, scale, optimizer):
+        def step(iterator):
+            optimizer.apply_gradients(next(iterator) + 0.0 * w.value(), w)
+
+        return step
+
+    worker, _ = counting(1025, step_of)
+    iterator = zs.StepIterator([np.float32(n) for n in range(2)])
+    with pytest.raises(ValueError, match="every="):
+        worker.run(iterator)
+    assert len(list(iterator)) == 2
 
 
 def assigns(w, scale, optimizer):

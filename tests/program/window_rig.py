@@ -95,8 +95,9 @@ class Worker:
         ]
         self.pulled, self.began = len(pulled), work.may_begin
         if work.may_begin:
-            work.begin(self.residents.early(plan.reads, step))
-        result = work.run(self.residents.filled(plan.reads, pulled, step))
+            work.begin(self.residents.early(plan.reads, step, place))
+        now = self.servers.round
+        result = work.run(self.residents.filled(plan.reads, pulled, step, now))
         kept = [x for x in result.updates if x.spec.ps == RESIDENT]
         self.residents.put(step, kept)
         if settle:

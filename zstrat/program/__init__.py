@@ -61,6 +61,7 @@ from .trace._where import here as here
 from .trace._where import hide_frames as hide_frames
 from .trace._where import trim as trim
 from .windows._fragments import COPY as COPY
+from .windows._fragments import ROUND as ROUND
 from .windows._fragments import SEGMENT as SEGMENT
 from .windows._fragments import Exchanges as Exchanges
 from .windows._fragments import Segment as Segment

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from zstrat.program import COPY, Segment
+from zstrat.program import COPY, ROUND, Segment
 from zstrat.variables import RESIDENT
 
 if TYPE_CHECKING:
@@ -82,19 +82,28 @@ class Residents:
         reads: Sequence[VariableSpec],
         pulled: Sequence[Any],
         step: int,
+        number: int,
     ) -> list[Any]:
-        """Returns the values of all reads of a step, of which some were pulled. An
-        array that is not there yet is zeros."""
+        """Returns the values of all reads of a step, of which some were pulled, in
+        round ``number``. An array that is not there yet is zeros."""
         if step == self._step:
             self.settle(step, failed=True)
         left = iter(pulled)
         return [
-            self._value(spec) if spec.ps == RESIDENT else next(left) for spec in reads
+            next(left)
+            if spec.ps != RESIDENT
+            else np.int32(number)
+            if spec.name.endswith(ROUND)
+            else self._value(spec)
+            for spec in reads
         ]
 
-    def early(self, reads: Sequence[VariableSpec], step: int) -> list[Any]:
-        """`filled`, with None for what is to be pulled."""
-        return self.filled(reads, [None] * len(reads), step)
+    def early(
+        self, reads: Sequence[VariableSpec], step: int, place: WindowPlace
+    ) -> list[Any]:
+        """`filled`, with None for what is to be pulled, and the round that is
+        expected."""
+        return self.filled(reads, [None] * len(reads), step, place.round)
 
     def put(self, step: int, updates: Sequence[StepUpdate]) -> None:
         """Keeps the arrays that a step leaves."""
@@ -141,9 +150,9 @@ class Residents:
         """Notes the round whose values a window has read; returns whether it is the
         one that the window is for."""
         turn = self._turns[place.optimizer]
+        before, turn.offset = turn.offset, round_read - place.index
         if place.is_whole or round_read == place.round:
             return True
-        before, turn.offset = turn.offset, round_read - place.index
         # A window that runs again reads before the end of the round.
         is_early = round_read == place.round - 1
         if before != turn.offset and not (is_early or place.segment.restart):

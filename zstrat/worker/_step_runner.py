@@ -287,7 +287,8 @@ class StepRunner:
         try:
             if self._has_copies(step):
                 plan: Plan = step.work.plan
-                step.work.begin(residents.early(plan.reads, step.number))
+                early = residents.early(plan.reads, step.number, step.place)
+                step.work.begin(early)
                 self._begun_with = residents.version
         except Exception:  # raised again when it runs, which ends the step
             step.work.forget_begun()
@@ -358,12 +359,15 @@ class StepRunner:
         """Computes a step; returns its result, and apart from it the resident arrays
         that it leaves."""
         plan: Plan = step.work.plan
-        if not self._catalog.of(plan).has_residents:
+        needs = self._catalog.of(plan)
+        if not needs.has_residents:
             return step.work.run(step.values or ()), []
         residents = self.resources.residents
         if self._begun_with != residents.version:
             step.work.forget_begun()
-        values = residents.filled(plan.reads, step.values or (), step.number)
+        read = {} if step.notes is None else step.notes.rounds or {}
+        number = read.get(needs.rounds[0], 0)
+        values = residents.filled(plan.reads, step.values or (), step.number, number)
         result = step.work.run(values)
         kept = [update for update in result.updates if update.spec.ps == RESIDENT]
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 COPY: Final = "/copy"
 """The end of the names of resident arrays that are copies of variables."""
 
+ROUND: Final = "/round"
+"""The end of the name of the number of the round whose values a window has read."""
+
 SEGMENT: Final = "zstrat_segment"
 """The keyword with which a worker gives a window its `Segment`."""
 
@@ -40,12 +43,12 @@ class Segment:
 class Exchanges:
     """When the windows of a `LocalOptimizer` exchange what; see its arguments.
 
-    ``outer`` is the optimizer on the servers, ``inner`` the id of that of the steps.
+    ``outer`` is the optimizer on the servers, ``inner`` that of the steps.
     """
 
     name: str
     outer: Optimizer
-    inner: int
+    inner: Optimizer
     every: int
     fragments: int
     overlap: int

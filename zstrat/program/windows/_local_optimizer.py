@@ -10,7 +10,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from zstrat.program._function import Function, function
-from zstrat.variables import Optimizer, Rounds, unplaced
+from zstrat.variables import Optimizer, Rounds, creator, unplaced
 
 from ._fragments import Exchanges
 from ._window import WindowBody
@@ -88,6 +88,12 @@ class LocalOptimizer:
                 "LocalOptimizer(fragments=, rounds=): a late contribution is of "
                 "another fragment than the round that is open: use late='drop'"
             )
+        if creator.get() is None:
+            raise ValueError(
+                "a zs.LocalOptimizer trains copies of variables that are on parameter "
+                "servers: create it, and the variables, in the scope of a "
+                "zs.ParameterServerStrategy"
+            )
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
         rounds = Rounds() if rounds is None else rounds
@@ -97,7 +103,7 @@ class LocalOptimizer:
         self._exchanges = Exchanges(
             self.name,
             self.outer,
-            self._inner.id,
+            self._inner,
             self.every,
             self.fragments,
             self.overlap,

@@ -19,6 +19,8 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
+from ._fragments import ROUND
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -58,6 +60,10 @@ class ResidentArrays:
         """Returns the array that is kept beside a variable under the name ``what``."""
         return self._outer.read(self._handle(variable, what, shape, dtype))
 
+    def round(self) -> jax.Array:
+        """Returns the number of the round whose values the window has read, int32."""
+        return self._outer.read(self._at("", ROUND, (), "int32"))
+
     def keep(self, variable: VariableHandle, what: str, array: jax.Array) -> None:
         """Keeps an array for the next closure."""
         to = self._handle(variable, what, array.shape, array.dtype)
@@ -66,11 +72,16 @@ class ResidentArrays:
     def _handle(
         self, variable: VariableHandle, what: str, shape: Sequence[int], dtype: Any
     ) -> VariableHandle:
+        return self._at(f"/{variable.name} {variable.spec.key}", what, shape, dtype)
+
+    def _at(
+        self, place: str, what: str, shape: Sequence[int], dtype: Any
+    ) -> VariableHandle:
         # A digest: each trace has to find the same key, on whatever worker.
-        words = f"{self._optimizer} {variable.spec.key} {what}".encode()
+        words = f"{self._optimizer} {place} {what}".encode()
         digest = hashlib.blake2b(words, digest_size=7).digest()
         key = -(1 << 60) - int.from_bytes(digest, "big")
-        name = f"{self._name}/{variable.name}{what}"
+        name = f"{self._name}{place}{what}"
         return handle(
             VariableSpec(key, name, tuple(shape), str(dtype), RESIDENT), _NOWHERE
         )

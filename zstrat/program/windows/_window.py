@@ -20,18 +20,18 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
 
 from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
-from zstrat.program.trace._capture import Capture
+from zstrat.program.trace._capture import MAX_DRAWS, Capture
 from zstrat.program.trace._context import printed_before, worker_context
 from zstrat.program.trace._iterator import Element
 from zstrat.program.trace._where import claimed
-from zstrat.variables import IndexedSlices, recorder
+from zstrat.variables import ABSENT, IndexedSlices, recorder
 
 from ._fragments import COPY, SEGMENT, Segment, fragments_of, steps_of
 from ._resident import ResidentArrays
@@ -47,6 +47,17 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, SlotRule, VariableHandle
 
     from ._fragments import Exchanges
+
+_OF_SCHEDULES: Final = frozenset(
+    {
+        "InjectHyperparamsState",
+        "InjectStatefulHyperparamsState",
+        "ScaleByScheduleState",
+        "WrappedScheduleState",
+    }
+)
+"""States of optax whose count is the place in a schedule; that of Adam counts the
+gradients in its moments."""
 
 Drawn = list[tuple["StepIterator", Any]]
 """The elements of one step, each with its iterator."""
@@ -116,6 +127,12 @@ class _Window:
         exchanges = self._exchanges
         count = steps_of(segment.number, exchanges.every, exchanges.fragments)
         step, drawn = self._tried()
+        if count * len(drawn) > MAX_DRAWS:
+            raise ValueError(
+                f"{step.call.where}: a window of {count} steps draws "
+                f"{count * len(drawn)} elements, and a program takes {MAX_DRAWS} at "
+                "most: exchange more often (every=), or draw larger elements"
+            )
         more = range(1, count)
         batches = [drawn, *[[(x, self._outer.draw(x)) for x, _ in drawn] for _ in more]]
         known = {v.spec.key: self._outer.read(v) for v in step.reads}
@@ -181,7 +198,7 @@ class _Window:
         """Traces the step alone until it has the elements that it draws."""
         drawn: Drawn = []
         while True:
-            trial = WindowRecorder(self._exchanges.inner, self._outer, drawn)
+            trial = WindowRecorder(self._exchanges.inner.id, self._outer, drawn)
             found: list[Structure] = []
 
             def tried(trial: WindowRecorder = trial, found: Any = found) -> Any:
@@ -224,7 +241,8 @@ class _Window:
         return self._body.step, self._args, self._kwargs
 
     def _slots(self, step: _Step, values: Copies) -> Slots:
-        """Reads the resident slots; those of a worker that has none yet are new."""
+        """Reads the resident slots; those of a worker that has none yet are new.
+        Schedules count the steps of the run, whenever this worker has joined."""
         found: Slots = {}
         for key, (variable, rule) in step.slots.items():
             if not rule.names:
@@ -243,8 +261,22 @@ class _Window:
                 pairs = zip(slots, rule.kinds, strict=True)
                 return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
-            found[key] = jax.lax.cond(has_some, lambda kept=kept: kept, new)
+            slots = list(jax.lax.cond(has_some, lambda kept=kept: kept, new))
+            classes = self._exchanges.inner.state_classes
+            for number, (name, kind) in enumerate(
+                zip(rule.names, rule.kinds, strict=True)
+            ):
+                if name.endswith(".count") and classes.get(name) in _OF_SCHEDULES:
+                    slots[number] = self._steps_before().astype(kind.dtype)
+            found[key] = slots
         return found
+
+    def _steps_before(self) -> jax.Array:
+        """Returns how many steps a worker makes before this round, of the whole run."""
+        exchanges = self._exchanges
+        turn, number = jnp.divmod(self._resident.round(), exchanges.fragments)
+        part = number * exchanges.every // exchanges.fragments
+        return turn * exchanges.every + part
 
     def _keep_slots(self, step: _Step, slots: Slots) -> None:
         for key, (variable, rule) in step.slots.items():
@@ -372,7 +404,7 @@ class _Steps:
         ]
         window, step = self._window, self._step
         recording = WindowRecorder(
-            window._exchanges.inner,
+            window._exchanges.inner.id,
             window._outer,
             list(zip(self._iterators, elements, strict=True)),
             {**self._known, **copies},
@@ -405,8 +437,6 @@ def _mixed(copy: jax.Array, value: jax.Array, mix: float) -> jax.Array:
 
 def _distinct(rows: jax.Array, height: int) -> jax.Array:
     """Returns each index once; `ABSENT` in place of repetitions and of padding."""
-    from zstrat.variables import ABSENT
-
     ordered = jnp.sort(rows.astype(jnp.int32))
     is_first = jnp.concatenate([jnp.ones(1, jnp.bool_), ordered[1:] != ordered[:-1]])
     is_there = is_first & (ordered >= 0) & (ordered < height)
