@@ -52,6 +52,7 @@ from .trace._iterator import kept as kept
 from .trace._iterator import require_untraced as require_untraced
 from .trace._keras_models import KerasWarning as KerasWarning
 from .trace._plan import Plan as Plan
+from .trace._plan import PlannedUpdate as PlannedUpdate
 from .trace._refusals import not_shared as not_shared
 from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure

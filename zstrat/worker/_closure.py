@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Limits
-    from zstrat.program import ResultLayout, StepResult, Wanted
+    from zstrat.program import PlannedUpdate, ResultLayout, StepResult, Wanted
     from zstrat.ps import Clocks
     from zstrat.variables import VariableSpec
     from zstrat.wire import PlainTree
@@ -412,7 +412,7 @@ class Catalog:
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
             rounds,
-            any(update.spec.ps == RESIDENT for update in plan.updates),
+            len(shared) < len(plan.reads) or any(map(_is_kept, plan.updates)),
             plan.levels - 1,
             tuple(
                 [
@@ -439,6 +439,11 @@ class Catalog:
         if nbytes is None:
             nbytes = self._row_bytes[spec.key] = spec.nbytes // max(1, spec.shape[0])
         return nbytes
+
+
+def _is_kept(update: PlannedUpdate) -> bool:
+    """Returns whether the update leaves a resident array."""
+    return update.op is UpdateOp.ASSIGN and update.spec.ps == RESIDENT
 
 
 def _refs(specs: Sequence[VariableSpec]) -> tuple[Ref, ...]:

@@ -257,7 +257,7 @@ class StepRunner:
             levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
-            begins=prepared.may_begin,
+            begins=needs.has_residents and prepared.may_begin,
             examples=prepared.examples if prepared.plan.draws else 0,
         )
         return now
