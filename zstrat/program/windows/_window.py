@@ -31,7 +31,7 @@ from zstrat.program.trace._capture import MAX_DRAWS, Capture
 from zstrat.program.trace._context import printed_before, worker_context
 from zstrat.program.trace._iterator import Element
 from zstrat.program.trace._where import claimed
-from zstrat.variables import ABSENT, IndexedSlices, recorder
+from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
 from ._fragments import COPY, SEGMENT, Segment, fragments_of, steps_of
 from ._resident import ResidentArrays
@@ -118,13 +118,13 @@ class _Window:
     def __init__(
         self, body: WindowBody, outer: Capture, args: Any, kwargs: Any
     ) -> None:
-        self._body, self._outer, self._args, self._kwargs = body, outer, args, kwargs
-        self._exchanges = exchanges = body.exchanges
+        self._body, self.outer, self._args, self._kwargs = body, outer, args, kwargs
+        self.exchanges = exchanges = body.exchanges
         self._resident = ResidentArrays(exchanges.outer.id, exchanges.name, outer)
 
     def run(self, segment: Segment) -> Any:
         """Returns the result of the steps, each array with a first axis of steps."""
-        exchanges = self._exchanges
+        exchanges = self.exchanges
         count = steps_of(segment.number, exchanges.every, exchanges.fragments)
         step, drawn = self._tried()
         if count * len(drawn) > MAX_DRAWS:
@@ -134,8 +134,8 @@ class _Window:
                 "most: exchange more often (every=), or draw larger elements"
             )
         more = range(1, count)
-        batches = [drawn, *[[(x, self._outer.draw(x)) for x, _ in drawn] for _ in more]]
-        known = {v.spec.key: self._outer.read(v) for v in step.reads}
+        batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
+        known = {v.spec.key: self.outer.read(v) for v in step.reads}
         runs = _Steps(self, step, batches, known)
         if exchanges.keep_copies:
             self._run_kept(step, runs, segment, count)
@@ -145,7 +145,7 @@ class _Window:
 
     def _run_whole(self, step: _Step, runs: _Steps, count: int) -> None:
         """Runs a window that begins with the values on the servers."""
-        base = {v.spec.key: self._outer.read(v) for v in step.trained}
+        base = {v.spec.key: self.outer.read(v) for v in step.trained}
         copies, slots = runs.run(dict(base), self._slots(step, base), count)
         self._contribute(step, base, copies, runs, step.call.given)
         self._keep_slots(step, slots)
@@ -154,7 +154,7 @@ class _Window:
         self, step: _Step, runs: _Steps, segment: Segment, count: int
     ) -> None:
         """Runs a segment that goes on with the worker's own copy."""
-        exchanges, resident = self._exchanges, self._resident
+        exchanges, resident = self.exchanges, self._resident
         sizes = [math.prod(target.shape) for target in step.call.targets]
         given = step.call.given
         if exchanges.fragments > len(given):
@@ -169,7 +169,7 @@ class _Window:
             fragments[place].append(leaf)
         before = fragments[(segment.number - 1) % exchanges.fragments]
         if segment.restart:
-            base = {v.spec.key: self._outer.read(v) for v in step.trained}
+            base = {v.spec.key: self.outer.read(v) for v in step.trained}
             copies = dict(base)
         else:
             copies, base = (
@@ -185,7 +185,7 @@ class _Window:
             for leaf in before:
                 for part in step.call.targets[leaf].components:
                     key = part.spec.key
-                    base[key] = self._outer.read(part)
+                    base[key] = self.outer.read(part)
                     copies[key] = _mixed(copies[key], base[key], exchanges.mix)
         copies, slots = runs.run(copies, slots, count - runs.done)
         self._contribute(step, base, copies, None, fragments[segment.number])
@@ -198,7 +198,7 @@ class _Window:
         """Traces the step alone until it has the elements that it draws."""
         drawn: Drawn = []
         while True:
-            trial = WindowRecorder(self._exchanges.inner.id, self._outer, drawn)
+            trial = WindowRecorder(self.exchanges.inner.id, self.outer, drawn)
             found: list[Structure] = []
 
             def tried(trial: WindowRecorder = trial, found: Any = found) -> Any:
@@ -210,7 +210,7 @@ class _Window:
                 with printed_before():
                     jax.eval_shape(tried)
             except NeedsElement as need:
-                drawn.append((need.iterator, self._outer.draw(need.iterator)))
+                drawn.append((need.iterator, self.outer.draw(need.iterator)))
                 continue
             return self._step_of(trial, found[-1]), drawn
 
@@ -235,6 +235,10 @@ class _Window:
             [v for key, v in trial.reads.items() if key not in moves.values],
             structure,
         )
+
+    @property
+    def name(self) -> str:
+        return self._body.__name__
 
     @property
     def step_and_arguments(self) -> tuple[Callable[..., Any], Any, Any]:
@@ -262,7 +266,7 @@ class _Window:
                 return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
             slots = list(jax.lax.cond(has_some, lambda kept=kept: kept, new))
-            classes = self._exchanges.inner.state_classes
+            classes = self.exchanges.inner.state_classes
             for number, (name, kind) in enumerate(
                 zip(rule.names, rule.kinds, strict=True)
             ):
@@ -273,7 +277,7 @@ class _Window:
 
     def _steps_before(self) -> jax.Array:
         """Returns how many steps a worker makes before this round, of the whole run."""
-        exchanges = self._exchanges
+        exchanges = self.exchanges
         turn, number = jnp.divmod(self._resident.round(), exchanges.fragments)
         part = number * exchanges.every // exchanges.fragments
         return turn * exchanges.every + part
@@ -317,7 +321,7 @@ class _Window:
         ]
         treedef = call.structure.treedef
         with claimed(call.where):
-            self._exchanges.outer.apply_gradients(
+            self.exchanges.outer.apply_gradients(
                 treedef.unflatten(deltas), treedef.unflatten(variables)
             )
 
@@ -357,10 +361,10 @@ class _Steps:
             self._took(made)
             return carry
         warnings.warn(
-            f"the elements that {self._window.step_and_arguments[0]!r} draws in one "
-            "window differ in shape, so its steps are compiled one by one and not as a "
-            "loop: drop the remainder of a batch, or pad it",
-            stacklevel=2,
+            f"the elements that {self._window.name!r} draws differ in shape, so its "
+            "steps are compiled one by one and not as a loop: drop the remainder of a "
+            "batch, or pad it",
+            stacklevel=user_stacklevel(),
         )
         for number, drawn in enumerate(batches, first):
             leaves = [leaf for x in drawn for leaf in x.leaves]
@@ -404,14 +408,14 @@ class _Steps:
         ]
         window, step = self._window, self._step
         recording = WindowRecorder(
-            window._exchanges.inner.id,
-            window._outer,
+            window.exchanges.inner.id,
+            window.outer,
             list(zip(self._iterators, elements, strict=True)),
             {**self._known, **copies},
             slots,
         )
         structure, arrays = recording.run(*window.step_and_arguments, number)
-        moves, name = recording.moves, window._body.__name__
+        moves, name = recording.moves, window.name
         if recording.call is None or [*moves.values] != [
             v.spec.key for v in step.trained
         ]:
