@@ -257,6 +257,35 @@ def test_a_schedule_counts_the_steps_of_the_run_and_not_those_of_a_worker(fragme
         first += count
 
 
+@pytest.mark.parametrize("options", [{}, {"mix": 0.5, "overlap": 1}])
+def test_a_slow_worker_makes_fewer_steps_while_there_is_a_fast_one(options):
+    values = {"w": np.zeros(2, np.float32)}
+    w = variables_like(values)["w"]
+    optimizer = local_optimizer(
+        optax.sgd(1.0), optax.sgd(0.0), every=6, adapt=True, **options
+    )
+
+    def step():
+        optimizer.apply_gradients(1.0 + 0.0 * w.value(), w)
+        return w.value()[0]
+
+    window, servers = optimizer.window(step), Servers(values, optax.sgd(0.0))
+    fast, slow = Worker(window, servers), Worker(window, servers)
+    fast.speed, slow.speed = 100.0, 26.0
+    lengths = []
+    for _ in range(4):
+        lengths.append([len(fast.run()), len(slow.run())])
+        servers.close()
+    # The speed of a window is known in the next one, which says how long its next is.
+    fewer = max(6 * 26 // 100, options.get("overlap", 1))
+    assert lengths == [[6, 6], [6, 6], [6, fewer], [6, fewer]]
+    servers.round += 24  # the fast one is gone
+    for _ in range(2):
+        slow.run()
+        servers.close()
+    assert len(slow.run()) == 6
+
+
 def test_a_worker_that_joins_contributes_when_its_fragment_is_due():
     data = batches_of(2, 30)
     servers, there = training(

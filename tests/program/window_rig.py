@@ -7,7 +7,7 @@ import optax
 import zstrat as zs
 from zstrat.program import SEGMENT, prepare, window_of
 from zstrat.variables import RESIDENT, VariableSpec, creator, unbound
-from zstrat.wire import UpdateOp
+from zstrat.wire import RoundNumber, UpdateOp
 from zstrat.worker import Residents
 
 
@@ -23,6 +23,17 @@ class Creator:
 
     def forget_optimizer(self, optimizer):
         pass
+
+    def create_variables(self, requests):
+        self.count += 1
+        return [
+            unbound(
+                VariableSpec(
+                    1000 + self.count, x.name, x.initial_value.shape, "float32", 0
+                )
+            )
+            for x in requests
+        ]
 
 
 CREATOR = Creator()
@@ -53,6 +64,22 @@ class Servers:
         self.outer, self.round = outer, 0
         self.states = {key: outer.init(x) for key, x in self.values.items()}
         self.waiting = []
+        self.plain = {}
+        """Values of variables that no optimizer moves, zeros at first."""
+
+    def value(self, spec):
+        if spec.key in self.values:
+            return np.asarray(self.values[spec.key])
+        return self.plain.setdefault(spec.key, np.zeros(spec.shape, spec.dtype)).copy()
+
+    def update(self, update):
+        """Makes a plain update of rows."""
+        indices, rows = update.arrays
+        if update.op is UpdateOp.SCATTER_MAX:
+            np.maximum.at(self.plain[update.spec.key], indices, rows)
+        else:
+            assert update.op is UpdateOp.SCATTER_UPDATE
+            self.plain[update.spec.key][indices] = rows
 
     def close(self):
         """Closes the round with the mean of what waits."""
@@ -74,6 +101,8 @@ class Worker:
     def __init__(self, window, servers):
         self.window, self.servers = window, servers
         self.residents, self.steps = Residents(), 0
+        self.speed = None
+        """Steps per second, if it is measured."""
 
     def run(self, *args, step=None, settle=True):
         """Runs one window; its contribution waits on the servers. Returns the
@@ -88,22 +117,24 @@ class Worker:
         work = prepare(self.window, args, kwargs)
         plan = work.plan
         assert place is None or self.residents.may_run(place, plan.reads)
-        pulled = [
-            np.asarray(self.servers.values[spec.key])
-            for spec in plan.reads
-            if spec.ps != RESIDENT
-        ]
+        pulled = [self.servers.value(x) for x in plan.reads if x.ps != RESIDENT]
         self.pulled, self.began = len(pulled), work.may_begin
         if work.may_begin:
             work.begin(self.residents.early(plan.reads, step, place))
-        now = self.servers.round
-        result = work.run(self.residents.filled(plan.reads, pulled, step, now))
+        at = RoundNumber(0 if place is None else place.optimizer, self.servers.round)
+        result = work.run(self.residents.filled(plan.reads, pulled, step, at))
         kept = [x for x in result.updates if x.spec.ps == RESIDENT]
-        self.residents.put(step, kept)
+        self.residents.put(step, kept, place)
+        if place is not None and self.speed:
+            self.residents.took(place, place.steps / self.speed)
         if settle:
             self.residents.settle(step, failed=False)
         due = place is None or self.residents.has_run(place, self.servers.round)
-        self.sent = [x for x in result.updates if x.spec.ps != RESIDENT]
+        shared = [x for x in result.updates if x.spec.ps != RESIDENT]
+        self.sent = [x for x in shared if x.optimizer]
+        for update in shared:
+            if not update.optimizer:
+                self.servers.update(update)
         self.servers.waiting.append(
             {x.spec.key: _dense(x) for x in self.sent} if due else {}
         )

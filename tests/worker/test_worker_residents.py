@@ -5,7 +5,7 @@ import pytest
 
 from zstrat.program import Exchanges, Segment, StepUpdate
 from zstrat.variables import RESIDENT, VariableSpec
-from zstrat.wire import UpdateOp
+from zstrat.wire import RoundNumber, UpdateOp
 from zstrat.worker import Residents
 
 ARRAY = VariableSpec(-(1 << 60), "local/w/copy", (2,), "float32", RESIDENT)
@@ -27,14 +27,14 @@ def left(value):
 
 
 def kept(residents, step=99):
-    return residents.filled([ARRAY], [], step, 0)[0].tolist()
+    return residents.filled([ARRAY], [], step, RoundNumber(7, 0))[0].tolist()
 
 
 def test_arrays_take_the_places_of_reads_that_are_not_pulled():
     residents = Residents()
     residents.put(1, left(5.0))
     reads = [PULLED, ARRAY, NUMBER, PULLED]
-    values = residents.filled(reads, ["first", "second"], 2, 8)
+    values = residents.filled(reads, ["first", "second"], 2, RoundNumber(7, 8))
     assert (values[0], values[1].tolist()) == ("first", [5.0] * 2)
     assert values[2:] == [8, "second"]
 

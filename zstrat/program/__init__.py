@@ -64,6 +64,8 @@ from .trace._where import trim as trim
 from .windows._fragments import COPY as COPY
 from .windows._fragments import ROUND as ROUND
 from .windows._fragments import SEGMENT as SEGMENT
+from .windows._fragments import SPEED as SPEED
+from .windows._fragments import STEPS as STEPS
 from .windows._fragments import Exchanges as Exchanges
 from .windows._fragments import Segment as Segment
 from .windows._local_optimizer import LocalOptimizer as LocalOptimizer

@@ -133,7 +133,8 @@ def held(value: Any) -> dict[str, Any]:
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
         case LocalOptimizer():
-            return {"outer": value.outer}
+            pace = {} if value.pace is None else {"pace": value.pace}
+            return {"outer": value.outer, **pace}
         case Tracked():
             return value.tracked
         case Module():

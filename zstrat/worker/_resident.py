@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from zstrat.program import COPY, ROUND, Segment
+from zstrat.program import COPY, ROUND, SPEED, STEPS, Segment
 from zstrat.variables import RESIDENT
+from zstrat.wire import RoundNumber
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,8 @@ class WindowPlace(NamedTuple):
     segment: Segment
     is_whole: bool
     """Whether the tree is one fragment, so that any round will do."""
+    steps: int
+    """How many steps the window makes."""
 
 
 @final
@@ -55,6 +58,10 @@ class _Turn:
     """The round of a window, less its index."""
     restarts: bool = True
     """Whether the next window takes the values of all fragments."""
+    every: int = 0
+    """The number of steps to which the windows have adapted; 0 for all."""
+    speed: float = 0.0
+    """Steps per second, of the last windows; 0 if not known."""
 
 
 @final
@@ -82,19 +89,15 @@ class Residents:
         reads: Sequence[VariableSpec],
         pulled: Sequence[Any],
         step: int,
-        number: int,
+        at: RoundNumber,
     ) -> list[Any]:
-        """Returns the values of all reads of a step, of which some were pulled, in
-        round ``number``. An array that is not there yet is zeros."""
+        """Returns the values of all reads of a step, of which some were pulled, in the
+        round ``at``. An array that is not there yet is zeros."""
         if step == self._step:
             self.settle(step, failed=True)
         left = iter(pulled)
         return [
-            next(left)
-            if spec.ps != RESIDENT
-            else np.int32(number)
-            if spec.name.endswith(ROUND)
-            else self._value(spec)
+            self._value(spec, at) if spec.ps == RESIDENT else next(left)
             for spec in reads
         ]
 
@@ -103,10 +106,16 @@ class Residents:
     ) -> list[Any]:
         """`filled`, with None for what is to be pulled, and the round that is
         expected."""
-        return self.filled(reads, [None] * len(reads), step, place.round)
+        at = RoundNumber(place.optimizer, place.round)
+        return self.filled(reads, [None] * len(reads), step, at)
 
-    def put(self, step: int, updates: Sequence[StepUpdate]) -> None:
+    def put(
+        self, step: int, updates: Sequence[StepUpdate], place: WindowPlace | None = None
+    ) -> None:
         """Keeps the arrays that a step leaves."""
+        for update in updates:
+            if place is not None and update.spec.name.endswith(STEPS):
+                self._turns[place.optimizer].every = int(update.arrays[0])
         self._before = {x.spec.key: self._arrays.get(x.spec.key) for x in updates}
         self._step = step
         self.version += 1
@@ -132,9 +141,13 @@ class Residents:
         turn = self._turns.setdefault(optimizer, _Turn())
         index, turn.taken = turn.taken, turn.taken + 1
         restarts, turn.restarts = turn.restarts, False
-        number = index + turn.offset
-        segment = Segment(number % exchanges.fragments, restarts)
-        return WindowPlace(optimizer, index, number, segment, exchanges.fragments == 1)
+        number, is_whole = index + turn.offset, exchanges.fragments == 1
+        # A window that keeps no copy is the same program each time.
+        restarts = restarts or not exchanges.keep_copies
+        every = turn.every if turn.every < exchanges.every else 0
+        segment = Segment(number % exchanges.fragments, restarts, every)
+        steps = exchanges.steps_in(segment)
+        return WindowPlace(optimizer, index, number, segment, is_whole, steps)
 
     def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
         """Returns whether the worker has the copies that a window continues. It has
@@ -159,7 +172,16 @@ class Residents:
             turn.restarts = True
         return False
 
-    def _value(self, spec: VariableSpec) -> np.ndarray:
+    def took(self, place: WindowPlace, seconds: float) -> None:
+        """Notes how long the steps of a window took, without waiting for values."""
+        turn, speed = self._turns[place.optimizer], place.steps / max(seconds, 1e-9)
+        turn.speed = (turn.speed + speed) / 2 if turn.speed else speed
+
+    def _value(self, spec: VariableSpec, at: RoundNumber) -> Any:
+        if spec.name.endswith(ROUND):
+            return np.int32(at.number)
+        if spec.name.endswith(SPEED):
+            return np.float32(self._turns[at.optimizer].speed)
         array = self._arrays.get(spec.key)
         if array is not None and array.shape == spec.shape:
             return array

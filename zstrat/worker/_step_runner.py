@@ -30,7 +30,7 @@ from zstrat.program import (
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import RESIDENT, Storage, creator, merged_operands
-from zstrat.wire import StepContribution, UpdateOp
+from zstrat.wire import RoundNumber, StepContribution, UpdateOp
 
 from . import _closure
 from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
@@ -131,6 +131,8 @@ class StepRunner:
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
+        self._compiled: Final = WeakSet[Plan]()
+        """Plans of windows that have run."""
         self._begun_with = -1
         """The version of the resident arrays with which the head of the line began."""
 
@@ -338,16 +340,25 @@ class StepRunner:
                     push = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
                 if kept:
-                    self.resources.residents.put(step.number, kept)
+                    self.resources.residents.put(step.number, kept, step.place)
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
             finally:
                 worker_context.reset(before)
-        step.work = step.values = None
         now = self.clock()
         cost = now - began + step.begun
+        if step.place is not None and push is not None:
+            self._measure(step, cost)
+        step.work = step.values = None
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
+
+    def _measure(self, step: ClosureStep, seconds: float) -> None:
+        """Notes the speed of a window, unless its program was compiled in it."""
+        plan: Plan = step.work.plan
+        if plan in self._compiled:
+            self.resources.residents.took(step.place, seconds)
+        self._compiled.add(plan)
 
     def _has_copies(self, step: ClosureStep) -> bool:
         """Returns whether this worker has what a window continues."""
@@ -366,8 +377,9 @@ class StepRunner:
         if self._begun_with != residents.version:
             step.work.forget_begun()
         read = {} if step.notes is None else step.notes.rounds or {}
-        number = read.get(needs.rounds[0], 0)
-        values = residents.filled(plan.reads, step.values or (), step.number, number)
+        optimizer = needs.rounds[0]
+        at = RoundNumber(optimizer, read.get(optimizer, 0))
+        values = residents.filled(plan.reads, step.values or (), step.number, at)
         result = step.work.run(values)
         kept = [update for update in result.updates if update.spec.ps == RESIDENT]
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]

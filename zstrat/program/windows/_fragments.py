@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.variables import Optimizer
+    from zstrat.variables import Optimizer, Variable
 
 COPY: Final = "/copy"
 """The end of the names of resident arrays that are copies of variables."""
 
 ROUND: Final = "/round"
 """The end of the name of the number of the round whose values a window has read."""
+
+SPEED: Final = "/speed"
+"""The end of the name of the steps per second that this worker makes."""
+STEPS: Final = "/steps"
+"""The end of the name of the number of steps that the next window is to make."""
 
 SEGMENT: Final = "zstrat_segment"
 """The keyword with which a worker gives a window its `Segment`."""
@@ -32,18 +37,21 @@ class Segment:
     fragment ``number``.
 
     ``restart``: it takes the values of all fragments first, as the worker has no copy
-    yet, or has missed a round.
+    yet, or has missed a round. ``every``: it makes only as many steps as if the window
+    had so many; 0 for all.
     """
 
     number: int = 0
     restart: bool = True
+    every: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
     """When the windows of a `LocalOptimizer` exchange what; see its arguments.
 
-    ``outer`` is the optimizer on the servers, ``inner`` that of the steps.
+    ``outer`` is the optimizer on the servers, ``inner`` that of the steps. ``pace``
+    holds the speed of the fastest worker; None: all workers make the same steps.
     """
 
     name: str
@@ -53,6 +61,19 @@ class Exchanges:
     fragments: int
     overlap: int
     mix: float
+    pace: Variable | None = None
+
+    def steps_in(self, segment: Segment) -> int:
+        """Returns how many steps a segment makes."""
+        count = steps_of(segment.number, self.every, self.fragments)
+        if segment.every:
+            count = count * segment.every // self.every
+        return max(count, self.overlap, 1)
+
+    @property
+    def take_segments(self) -> bool:
+        """Whether a worker has to say which segment a window is."""
+        return self.keep_copies or self.pace is not None
 
     @property
     def keep_copies(self) -> bool:

@@ -7,10 +7,12 @@ Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from zstrat.program._function import Function, function
-from zstrat.variables import Optimizer, Rounds, creator, unplaced
+from zstrat.variables import Optimizer, Rounds, Variable, creator, unplaced
 
 from ._fragments import Exchanges
 from ._window import WindowBody
@@ -18,6 +20,10 @@ from ._window_recorder import window_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_EPOCHS: Final = 8
+"""Number of epochs of rounds whose largest speed is kept."""
 
 
 class LocalOptimizer:
@@ -37,6 +43,8 @@ class LocalOptimizer:
             then runs ``every / fragments`` steps, and exchanges one part.
         overlap: Number of steps that a window makes before it needs the result of the
             round before; less than ``every / fragments``.
+        adapt: A worker that is slower than the fastest one makes fewer steps in a
+            window, so that all windows take about as long (Liu et al., 2024).
         mix: The part of the worker's own copy that it keeps at an exchange, in [0, 1).
         rounds: Which windows become one update of ``outer``. Default: one of each
             worker.
@@ -57,6 +65,7 @@ class LocalOptimizer:
         fragments: int = 1,
         overlap: int = 0,
         mix: float = 0.0,
+        adapt: bool = False,
         rounds: Rounds | None = None,
         name: str | None = None,
     ) -> None:
@@ -99,6 +108,12 @@ class LocalOptimizer:
         rounds = Rounds() if rounds is None else rounds
         self.outer = Optimizer(outer, self.name, rounds=rounds)
         """The optimizer on the parameter servers."""
+        self.pace: Variable | None = None
+        """The largest speeds of workers, in steps per second; None without
+        ``adapt``."""
+        if adapt:
+            zeros = np.zeros(_EPOCHS, np.float32)
+            self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
         self._inner = unplaced(inner, f"{self.name}/inner")
         self._exchanges = Exchanges(
             self.name,
@@ -108,6 +123,7 @@ class LocalOptimizer:
             self.fragments,
             self.overlap,
             self.mix,
+            self.pace,
         )
 
     @property

@@ -19,7 +19,7 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
-from ._fragments import ROUND
+from ._fragments import ROUND, SPEED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,15 @@ class ResidentArrays:
     def round(self) -> jax.Array:
         """Returns the number of the round whose values the window has read, int32."""
         return self._outer.read(self._at("", ROUND, (), "int32"))
+
+    def speed(self) -> jax.Array:
+        """Returns the steps per second of this worker, float32; 0 if not known."""
+        return self._outer.read(self._at("", SPEED, (), "float32"))
+
+    def keep_own(self, what: str, array: jax.Array) -> None:
+        """Keeps an array that belongs to no variable."""
+        to = self._at("", what, array.shape, array.dtype)
+        self._outer.update(VariableUpdate(to, UpdateOp.ASSIGN, (array,), None))
 
     def keep(self, variable: VariableHandle, what: str, array: jax.Array) -> None:
         """Keeps an array for the next closure."""

@@ -33,7 +33,7 @@ from zstrat.program.trace._iterator import Element
 from zstrat.program.trace._where import claimed
 from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
-from ._fragments import COPY, SEGMENT, Segment, fragments_of, steps_of
+from ._fragments import COPY, SEGMENT, STEPS, Segment, fragments_of
 from ._resident import ResidentArrays
 from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zstrat.program.trace._feeds import SlotsKey
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.program.trace._structure import Structure
-    from zstrat.variables import GradientCall, SlotRule, VariableHandle
+    from zstrat.variables import GradientCall, SlotRule, Variable, VariableHandle
 
     from ._fragments import Exchanges
 
@@ -58,6 +58,11 @@ _OF_SCHEDULES: Final = frozenset(
 )
 """States of optax whose count is the place in a schedule; that of Adam counts the
 gradients in its moments."""
+
+_EPOCH: Final = 8
+"""Rounds after which the speed of a worker that is gone counts no more, or twice."""
+_PROGRAMS: Final = 8
+"""Numbers of steps that workers make, about, when these adapt to their speed."""
 
 Drawn = list[tuple["StepIterator", Any]]
 """The elements of one step, each with its iterator."""
@@ -78,8 +83,9 @@ class WindowBody:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = recorder.get()
         has_segment = SEGMENT in kwargs or worker_context.get() is None
+        exchanges = self.exchanges
         is_inside = type(outer) is not Capture or window_of_step.get() is not None
-        if is_inside or (self.exchanges.keep_copies and not has_segment):
+        if is_inside or (exchanges.take_segments and not has_segment):
             raise RuntimeError(
                 f"{self.__name__!r} is called in another step function, in a replica, "
                 "or eagerly: a window is a closure by itself, so schedule it, "
@@ -95,7 +101,7 @@ def window_of(function: Function) -> Exchanges | None:
     body = function.body
     if isinstance(body, ScopedBody):
         body = body.step
-    if isinstance(body, WindowBody) and body.exchanges.keep_copies:
+    if isinstance(body, WindowBody) and body.exchanges.take_segments:
         return body.exchanges
     return None
 
@@ -125,7 +131,7 @@ class _Window:
     def run(self, segment: Segment) -> Any:
         """Returns the result of the steps, each array with a first axis of steps."""
         exchanges = self.exchanges
-        count = steps_of(segment.number, exchanges.every, exchanges.fragments)
+        count = exchanges.steps_in(segment)
         step, drawn = self._tried()
         if count * len(drawn) > MAX_DRAWS:
             raise ValueError(
@@ -141,6 +147,8 @@ class _Window:
             self._run_kept(step, runs, segment, count)
         else:
             self._run_whole(step, runs, count)
+        if exchanges.pace is not None:
+            self._adapt(exchanges.pace)
         return step.structure.unflatten(runs.results(step.call.where))
 
     def _run_whole(self, step: _Step, runs: _Steps, count: int) -> None:
@@ -193,6 +201,26 @@ class _Window:
         for part in step.trained:
             resident.keep(part, COPY, copies[part.spec.key])
             resident.keep(part, "/base", base[part.spec.key])
+
+    def _adapt(self, pace: Variable) -> None:
+        """Says how many steps the next window makes: as many as this worker can while
+        the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
+        last epochs; the next one is cleared."""
+        resident, every = self._resident, self.exchanges.every
+        speed, epoch = resident.speed(), resident.round() // _EPOCH
+        speeds, size = jnp.asarray(pace.value()), pace.shape[0]
+        others = jnp.maximum(speeds[epoch % size], speeds[(epoch - 1) % size])
+        fastest = jnp.maximum(others, speed)
+        share = jnp.where(speed > 0, speed / jnp.where(fastest > 0, fastest, 1.0), 1.0)
+        # A little more, as a quotient of floats may be less than it is.
+        steps = jnp.floor(every * share + 1e-3).astype(jnp.int32)
+        # Few numbers, as each is another program.
+        unit = -(-every // _PROGRAMS)
+        steps = jnp.where(steps < unit, steps, steps // unit * unit)
+        resident.keep_own(STEPS, jnp.maximum(steps, 1))
+        now, later = jnp.reshape(epoch % size, 1), jnp.reshape((epoch + 2) % size, 1)
+        pace.scatter_max(IndexedSlices(jnp.reshape(speed, 1), now))
+        pace.scatter_update(IndexedSlices(jnp.zeros(1, speed.dtype), later))
 
     def _tried(self) -> tuple[_Step, Drawn]:
         """Traces the step alone until it has the elements that it draws."""
