@@ -38,6 +38,7 @@ from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
+from .windows._fragments import SEGMENT
 from .windows._overlapped import program_of_window
 
 if TYPE_CHECKING:
@@ -240,6 +241,9 @@ class CompiledPrograms:
             known_so.insert(0, SharedTrace(call.key, given, known))
             del known_so[MAX_SHARED:]
         self._forget_oldest()
+        if SEGMENT in kwargs:  # each segment of a window is meant to be a program
+            self.trace_count += 1
+            return program
         words = describe(args, kwargs, draws.elements)
         if known.asks_context:
             words["the worker"] = str(worker_context.get())
