@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 import jax.numpy as jnp
 
+from zstrat.program._function import Function
 from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import MAX_DRAWS, Capture
@@ -40,7 +41,6 @@ from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.program._function import Function
     from zstrat.program.trace._feeds import SlotsKey
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.program.trace._structure import Structure
@@ -95,10 +95,10 @@ class WindowBody:
         return _Window(self, outer, args, kwargs).run(segment)
 
 
-def window_of(function: Function) -> Exchanges | None:
+def window_of(function: object) -> Exchanges | None:
     """Returns the exchanges of a window that needs a `Segment`, if the function is
     one."""
-    body = function.body
+    body = function.body if isinstance(function, Function) else None
     if isinstance(body, ScopedBody):
         body = body.step
     if isinstance(body, WindowBody) and body.exchanges.take_segments:
@@ -212,8 +212,9 @@ class _Window:
         others = jnp.maximum(speeds[epoch % size], speeds[(epoch - 1) % size])
         fastest = jnp.maximum(others, speed)
         share = jnp.where(speed > 0, speed / jnp.where(fastest > 0, fastest, 1.0), 1.0)
-        # A little more, as a quotient of floats may be less than it is.
-        steps = jnp.floor(every * share + 1e-3).astype(jnp.int32)
+        # A tenth is noise, and the fastest worker makes all steps.
+        share = jnp.where(share > 0.9, 1.0, share)
+        steps = jnp.floor(every * share).astype(jnp.int32)
         # Few numbers, as each is another program.
         unit = -(-every // _PROGRAMS)
         steps = jnp.where(steps < unit, steps, steps // unit * unit)
