@@ -83,6 +83,15 @@ def test_places_are_of_successive_rounds_and_the_first_takes_all_values():
     assert segments == [Segment(n % 3, restart=n == 0) for n in range(4)]
 
 
+def test_a_window_that_will_not_run_gives_its_place_back():
+    residents = Residents()
+    first, second = (residents.take_place(exchanges(3)) for _ in range(2))
+    residents.give_back(second)
+    residents.give_back(first)
+    assert residents.take_place(exchanges(3)) == first
+    assert residents.take_place(exchanges(3)) == second
+
+
 def test_a_worker_that_has_miscounted_contributes_nothing_once():
     residents = Residents()
     first, ahead = (residents.take_place(exchanges(3)) for _ in range(2))

@@ -149,6 +149,13 @@ class Residents:
         steps = exchanges.steps_in(segment)
         return WindowPlace(optimizer, index, number, segment, is_whole, steps)
 
+    def give_back(self, place: WindowPlace) -> None:
+        """Gives the place to the next window, as this one will not run; of several the
+        last one first."""
+        turn = self._turns[place.optimizer]
+        turn.taken -= 1
+        turn.restarts = turn.restarts or place.segment.restart
+
     def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
         """Returns whether the worker has the copies that a window continues. It has
         none if the window that was to take them has failed, or was of other variables;

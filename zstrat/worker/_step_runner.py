@@ -171,8 +171,7 @@ class StepRunner:
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
         for step in prepared:
-            if step.work is not None:
-                step.work.unread()
+            self._give_back(step)
         for step in (*reversed(prepared), *queued):
             self.pipeline.leave(_closure.cancelled(step.number, error), now)
 
@@ -234,6 +233,7 @@ class StepRunner:
             if prepared.plan.calls:
                 self._bind_all(prepared)
         except BaseException as error:  # to the coordinator, as the outcome of the step
+            self._give_back(step)
             now = self.clock()
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
@@ -353,6 +353,15 @@ class StepRunner:
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
 
+    def _give_back(self, step: ClosureStep) -> None:
+        """Gives back the elements and the place of a step that will not run; of several
+        call it for the last one first."""
+        if step.work is not None:
+            step.work.unread()
+        if step.place is not None:
+            self.resources.residents.give_back(step.place)
+            step.place = None
+
     def _measure(self, step: ClosureStep, seconds: float) -> None:
         """Notes the speed of a window, unless its program was compiled in it."""
         plan: Plan = step.work.plan
@@ -462,14 +471,12 @@ class StepRunner:
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """Ends a step whose values could not be pulled. The coordinator may retry the
         closure, so its elements go back, after those that later steps have drawn."""
-        work, step.work = step.work, None
-        if work is not None and work.plan.draws:
+        if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
-                if other.work is not None:
-                    other.work.unread()
-                    other.work = None
-        if work is not None:
-            work.unread()
+                self._give_back(other)
+                other.work = None
+        self._give_back(step)
+        step.work = None
         return _closure.failed(step.number, error)
 
 
