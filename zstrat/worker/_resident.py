@@ -36,7 +36,7 @@ class WindowPlace(NamedTuple):
     """The place of a window among those of its optimizer on this worker."""
 
     optimizer: int
-    index: int
+    turn: int
     """How many came before it."""
     round: int
     """The round that it is for, as far as the worker knew."""
@@ -170,7 +170,7 @@ class Residents:
         """Notes the round whose values a window has read; returns whether it is the
         one that the window is for."""
         turn = self._turns[place.optimizer]
-        before, turn.offset = turn.offset, round_read - place.index
+        before, turn.offset = turn.offset, round_read - place.turn
         if place.is_whole or round_read == place.round:
             return True
         # A window that runs again reads before the end of the round.

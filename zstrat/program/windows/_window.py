@@ -84,8 +84,12 @@ class WindowBody:
         outer = recorder.get()
         has_segment = SEGMENT in kwargs or worker_context.get() is None
         exchanges = self.exchanges
-        is_inside = type(outer) is not Capture or window_of_step.get() is not None
-        if is_inside or (exchanges.take_segments and not has_segment):
+        is_inside = window_of_step.get() is not None
+        if (
+            not isinstance(outer, Capture)
+            or is_inside
+            or (exchanges.take_segments and not has_segment)
+        ):
             raise RuntimeError(
                 f"{self.__name__!r} is called in another step function, in a replica, "
                 "or eagerly: a window is a closure by itself, so schedule it, "
@@ -338,7 +342,7 @@ class _Window:
                 continue
             keys = [part.spec.key for part in target.components]
             parts = [base[key] - copies[key] for key in keys]
-            delta = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            delta: Any = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
             if sparse and runs is not None:
                 rows = _distinct(runs.rows(leaf), target.shape[0])
                 values = delta.at[rows].get(mode="fill", fill_value=0)

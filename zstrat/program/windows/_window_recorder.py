@@ -206,7 +206,7 @@ def _of_step(number: Any, leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or isinstance(dtype, np.dtype):
         return leaf
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         fold: Any = jax.random.fold_in
         for _ in np.shape(leaf):
             fold = jax.vmap(fold, (0, None))
