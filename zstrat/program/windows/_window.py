@@ -82,14 +82,11 @@ class WindowBody:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = recorder.get()
-        has_segment = SEGMENT in kwargs or worker_context.get() is None
-        exchanges = self.exchanges
         is_inside = window_of_step.get() is not None
-        if (
-            not isinstance(outer, Capture)
-            or is_inside
-            or (exchanges.take_segments and not has_segment)
-        ):
+        if SEGMENT not in kwargs and worker_context.get() is not None:
+            # The worker has not recognized it: another step has called it.
+            is_inside = is_inside or self.exchanges.take_segments
+        if not isinstance(outer, Capture) or is_inside:
             raise RuntimeError(
                 f"{self.__name__!r} is called in another step function, in a replica, "
                 "or eagerly: a window is a closure by itself, so schedule it, "
