@@ -257,6 +257,25 @@ def test_a_schedule_counts_the_steps_of_the_run_and_not_those_of_a_worker(fragme
         first += count
 
 
+def test_each_segment_is_a_program_and_no_retrace_to_warn_of():
+    values = {name: np.zeros(1, np.float32) for name in "abcde"}
+    variables = variables_like(values)
+    optimizer = local_optimizer(optax.sgd(1.0), optax.sgd(1.0), every=5, fragments=5)
+
+    def step():
+        ones = {name: 1.0 + 0.0 * x.value() for name, x in variables.items()}
+        optimizer.apply_gradients(ones, variables)
+
+    window, servers = optimizer.window(step), Servers(values, optax.sgd(1.0))
+    worker = Worker(window, servers)
+    for _ in range(11):
+        worker.run()
+        servers.close()
+    assert window.trace_count == 6  # the first segment also takes all values
+    # Each was exchanged after 1 to 5 steps, and again after 5 more; the first, thrice.
+    assert sorted(x.item() for x in servers.now().values()) == [-11, -10, -9, -8, -7]
+
+
 @pytest.mark.parametrize("options", [{}, {"mix": 0.5, "overlap": 1}])
 def test_a_slow_worker_makes_fewer_steps_while_there_is_a_fast_one(options):
     values = {"w": np.zeros(2, np.float32)}
