@@ -45,6 +45,7 @@ from zstrat.errors import ZstratError as ZstratError
 from zstrat.launch import LocalCluster as LocalCluster
 from zstrat.launch import Server as Server
 from zstrat.program import Function as Function
+from zstrat.program import LocalOptimizer as LocalOptimizer
 from zstrat.program import RaggedIds as RaggedIds
 from zstrat.program import RetraceWarning as RetraceWarning
 from zstrat.program import StepIterator as StepIterator
@@ -137,6 +138,7 @@ from . import experimental as experimental
 from . import initializers as initializers
 from . import integrations as integrations
 from . import launch as launch
+from . import optimizers as optimizers
 from . import testing as testing
 from . import tpu as tpu
 

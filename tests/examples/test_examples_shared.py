@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"optimizers", "testing", "which_consistency"}
+ELSEWHERE = {"optimizers", "slow_links", "testing", "which_consistency"}
 """Pages with tests of their own: test_optax_docs, test_testing_clusters, and below."""
 PAGES = [
     page.stem
@@ -183,6 +183,10 @@ def test_the_code_of_a_page_runs(page, shared, request):
 def test_rounds_of_two_workers_run(request):
     """On a cluster of its own: other pages kill a worker of the shared one."""
     run_page("which_consistency", request)
+
+
+def test_windows_of_two_workers_run(request):
+    run_page("slow_links", request)
 
 
 def run_page(page, request):

@@ -87,6 +87,17 @@ def test_the_transformer_trains_and_says_how_well(tmp_path):
     assert re.search(r"217,472 parameters", done.stdout)
 
 
+def test_local_steps_send_fewer_bytes_over_a_slow_link(tmp_path):
+    few = ["--steps", "6", "--every", "3", "--batch", "2", "--megabits", "1000"]
+    script = str(ROOT / "examples/diloco.py")
+    done = ran(script, "--workers", "2", *few, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"characters +\S+ s  \S+ bits", done.stdout)) == 2 + 6
+    (times,) = re.findall(r"(\S+) times fewer bytes", done.stdout)
+    assert 2 < float(times) < 4
+
+
 def test_the_transformer_has_a_million_parameters(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", ["char_transformer.py"])

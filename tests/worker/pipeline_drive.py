@@ -38,6 +38,9 @@ class Drive:
                 step, self.now, cost=self.cost, reads=reads, nbytes=step.nbytes
             )
             self.did.append(f"advance {step.number}")
+        elif do is Do.BEGIN:
+            self.pipeline.begun(step, self.cost)
+            self.did.append(f"begin {step.number}")
         else:
             push = f"push {step.number}" if step.writes else None
             self.pipeline.ran(step, step.number, self.now, cost=self.cost, push=push)

@@ -33,6 +33,26 @@ def test_a_training_step_is_one_post_with_its_push_and_the_next_pull():
     assert not last.pulls
 
 
+def test_a_window_begins_while_its_pull_is_under_way_and_no_step_before_it_runs():
+    drive = Drive(Pipeline())
+    drive.dispatch(range(1, 3), reads=W, writes=True, begins=True)
+    (first,) = drive.rest()
+    assert drive.did == ["prepare 1", "post", "begin 1", "prepare 2"]
+    drive.arrive(first)
+    (second,) = drive.rest()
+    assert drive.did == ["run 1", "post", "begin 2"]
+    drive.arrive(second)
+    drive.rest()
+    assert drive.did == ["run 2", "post"]
+
+
+def test_a_window_whose_values_are_there_does_not_begin_apart():
+    drive = Drive(Pipeline())
+    drive.dispatch([1], writes=True, begins=True)
+    drive.rest()
+    assert drive.did == ["prepare 1", "run 1", "post"]
+
+
 def test_read_only_steps_share_pulls_and_refill_by_halves():
     drive = Drive(Pipeline(window=8))
     drive.dispatch(range(20), reads=W)

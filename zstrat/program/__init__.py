@@ -52,6 +52,7 @@ from .trace._iterator import kept as kept
 from .trace._iterator import require_untraced as require_untraced
 from .trace._keras_models import KerasWarning as KerasWarning
 from .trace._plan import Plan as Plan
+from .trace._plan import PlannedUpdate as PlannedUpdate
 from .trace._refusals import not_shared as not_shared
 from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
@@ -60,3 +61,12 @@ from .trace._structure import rebuild as rebuild
 from .trace._where import here as here
 from .trace._where import hide_frames as hide_frames
 from .trace._where import trim as trim
+from .windows._fragments import COPY as COPY
+from .windows._fragments import ROUND as ROUND
+from .windows._fragments import SEGMENT as SEGMENT
+from .windows._fragments import SPEED as SPEED
+from .windows._fragments import STEPS as STEPS
+from .windows._fragments import Exchanges as Exchanges
+from .windows._fragments import Segment as Segment
+from .windows._local_optimizer import LocalOptimizer as LocalOptimizer
+from .windows._window import window_of as window_of

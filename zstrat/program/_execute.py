@@ -42,6 +42,7 @@ from .trace._keras_models import watch_keras_models
 from .trace._refusals import not_shared, translated_variable_errors
 from .trace._signature import cut
 from .trace._structure import ResultLayout, is_described, split
+from .windows._overlapped import OverlappedProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,9 @@ class Prepared:
     A step without draws and lookups may run again, with newer values.
     """
 
-    __slots__ = ("_draws", "_given", "_lookups", "_program", "plan", "wanted")
+    __slots__ = (
+        "_begun", "_draws", "_given", "_lookups", "_program", "plan", "wanted"
+    )  # fmt: skip
 
     def __init__(
         self, program: CompiledProgram | RowsProgram, inputs: list[Any], draws: Draws
@@ -106,6 +109,7 @@ class Prepared:
         self._program = program
         self._draws = draws
         self._given = inputs
+        self._begun: list[jax.Array] | None = None
         self.wanted = Wanted(self.plan.reads)
         """The next request; the first one needs no answer."""
         self._lookups: Lookups | None = None
@@ -122,6 +126,24 @@ class Prepared:
     def examples(self) -> int:
         """Number of examples that it has drawn: rows of each element's first array."""
         return sum([_examples(element.leaves) for element in self._draws.elements])
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a part of it can be computed without the values that it pulls."""
+        return isinstance(self._program, OverlappedProgram)
+
+    def begin(self, values: Sequence[Any]) -> None:
+        """Starts to compute what needs no pulled values; `run` goes on from there.
+
+        ``values`` are those of ``plan.reads``, with anything in place of pulled ones.
+        """
+        assert isinstance(self._program, OverlappedProgram)
+        elements = _leaves(self._draws)
+        self._begun = self._program.begin(self._given, elements, values)
+
+    def forget_begun(self) -> None:
+        """Drops what `begin` has computed, as its values have changed."""
+        self._begun = None
 
     def unread(self) -> None:
         """Gives the drawn elements back, because the step will not run.
@@ -151,7 +173,12 @@ class Prepared:
             return self._lookups.compute(values)
         assert isinstance(self._program, CompiledProgram)
         elements, given = _leaves(self._draws), list(values)
-        results, operands = self._program(self._given, elements, given)
+        if self._begun is not None:
+            assert isinstance(self._program, OverlappedProgram)
+            program, begun = self._program, self._begun
+            results, operands = program.finish(begun, self._given, elements, given)
+        else:
+            results, operands = self._program(self._given, elements, given)
         return Computed(results, operands, lambda: _outgoing(self.plan, operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:

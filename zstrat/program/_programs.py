@@ -16,6 +16,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from zstrat.variables import RESIDENT
+
 from ._compile import CompiledProgram
 from ._device_state import Outdated
 from .lookup._rows_program import RowsProgram
@@ -36,6 +38,8 @@ from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
+from .windows._fragments import SEGMENT
+from .windows._overlapped import program_of_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -225,7 +229,8 @@ class CompiledPrograms:
             check = downcast_check(plan, call, draws.elements, self.warned)
             watch = None if check is None else check.check
             captured = tuple(draws.iterators[arguments:])
-            program = self._made(replace(plan, watch=watch, captured=captured), body)
+            plan = replace(plan, watch=watch, captured=captured)
+            program = self._made(plan, body, call, draws.elements)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise
@@ -236,6 +241,9 @@ class CompiledPrograms:
             known_so.insert(0, SharedTrace(call.key, given, known))
             del known_so[MAX_SHARED:]
         self._forget_oldest()
+        if SEGMENT in kwargs:  # each segment of a window is meant to be a program
+            self.trace_count += 1
+            return program
         words = describe(args, kwargs, draws.elements)
         if known.asks_context:
             words["the worker"] = str(worker_context.get())
@@ -256,10 +264,18 @@ class CompiledPrograms:
                 draws.begin_again()
         return discover(self._step, self._fn, call, draws.supply)
 
-    def _made(self, plan: Plan, body: TracedBody | Traced | Staged) -> AnyProgram:
+    def _made(
+        self,
+        plan: Plan,
+        body: TracedBody | Traced | Staged,
+        call: CutCall,
+        elements: Sequence[Element],
+    ) -> AnyProgram:
         if isinstance(body, Traced):
             return RowsProgram(plan, body)
         if not isinstance(body, Staged):
+            if any(spec.ps == RESIDENT for spec in plan.reads):
+                return program_of_window(plan, body, call, elements)
             return CompiledProgram(plan, body)
         mesh = body.mesh or body.held.mesh
         if mesh is not None:

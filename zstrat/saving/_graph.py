@@ -24,6 +24,7 @@ from jax.tree_util import (
 
 from zstrat.coordinator import PerWorkerIterator
 from zstrat.data import CheckpointableIterator
+from zstrat.program import LocalOptimizer
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ def held(value: Any) -> dict[str, Any]:
             return {}
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
+        case LocalOptimizer():
+            pace = {} if value.pace is None else {"pace": value.pace}
+            return {"outer": value.outer, **pace}
         case Tracked():
             return value.tracked
         case Module():
@@ -151,7 +155,9 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
         named: It is not below a module. The place of an iterator is saved where the
             user asks for that by name.
     """
-    if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
+    if isinstance(
+        value, AbstractVariable | Optimizer | LocalOptimizer | Tracked | Module
+    ):
         return True
     if isinstance(value, SavedIterator):
         return named

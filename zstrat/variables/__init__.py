@@ -38,6 +38,7 @@ from ._rows import rows_of_component as rows_of_component
 from ._sharded import ShardedVariable as ShardedVariable
 from ._sharded import joined as joined
 from ._spec import LOCAL as LOCAL
+from ._spec import RESIDENT as RESIDENT
 from ._spec import ComponentRows as ComponentRows
 from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
@@ -90,6 +91,7 @@ from .gradients._gradient_call import encoded as encoded
 from .gradients._gradient_call import require_servers as require_servers
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id
+from .gradients._optimizer import unplaced as unplaced
 from .gradients._rounds import Rounds as Rounds
 from .gradients._slots import OptimizerHandle as OptimizerHandle
 from .gradients._slots import SlotRule as SlotRule

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LOCAL: Final = -1
 """`VariableSpec.ps` of a variable that is stored in the process that created it."""
+RESIDENT: Final = -2
+"""`VariableSpec.ps` of an array that each worker keeps for itself between windows."""
 
 
 class VariableSynchronization(enum.Enum):
@@ -60,7 +62,7 @@ class VariableSpec:
     """Shape, dtype and location of one variable; ``part`` if it is a component.
 
     ``key`` is unique in the session: not negative for a variable on a parameter server,
-    negative for one of this process. ``ps`` is the task index, `LOCAL` for none.
+    negative for others. ``ps`` is the task index, `LOCAL` or `RESIDENT` for none.
     """
 
     key: int
@@ -77,7 +79,7 @@ class VariableSpec:
     def device(self) -> str:
         """TF's name of the device. A variable of one process has the CPU of its host:
         only that process knows the real device (`Variable.device`)."""
-        if self.ps == LOCAL:
+        if self.ps < 0:
             return "/job:localhost/replica:0/task:0/device:CPU:0"
         return f"/job:ps/replica:0/task:{self.ps}/device:CPU:0"
 

@@ -7,6 +7,7 @@ from ._executor import Executor as Executor
 from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
 from ._push_encoding import PushEncoding as PushEncoding
+from ._resident import Residents as Residents
 from ._server_links import ServerLinks as ServerLinks
 from ._server_links import ServerPresence as ServerPresence
 from ._service import Compilations as Compilations

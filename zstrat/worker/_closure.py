@@ -22,6 +22,7 @@ from zstrat import errors
 from zstrat.program import FLAGS_ARE_NOT_HERE, Plan, trim
 from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.telemetry import StepTimes
+from zstrat.variables import RESIDENT
 from zstrat.wire import (
     Completion,
     Completions,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from zstrat.codecs import Wire
     from zstrat.config import Limits
-    from zstrat.program import ResultLayout, StepResult, Wanted
+    from zstrat.program import PlannedUpdate, ResultLayout, StepResult, Wanted
     from zstrat.ps import Clocks
     from zstrat.variables import VariableSpec
     from zstrat.wire import PlainTree
@@ -54,6 +55,7 @@ class Do(enum.Enum):
 
     PREPARE = enum.auto()
     ADVANCE = enum.auto()
+    BEGIN = enum.auto()
     RUN = enum.auto()
     POST = enum.auto()
     WAIT = enum.auto()
@@ -107,6 +109,8 @@ class ClosureStep:
     """None if it was prepared with the others of its batch, and reads nothing."""
     work: Any = None
     """The prepared step, made of the task."""
+    place: Any = None
+    """Its place among the windows of an optimizer that keeps copies."""
     reads: Any = None
     """The pull that it needs, compared by identity; None: nothing."""
     nbytes: int = 0
@@ -116,6 +120,10 @@ class ClosureStep:
     optimizes: bool = False
     """It writes only gradients for optimizers."""
     alone: bool = False
+    begins: bool = False
+    """A part of it is to be computed while it waits for its values."""
+    begun: float = 0.0
+    """Seconds of that part."""
     ready: bool = False
     values: Any = None
     error: BaseException | None = None
@@ -358,6 +366,8 @@ class Needs:
     """Optimizers with rounds."""
     wires: Mapping[int, Wire]
     """The formats of gradients, by number of the optimizer."""
+    has_residents: bool
+    """Whether the step reads or leaves resident arrays."""
     advances: int
     """Number of further pulls before a step can run."""
     blocks: tuple[int, ...]
@@ -399,16 +409,18 @@ class Catalog:
 
     def _computed(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
+        shared = tuple([spec for spec in plan.reads if spec.ps != RESIDENT])
         optimizers = {rule.id: rule for _, rule in plan.targets if rule is not None}
         rounds = tuple([n for n, rule in optimizers.items() if rule.rounds is not None])
         return Needs(
-            plan.reads,
-            self._whole(plan.reads, rounds),
-            _nbytes(plan.reads),
+            shared,
+            self._whole(shared, rounds),
+            _nbytes(shared),
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
             rounds,
             {n: each.wire for n, each in optimizers.items() if each.wire is not None},
+            len(shared) < len(plan.reads) or any(map(_is_kept, plan.updates)),
             plan.levels - 1,
             tuple(
                 [
@@ -435,6 +447,11 @@ class Catalog:
         if nbytes is None:
             nbytes = self._row_bytes[spec.key] = spec.nbytes // max(1, spec.shape[0])
         return nbytes
+
+
+def _is_kept(update: PlannedUpdate) -> bool:
+    """Returns whether the update leaves a resident array."""
+    return update.op is UpdateOp.ASSIGN and update.spec.ps == RESIDENT
 
 
 def _refs(specs: Sequence[VariableSpec]) -> tuple[Ref, ...]:

@@ -169,6 +169,9 @@ def work(source: StepRunner, now: float, call: Callable[..., object]) -> float |
     if do is Do.PREPARE:
         assert step is not None
         return source.prepare(step, now)
+    if do is Do.BEGIN:
+        assert step is not None
+        return source.begin(step, now)
     if do is Do.ADVANCE:
         assert step is not None
         return source.advance(step, now)

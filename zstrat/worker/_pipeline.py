@@ -28,6 +28,8 @@ Theory of operation:
 - Elements are drawn in the order of the closures. A step whose values do not come gives
   its element back, so those after it that failed with it give theirs back first, and
   the others are prepared once more (`put_back`).
+- A window may have steps that need no values (*begin*). The head computes them while
+  its pull is under way; all before it have run.
 - A closure that cannot be prepared ends when those before it have run, and nothing is
   prepared after it until then: a dataset that has ended must not cost the closures
   that still had an element.
@@ -145,12 +147,14 @@ class Pipeline:
         writes: bool = False,
         optimizes: bool = False,
         alone: bool = False,
+        begins: bool = False,
         examples: int = 0,
     ) -> None:
         """Notes that the step that `next` named is prepared but for the values it
         reads.
 
         Args:
+            begins: A part of it can be computed before its values are there.
             levels: How often it has to advance before it can run.
             alone: It talks to the parameter servers by itself while it runs, so that
                 all before it must have been posted.
@@ -163,6 +167,7 @@ class Pipeline:
         if cost:
             step.notes = StepNotes(cost, examples)
         step.reads, step.writes, step.alone = reads, writes, alone
+        step.begins = begins
         step.optimizes, step.levels = optimizes, levels
         writer, line = self._writer, self._line
         shared = writer is None and line and line[-1].reads is reads
@@ -212,6 +217,10 @@ class Pipeline:
                 self._answered.append(step)
             else:
                 step.ready = True
+
+    def begun(self, step: ClosureStep, cost: float) -> None:
+        """Notes that the step that `next` named has computed what needs no values."""
+        step.begins, step.begun = False, cost
 
     def advanced(
         self,
@@ -404,6 +413,8 @@ class Pipeline:
         if step is not None:
             return Do.ADVANCE, step
         if head is None or not head.ready:
+            if head is not None and head.begins:
+                return Do.BEGIN, head
             if self._queue and self._may_prepare():
                 return Do.PREPARE, self._queue[0]
             return Do.WAIT, None

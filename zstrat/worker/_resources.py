@@ -46,6 +46,7 @@ from zstrat.wire import LEASE, LayoutMessage
 
 from ._closure import check_layout
 from ._leased_iterator import LeasedIterator
+from ._resident import Residents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,6 +120,8 @@ class Resources:
         self._arguments: dict[int, _Shipped] = {}
         self._made: dict[int, object] = {}
         self._open: dict[int, Elements[Any] | StepIterator] = {}
+        self.residents: Final = Residents()
+        """What windows keep here."""
 
     # Code
 
@@ -157,6 +160,7 @@ class Resources:
         for digest, shipped in other._code.items():
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
+        self.residents.inherit(other.residents)
 
     # Arguments
 

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
-from zstrat.errors import NotFoundError
+from zstrat.errors import BusyError, NotFoundError
 from zstrat.program import (
+    SEGMENT,
     Function,
     Plan,
     WorkerContext,
@@ -23,12 +24,13 @@ from zstrat.program import (
     examples_in,
     fill_inputs,
     input_pipeline,
+    window_of,
     worker_context,
 )
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
-from zstrat.variables import Storage, creator, merged_operands
-from zstrat.wire import LEASE, StepContribution, UpdateOp
+from zstrat.variables import RESIDENT, Storage, creator, merged_operands
+from zstrat.wire import LEASE, RoundNumber, StepContribution, UpdateOp
 
 from . import _closure
 from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits
     from zstrat.errors import ZstratError
-    from zstrat.program import Prepared, StepIterator, StepResult
+    from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
     from zstrat.variables import (
         GradientCall,
         OptimizerHandle,
@@ -135,6 +137,10 @@ class StepRunner:
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
+        self._compiled: Final = WeakSet[Plan]()
+        """Plans of windows that have run."""
+        self._begun_with = -1
+        """The version of the resident arrays with which the head of the line began."""
 
     def statistics(self) -> dict[str, PlainTree]:
         """Returns counts. Safe to call from the loop."""
@@ -175,8 +181,7 @@ class StepRunner:
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
         for step in prepared:
-            if step.work is not None:
-                step.work.unread()
+            self._give_back(step)
         self.resources.expect_no_leases()
         for step in (*reversed(prepared), *queued):
             self.pipeline.leave(_closure.cancelled(step.number, error), now)
@@ -231,6 +236,10 @@ class StepRunner:
                 return began
             args, kwargs = self._arguments(task)
             leased = self.resources.begin_leases(task.leases) if task.leases else ()
+            exchanges = window_of(function)
+            if exchanges is not None:
+                step.place = self.resources.residents.take_place(exchanges)
+                kwargs = {**kwargs, SEGMENT: step.place.segment}
             prepared = self._prepare(function, args, kwargs)
             if leased:
                 _require_drawn(leased, prepared)
@@ -238,6 +247,7 @@ class StepRunner:
             if prepared.plan.calls:
                 self._bind_all(prepared)
         except BaseException as error:  # to the coordinator, as the outcome of the step
+            self._give_back(step)
             now = self.clock()
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
@@ -263,6 +273,7 @@ class StepRunner:
             levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
+            begins=needs.has_residents and prepared.may_begin,
             examples=prepared.examples if prepared.plan.draws else 0,
         )
         return now
@@ -285,6 +296,21 @@ class StepRunner:
             prepared.unread()
             raise
         self._bound.add(plan)
+
+    def begin(self, step: ClosureStep, began: float) -> float:
+        """Computes what a window does before it needs the values that it pulls."""
+        residents = self.resources.residents
+        try:
+            if self._has_copies(step):
+                plan: Plan = step.work.plan
+                early = residents.early(plan.reads, step.number, step.place)
+                step.work.begin(early)
+                self._begun_with = residents.version
+        except Exception:  # raised again when it runs, which ends the step
+            step.work.forget_begun()
+        now = self.clock()
+        self.pipeline.begun(step, now - began)
+        return now
 
     def advance(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
@@ -309,10 +335,14 @@ class StepRunner:
         push: list[PsUpdate] | RoundPush | None = None
         lent: Sequence[Lent] = ()
         notes: EagerNotes | None = None
+        kept: list[StepUpdate] = []
         if step.ending is not None:
             ending = step.ending
         elif step.error is not None:
             ending = self._not_run(step, step.error)
+        elif not self._has_copies(step):
+            step.work.unread()
+            ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
             task: _Task = step.task
             before = worker_context.set(task.context)
@@ -321,20 +351,65 @@ class StepRunner:
                     notes = EagerNotes()
                     result = self._eager(step, task, notes)
                 else:
-                    result = step.work.run(step.values or ())
+                    result, kept = self._computed(step)
                     push, lent = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
+                if kept:
+                    self.resources.residents.put(step.number, kept, step.place)
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
                 self.encoding.residuals.settle(lent, is_sent=False)
             finally:
                 worker_context.reset(before)
-        step.work = step.values = None
         now = self.clock()
-        cost = now - began
+        cost = now - began + step.begun
+        if step.place is not None and push is not None:
+            self._measure(step, cost)
+        step.work = step.values = None
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
+
+    def _give_back(self, step: ClosureStep) -> None:
+        """Gives back the elements and the place of a step that will not run; of several
+        call it for the last one first."""
+        if step.work is not None:
+            step.work.unread()
+        if step.place is not None:
+            self.resources.residents.give_back(step.place)
+            step.place = None
+
+    def _measure(self, step: ClosureStep, seconds: float) -> None:
+        """Notes the speed of a window, unless its program was compiled in it."""
+        plan: Plan = step.work.plan
+        if plan in self._compiled:
+            self.resources.residents.took(step.place, seconds)
+        self._compiled.add(plan)
+
+    def _has_copies(self, step: ClosureStep) -> bool:
+        """Returns whether this worker has what a window continues."""
+        if step.place is None:
+            return True
+        return self.resources.residents.may_run(step.place, step.work.plan.reads)
+
+    def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
+        """Computes a step; returns its result, and apart from it the resident arrays
+        that it leaves."""
+        plan: Plan = step.work.plan
+        needs = self._catalog.of(plan)
+        if not needs.has_residents:
+            return step.work.run(step.values or ()), []
+        residents = self.resources.residents
+        if self._begun_with != residents.version:
+            step.work.forget_begun()
+        read = {} if step.notes is None else step.notes.rounds or {}
+        optimizer = needs.rounds[0]
+        at = RoundNumber(optimizer, read.get(optimizer, 0))
+        values = residents.filled(plan.reads, step.values or (), step.number, at)
+        result = step.work.run(values)
+        kept = [update for update in result.updates if update.spec.ps == RESIDENT]
+        shared = [update for update in result.updates if update.spec.ps != RESIDENT]
+        return result._replace(updates=shared), kept
 
     def _push(
         self, step: ClosureStep, result: StepResult
@@ -345,14 +420,18 @@ class StepRunner:
         ]
         plan: Plan = step.work.plan
         needs = self._catalog.of(plan)
-        lent: Sequence[Lent] = ()
-        if needs.wires:
-            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
         rounds = needs.rounds
+        read = {} if step.notes is None else step.notes.rounds or {}
+        place = step.place
+        is_due = place is None or self.resources.residents.has_run(
+            place, read.get(place.optimizer, place.round)
+        )
+        lent: Sequence[Lent] = ()
+        if needs.wires and is_due:
+            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
         if not rounds:
             return updates or None, lent
         found = {rule.id: rule for _, rule in plan.targets if rule is not None}
-        read = {} if step.notes is None else step.notes.rounds or {}
         attempt = step.task.context.attempt
         contributions = [
             StepContribution(
@@ -360,7 +439,7 @@ class StepRunner:
                 attempt,
                 optimizer,
                 read.get(optimizer, -1),  # -1: it has read nothing
-                _weight(found[optimizer], plan, result),
+                _weight(found[optimizer], plan, result) if is_due else 0.0,
                 any(
                     update.optimizer == optimizer and update.op == UpdateOp.OPERANDS
                     for update in updates
@@ -374,6 +453,8 @@ class StepRunner:
             for update in updates
             if update.optimizer in rounds and update.op != UpdateOp.OPERANDS
         ]
+        if not is_due:
+            gradients = []
         return RoundPush(apart, gradients, contributions), lent
 
     def operands(
@@ -415,15 +496,18 @@ class StepRunner:
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """Ends a step whose values could not be pulled. The coordinator may retry the
         closure, so its elements go back, after those that later steps have drawn."""
-        work, step.work = step.work, None
-        if work is not None and work.plan.draws:
+        if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
-                if other.work is not None:
-                    other.work.unread()
-                    other.work = None
-        if work is not None:
-            work.unread()
+                self._give_back(other)
+                other.work = None
+        self._give_back(step)
+        step.work = None
         return _closure.failed(step.number, error)
+
+
+_NO_COPY: Final = (
+    "this worker has no copy of the variables, as the window before has failed"
+)
 
 
 class _Refusing:

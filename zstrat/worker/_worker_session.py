@@ -374,6 +374,7 @@ class WorkerSession:
                     )
                 )
         except Exception as error:  # goes to the coordinator as this step's outcome
+            self._settle(step, failed=True)
             self._not_sent(ending, error)
         else:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
@@ -384,6 +385,8 @@ class WorkerSession:
             return
         if ending.lent:
             self.runner.encoding.residuals.settle(ending.lent, is_sent=error is None)
+        if ending.contributions:
+            self._settle(ending.completion.step, failed=error is not None)
         if error is not None:
             for each in ending.contributions:
                 self._after[each.optimizer] = each.base
@@ -396,6 +399,12 @@ class WorkerSession:
         """Reports that the push of a step could not be sent."""
         self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
         self._reports.later(_closure.failed(ending.completion.step, error))
+
+    def _settle(self, step: int, *, failed: bool) -> None:
+        """Has the thread keep the resident arrays that a step has left, or drop
+        them."""
+        settle = self.runner.resources.residents.settle
+        self._executor.tell(partial(settle, step, failed=failed))
 
     def _acknowledged(self, push: _PushUnderWay) -> None:
         """Records how long a push took, and its staleness: how many pushes of others

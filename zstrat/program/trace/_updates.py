@@ -21,7 +21,7 @@ get a copy each when one of them updates its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         VariableHandle,
     )
 
-    from ._feeds import SlotsKey, TraceFeed
+    from ._feeds import SlotsKey
 
 
 def updates_copies(variable: VariableHandle, count: int) -> bool:
@@ -269,6 +269,12 @@ def device_storage(variable: VariableHandle) -> DeviceStorage:
     return storage
 
 
+class SlotFeed(Protocol):
+    """A source of slots; see `TraceFeed`."""
+
+    def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]: ...
+
+
 class Moves:
     """The updates that the program of a step does itself.
 
@@ -277,7 +283,7 @@ class Moves:
     the body.
     """
 
-    def __init__(self, feed: TraceFeed) -> None:
+    def __init__(self, feed: SlotFeed) -> None:
         self.values: dict[int, tuple[VariableHandle, jax.Array]] = {}
         self.slots: dict[SlotsKey, tuple[VariableHandle, SlotRule, list[Any]]] = {}
         self.notes: list[tuple[tuple[Any, ...], UpdateOp]] = []

@@ -16,7 +16,6 @@ from zstrat.errors import NotFoundError
 from zstrat.program import PerWorkerVariable, dump_code
 from zstrat.transport import warn_of_blocking
 from zstrat.variables import (
-    LOCAL,
     DeferredValue,
     StrategyCreator,
     Variable,
@@ -115,7 +114,7 @@ class ServerVariables(StrategyCreator):
         strangers = [
             f"{spec} (key {spec.key})"
             for spec in specs
-            if spec.ps != LOCAL and not self._numbers.has_variable(spec)
+            if spec.ps >= 0 and not self._numbers.has_variable(spec)
         ]
         strangers += [
             repr(optimizer)

@@ -488,6 +488,19 @@ def next_id() -> int:
     return next(_local_ids)
 
 
+def unplaced(transformation: Any, name: str) -> Optimizer:
+    """Makes an optimizer that moves copies of variables which its caller keeps, of
+    variables that may be stored anywhere.
+
+    Raises:
+        TypeError: ``transformation`` has no ``init`` and ``update``.
+    """
+    from zstrat.optimizers import RandomNumbers, checked
+
+    moves, random = checked(transformation), RandomNumbers.of_this_thread()
+    return _handle(next_id(), name, False, None, None, None, moves, random, None)
+
+
 def _handle(
     optimizer: int,
     name: str,

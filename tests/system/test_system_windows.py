@@ -1,0 +1,181 @@
+"""Windows of local steps on a real cluster, against the same loop in optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.launch import LocalCluster
+
+pytestmark = pytest.mark.processes
+
+WORKERS = 2
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+MODEL = {"b": np.zeros(3, np.float32), "w": np.ones((4, 3), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(2, WORKERS) as running:
+        yield running
+
+
+@pytest.fixture
+def strategy(cluster):
+    with zs.ParameterServerStrategy(cluster.resolver) as made:
+        yield made
+
+
+def loss_of(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None] - 1.0) ** 2)
+
+
+def batch_of(worker, number):
+    return np.random.default_rng([worker, number]).normal(size=(8, 4)).astype("f")
+
+
+def dataset_of(context):
+    number = 0
+    while True:
+        yield batch_of(context.input_pipeline_id, number)
+        number += 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_windows_are_diloco_with_state_that_stays_on_the_worker(
+    strategy, overlap, tmp_path
+):
+    every, rounds, inner = 5, 4, optax.adam(0.05)
+    with strategy.scope():
+        params = zs.create_variables(MODEL)
+        optimizer = zs.LocalOptimizer(
+            inner, NESTEROV, every=every, overlap=overlap, name="local"
+        )
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    def step(iterator):
+        loss, grads = zs.value_and_grad(loss_of)(params, next(iterator))
+        optimizer.apply_gradients(grads, params)
+        return loss
+
+    window = optimizer.window(step)
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_of))
+    values = [
+        coordinator.schedule(window, args=(iterator,)) for _ in range(WORKERS * rounds)
+    ]
+    coordinator.join()
+    assert {value.fetch().shape for value in values} == {(every,)}
+    assert coordinator.metrics()["rounds"]["local"]["closed"] == rounds
+
+    theta = jax.tree.map(jnp.asarray, MODEL)
+    copies, states = [theta] * WORKERS, [inner.init(theta)] * WORKERS
+    bases, state = [theta] * WORKERS, NESTEROV.init(theta)
+    gradients = jax.jit(jax.grad(loss_of))
+    for number in range(rounds * every):
+        if number >= every and number % every == overlap:
+            copies, bases = [theta] * WORKERS, [theta] * WORKERS
+        for m in range(WORKERS):
+            grads = gradients(copies[m], batch_of(m, number))
+            moved, states[m] = inner.update(grads, states[m], copies[m])
+            copies[m] = optax.apply_updates(copies[m], moved)
+        if number % every == every - 1:
+            deltas = [
+                jax.tree.map(jnp.subtract, *pair)
+                for pair in zip(bases, copies, strict=True)
+            ]
+            mean = jax.tree.map(lambda *each: sum(each) / WORKERS, *deltas)
+            moved, state = NESTEROV.update(mean, state, theta)
+            theta = optax.apply_updates(theta, moved)
+    for name, value in theta.items():
+        found = params[name].numpy()
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+
+    # What the servers keep of it is saved and comes back.
+    saved = zs.Checkpoint(params=params, optimizer=optimizer)
+    path = saved.save(tmp_path / "c")
+    momentum = optimizer.outer.state
+    params["b"].assign(np.full(3, 9.0, np.float32))
+    saved.restore(path)
+    np.testing.assert_allclose(params["b"].numpy(), theta["b"], rtol=1e-4, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, momentum, optimizer.outer.state)
+
+
+@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_worker_is_killed_amid_windows(fragments):
+    """Each step moves by -1 and rounds are sums, so values count the steps that have
+    been contributed: each window once."""
+    every, windows = 4, 40
+    with LocalCluster(1, WORKERS) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            w, v = (zs.Variable(np.zeros(2, np.float32)) for _ in range(2))
+            optimizer = zs.LocalOptimizer(
+                optax.sgd(1.0),
+                optax.sgd(1.0),
+                every=every,
+                fragments=fragments,
+                # What is late counts, too; with fragments it would be of another one.
+                rounds=zs.Rounds(
+                    merge="sum", late="next" if fragments == 1 else "drop"
+                ),
+            )
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        def step():
+            ones = [1.0 + 0.0 * x.value() for x in (w, v)]
+            optimizer.apply_gradients(ones, [w, v])
+            return ones[0][0]
+
+        window = optimizer.window(step)
+        values = [coordinator.schedule(window) for _ in range(windows)]
+        values[10].fetch()
+        cluster.kill("worker:1")
+        values[20].fetch()
+        cluster.restart("worker:1")
+        coordinator.join()
+        made = {len(value.fetch()) for value in values}
+        assert made == {every // fragments}
+        if fragments == 1:
+            assert w.numpy().tolist() == v.numpy().tolist() == [-every * windows] * 2
+        else:  # steps since the last exchange of a fragment are on the workers still
+            for x in (w, v):
+                assert 0 < -x.numpy()[0] <= every // fragments * windows
+        strategy.close()
+
+
+def test_each_worker_has_several_devices():
+    with LocalCluster(1, 1, worker_devices=2) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            w = zs.Variable(np.zeros(2, np.float32))
+            optimizer = zs.LocalOptimizer(optax.sgd(0.5), optax.sgd(1.0), every=3)
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        def step(iterator):
+            def replica(x):
+                loss = lambda w: jnp.mean((w - x) ** 2) / 4  # noqa: E731
+                value, grads = zs.value_and_grad(loss)(w)
+                optimizer.apply_gradients([(grads, w)])
+                return value
+
+            values = strategy.run(replica, args=(next(iterator),))
+            return strategy.reduce("mean", values, axis=None)
+
+        def dataset():
+            while True:
+                yield np.arange(8, dtype=np.float32).reshape(4, 2)
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        window = optimizer.window(step)
+        losses = coordinator.schedule(window, args=(iterator,)).fetch()
+        coordinator.join()
+        wanted, x = np.zeros(2), np.arange(8).reshape(4, 2)
+        for loss in losses:
+            assert loss == pytest.approx(np.mean((wanted - x) ** 2) / 4, rel=1e-5)
+            # The sum over both replicas of the gradients of their means.
+            halves = [np.mean(wanted - half, axis=0) / 4 for half in (x[:2], x[2:])]
+            wanted = wanted - 0.5 * sum(halves)
+        np.testing.assert_allclose(w.numpy(), wanted, rtol=1e-5)
+        strategy.close()

@@ -1,0 +1,127 @@
+"""What windows keep on a worker: arrays that count once, and the place of a window."""
+
+import numpy as np
+import pytest
+
+from zstrat.program import Exchanges, Segment, StepUpdate
+from zstrat.variables import RESIDENT, VariableSpec
+from zstrat.wire import RoundNumber, UpdateOp
+from zstrat.worker import Residents
+
+ARRAY = VariableSpec(-(1 << 60), "local/w/copy", (2,), "float32", RESIDENT)
+NUMBER = VariableSpec(-(1 << 60) - 1, "local/round", (), "int32", RESIDENT)
+PULLED = VariableSpec(3, "w", (2,), "float32", 0)
+
+
+class Outer:
+    id = 7
+
+
+def exchanges(fragments):
+    return Exchanges("local", Outer(), Outer(), 6, fragments, 0, 0.5)
+
+
+def left(value):
+    array = np.full(2, value, np.float32)
+    return [StepUpdate(ARRAY, UpdateOp.ASSIGN, 0, (array,))]
+
+
+def kept(residents, step=99):
+    return residents.filled([ARRAY], [], step, RoundNumber(7, 0))[0].tolist()
+
+
+def test_arrays_take_the_places_of_reads_that_are_not_pulled():
+    residents = Residents()
+    residents.put(1, left(5.0))
+    reads = [PULLED, ARRAY, NUMBER, PULLED]
+    values = residents.filled(reads, ["first", "second"], 2, RoundNumber(7, 8))
+    assert (values[0], values[1].tolist()) == ("first", [5.0] * 2)
+    assert values[2:] == [8, "second"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_failed_leaves_what_was_there_before(first):
+    residents = Residents()
+    if not first:
+        residents.put(1, left(5.0))
+        residents.settle(1, failed=False)
+    residents.put(2, left(6.0))
+    version = residents.version
+    residents.settle(2, failed=True)
+    assert kept(residents) == [0.0 if first else 5.0] * 2
+    assert residents.version != version  # what has begun with it begins again
+
+
+def test_a_run_of_the_same_step_begins_where_it_began_before():
+    residents = Residents()
+    residents.put(1, left(5.0))
+    residents.settle(1, failed=False)
+    residents.put(2, left(6.0))
+    assert kept(residents, step=2) == [5.0] * 2
+
+
+def test_a_run_counts_once_another_one_has_run():
+    residents = Residents()
+    residents.put(1, left(5.0))
+    residents.put(2, left(6.0))
+    residents.settle(1, failed=True)
+    assert kept(residents) == [6.0] * 2
+
+
+def test_another_session_of_the_same_program_takes_the_arrays_over():
+    before, after = Residents(), Residents()
+    before.put(1, left(5.0))
+    after.inherit(before)
+    assert kept(after) == [5.0] * 2
+    after.settle(1, failed=True)
+    assert kept(after) == [0.0] * 2
+
+
+def test_places_are_of_successive_rounds_and_the_first_takes_all_values():
+    residents = Residents()
+    segments = [residents.take_place(exchanges(3)).segment for _ in range(4)]
+    assert segments == [Segment(n % 3, restart=n == 0) for n in range(4)]
+
+
+def test_a_window_that_will_not_run_gives_its_place_back():
+    residents = Residents()
+    first, second = (residents.take_place(exchanges(3)) for _ in range(2))
+    residents.give_back(second)
+    residents.give_back(first)
+    assert residents.take_place(exchanges(3)) == first
+    assert residents.take_place(exchanges(3)) == second
+
+
+def test_a_worker_that_has_miscounted_contributes_nothing_once():
+    residents = Residents()
+    first, ahead = (residents.take_place(exchanges(3)) for _ in range(2))
+    assert not residents.has_run(first, 4)  # it has joined in round 4
+    assert not residents.has_run(ahead, 5)  # its program was chosen before that
+    place = residents.take_place(exchanges(3))
+    assert (place.round, place.segment) == (6, Segment(0, restart=False))
+    assert residents.has_run(place, 6)
+    late = residents.take_place(exchanges(3))
+    assert not residents.has_run(late, 9)
+    assert residents.take_place(exchanges(3)).segment == Segment(10 % 3, restart=True)
+
+
+def test_a_run_that_reads_before_the_end_of_its_round_keeps_the_copy():
+    residents = Residents()
+    assert residents.has_run(residents.take_place(exchanges(3)), 0)
+    assert not residents.has_run(residents.take_place(exchanges(3)), 0)
+    assert residents.take_place(exchanges(3)).segment == Segment(1, restart=False)
+
+
+def test_a_whole_tree_is_exchanged_in_any_round():
+    residents = Residents()
+    assert residents.has_run(residents.take_place(exchanges(1)), 4)
+
+
+def test_without_a_copy_the_next_window_takes_all_values():
+    residents = Residents()
+    residents.take_place(exchanges(3))  # and fails
+    place = residents.take_place(exchanges(3))
+    assert not residents.may_run(place, [PULLED, ARRAY])
+    assert residents.take_place(exchanges(3)).segment.restart
+    residents.put(1, left(5.0))
+    assert residents.may_run(place, [PULLED, ARRAY])

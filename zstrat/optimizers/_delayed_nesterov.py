@@ -1,0 +1,75 @@
+"""Delayed Nesterov momentum, for updates that come one by one from several workers.
+
+After Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (2024),
+algorithm 3. Nesterov momentum at each arrival multiplies the momentum by as many as
+there are workers, and diverges. Here each of ``period`` updates makes its share of the
+step of gradient descent at once, and the last one the step of the momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class DelayedNesterovState(NamedTuple):
+    """How many updates came since the last step of the momentum (``counted``), the
+    ``momentum``, and the sum of these updates."""
+
+    counted: jax.Array
+    momentum: Any
+    buffer: Any
+
+
+def delayed_nesterov(
+    learning_rate: float, momentum: float, period: int
+) -> optax.GradientTransformation:
+    """Makes a transformation for ``period`` updates that together are one step.
+
+    ``period`` equal updates move as one step of
+    ``optax.sgd(learning_rate, momentum, nesterov=True)`` does, and so does each update
+    with ``period=1``. It is plain optax, and runs on parameter servers unchanged: as
+    the outer optimizer of a `zs.LocalOptimizer` whose rounds are of one window each,
+    ``zs.Rounds(workers=1, late="next")``, say.
+
+    Args:
+        period: The number of workers, or more.
+
+    Raises:
+        ValueError: ``period`` is less than 1.
+    """
+    if period < 1:
+        raise ValueError(
+            f"delayed_nesterov(period={period!r:.80}): expected a whole number, 1 or "
+            "more"
+        )
+
+    def init(params: Any) -> DelayedNesterovState:
+        momentum, buffer = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return DelayedNesterovState(jnp.zeros((), jnp.int32), momentum, buffer)
+
+    def update(
+        updates: Any, state: DelayedNesterovState, params: Any = None
+    ) -> tuple[Any, DelayedNesterovState]:
+        del params
+        counted = state.counted + 1
+        is_last = counted >= period
+
+        def moved(gradient: Any, before: Any, buffer: Any) -> tuple[Any, Any, Any]:
+            buffer = buffer + gradient
+            after = jnp.where(is_last, momentum * before + buffer / period, before)
+            step = gradient / period + jnp.where(is_last, momentum * after, 0)
+            kept = jnp.where(is_last, jnp.zeros_like(buffer), buffer)
+            return -learning_rate * step, after, kept
+
+        found = jax.tree.map(moved, updates, state.momentum, state.buffer)
+        new, after, kept = jax.tree.transpose(
+            jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found
+        )
+        counted = jnp.where(is_last, 0, counted)
+        return new, DelayedNesterovState(counted, after, kept)
+
+    return optax.GradientTransformation(init, update)

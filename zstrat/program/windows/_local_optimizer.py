@@ -1,0 +1,185 @@
+"""`LocalOptimizer`: several steps on a worker's own copy, then one exchange.
+
+After Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.program._function import Function, function
+from zstrat.variables import Optimizer, Rounds, Variable, creator, unplaced
+
+from ._fragments import Exchanges
+from ._window import WindowBody
+from ._window_recorder import window_of_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+_EPOCHS: Final = 8
+"""Number of epochs of rounds whose largest speed is kept."""
+
+
+class LocalOptimizer:
+    """Trains a copy of the variables on each worker, and exchanges it now and then.
+
+    A worker makes ``every`` steps with ``inner``, on its own copy and with its own
+    state. Then it contributes the difference of the values on the parameter servers and
+    its copy to a round of ``outer``, as one gradient. So traffic falls by ``every``.
+    `window` makes the step function of these steps.
+
+    Args:
+        inner: An optax transformation, for the steps. Its state stays on the worker.
+        outer: An optax transformation, for rounds, on the parameter servers:
+            ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+        every: Number of steps between two exchanges of a variable.
+        fragments: Number of parts of the tree, which are exchanged in turn: a window
+            then runs ``every / fragments`` steps, and exchanges one part.
+        overlap: Number of steps that a window makes before it needs the result of the
+            round before; less than ``every / fragments``.
+        adapt: A worker that is slower than the fastest one makes fewer steps in a
+            window, so that all windows take about as long (Liu et al., 2024).
+        mix: The part of the worker's own copy that it keeps at an exchange, in [0, 1).
+        rounds: Which windows become one update of ``outer``. Default: one of each
+            worker.
+        name: In errors and in ``coordinator.metrics()``.
+
+    Raises:
+        TypeError: A transformation has no ``init`` and ``update``.
+        ValueError: A number is out of range, or this is not in the scope of a
+            strategy with parameter servers.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        outer: Any,
+        *,
+        every: int,
+        fragments: int = 1,
+        overlap: int = 0,
+        mix: float = 0.0,
+        adapt: bool = False,
+        rounds: Rounds | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.every = _whole("every", every, 1)
+        """Number of steps between two exchanges of a variable."""
+        self.fragments = _whole("fragments", fragments, 1)
+        """Number of parts of the tree that are exchanged in turn."""
+        self.overlap = _whole("overlap", overlap, 0)
+        """Number of steps that do not wait for the result of the round before."""
+        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+            raise ValueError(
+                f"LocalOptimizer(mix={mix!r:.80}): expected a number in [0, 1)"
+            )
+        self.mix = float(mix)
+        """The part of its own copy that a worker keeps at an exchange."""
+        if self.fragments > self.every:
+            raise ValueError(
+                f"LocalOptimizer(every={every}, fragments={fragments}): each fragment "
+                "is exchanged at another step, so give fragments=every at most"
+            )
+        if self.overlap * self.fragments >= self.every:
+            raise ValueError(
+                f"LocalOptimizer(every={every}, fragments={fragments}, "
+                f"overlap={overlap}): the result of an exchange has to be there before "
+                "the next one begins, so overlap has to be less than every / fragments"
+            )
+        if self.fragments > 1 and rounds is not None and rounds.late == "next":
+            raise ValueError(
+                "LocalOptimizer(fragments=, rounds=): a late contribution is of "
+                "another fragment than the round that is open: use late='drop'"
+            )
+        if creator.get() is None:
+            raise ValueError(
+                "a zs.LocalOptimizer trains copies of variables that are on parameter "
+                "servers: create it, and the variables, in the scope of a "
+                "zs.ParameterServerStrategy"
+            )
+        self.name = "LocalOptimizer" if name is None else name
+        """In errors and metrics."""
+        rounds = Rounds() if rounds is None else rounds
+        self.outer = Optimizer(outer, self.name, rounds=rounds)
+        """The optimizer on the parameter servers."""
+        self.pace: Variable | None = None
+        """The largest speeds of workers, in steps per second; None without
+        ``adapt``."""
+        if adapt:
+            zeros = np.zeros(_EPOCHS, np.float32)
+            self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
+        self._inner = unplaced(inner, f"{self.name}/inner")
+        self._exchanges = Exchanges(
+            self.name,
+            self.outer,
+            self._inner,
+            self.every,
+            self.fragments,
+            self.overlap,
+            self.mix,
+            self.pace,
+        )
+
+    @property
+    def inner(self) -> Any:
+        """The optax transformation of the steps."""
+        return self._inner.transformation
+
+    def window(self, step: Callable[..., Any]) -> Function:
+        """Makes a step function that runs ``every`` steps, to be scheduled.
+
+        Each array that ``step`` returns gets a first axis of steps. ``step`` is the
+        step function of training with `zs.Optimizer`: it draws from iterators, reads
+        variables, and calls `apply_gradients` of this optimizer once. It may not update
+        variables otherwise. All of its arguments are the same in each step, but for
+        random keys (``jax.random.key``), which are folded with the number of the step.
+
+        The elements of all steps are drawn first. At the end of the data a window that
+        gets fewer raises OutOfRangeError, and draws none.
+
+        Raises:
+            TypeError: ``step`` cannot be a step function, or is ``eager``.
+        """
+        checked = function(step)
+        if checked.eager:
+            raise TypeError(
+                f"a window compiles its steps, and {checked.name!r} is an eager step "
+                "function: leave out eager=True"
+            )
+        return Function(WindowBody(self._exchanges, checked.body))
+
+    def apply_gradients(self, grads: Any, variables: Any = None, **extra: Any) -> None:
+        """Moves the worker's copy by ``inner``; see `Optimizer.apply_gradients`.
+
+        Raises:
+            RuntimeError: It is not called in the step of a `window`.
+            ValueError: As `Optimizer.apply_gradients`; or there are further arguments.
+        """
+        if window_of_step.get() != self._inner.id:
+            raise RuntimeError(
+                f"apply_gradients of {self.name!r} is called outside of its windows: "
+                "schedule optimizer.window(step), and call it in that step"
+            )
+        self._inner.apply_gradients(grads, variables, **extra)
+
+    def __repr__(self) -> str:
+        return f"<zstrat.LocalOptimizer {self.name!r} every={self.every}>"
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(
+            f"LocalOptimizer({name}={value!r:.80}): expected a whole number, {least} "
+            "or more"
+        )
+    return count

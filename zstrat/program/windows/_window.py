@@ -1,0 +1,477 @@
+"""The body of a window: several steps as one closure, and their contribution.
+
+A trace of it has two parts. First the step alone is traced, without being run: that
+finds which elements it draws, which variables it reads and which it trains. Then all
+steps are one ``lax.scan``, over the stacked elements, that carries the worker's copy of
+the variables and the slots of the inner optimizer. Elements that differ in shape cannot
+be stacked: then the steps stand one after the other in the program, with a warning.
+
+Theory of operation. θ is the worker's copy, Θ the value on the servers. A window
+contributes Δ = Θ - θ to a round of the outer optimizer, which takes it for a gradient
+(Douillard et al., "DiLoCo", 2023). With several fragments, or if θ outlives its window
+(``overlap``, ``mix``), θ is a resident array, and so is the Θ that Δ counts from, the
+*base*: always a value that a server had. A segment then is: ``overlap`` steps, then the
+fragment of the round before is merged, θ ← mix θ + (1 - mix) Θ, then the other steps,
+then the contribution of the next fragment.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program._function import Function
+from zstrat.program.ship._carried import ScopedBody
+from zstrat.program.trace import _refusals
+from zstrat.program.trace._capture import MAX_DRAWS, Capture
+from zstrat.program.trace._context import printed_before, worker_context
+from zstrat.program.trace._iterator import Element
+from zstrat.program.trace._where import claimed
+from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
+
+from ._fragments import COPY, SEGMENT, STEPS, Segment, fragments_of
+from ._resident import ResidentArrays
+from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.program.trace._feeds import SlotsKey
+    from zstrat.program.trace._iterator import StepIterator
+    from zstrat.program.trace._structure import Structure
+    from zstrat.variables import GradientCall, SlotRule, Variable, VariableHandle
+
+    from ._fragments import Exchanges
+
+_OF_SCHEDULES: Final = frozenset(
+    {
+        "InjectHyperparamsState",
+        "InjectStatefulHyperparamsState",
+        "ScaleByScheduleState",
+        "WrappedScheduleState",
+    }
+)
+"""States of optax whose count is the place in a schedule; that of Adam counts the
+gradients in its moments."""
+
+_EPOCH: Final = 8
+"""Rounds after which the speed of a worker that is gone counts no more, or twice."""
+_PROGRAMS: Final = 8
+"""Numbers of steps that workers make, about, when these adapt to their speed."""
+
+Drawn = list[tuple["StepIterator", Any]]
+"""The elements of one step, each with its iterator."""
+Copies = dict[int, jax.Array]
+"""A value of each variable, by key."""
+Slots = dict["SlotsKey", list[Any]]
+
+
+@final
+class WindowBody:
+    """The body of the step function that `LocalOptimizer.window` makes."""
+
+    def __init__(self, exchanges: Exchanges, step: Callable[..., Any]) -> None:
+        self.exchanges, self.step = exchanges, step
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        self.__name__ = self.__qualname__ = f"window of {name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = recorder.get()
+        is_inside = window_of_step.get() is not None
+        if SEGMENT not in kwargs and worker_context.get() is not None:
+            # The worker has not recognized it: another step has called it.
+            is_inside = is_inside or self.exchanges.take_segments
+        if not isinstance(outer, Capture) or is_inside:
+            raise RuntimeError(
+                f"{self.__name__!r} is called in another step function, in a replica, "
+                "or eagerly: a window is a closure by itself, so schedule it, "
+                "coordinator.schedule(window, args=...)"
+            )
+        segment = kwargs.pop(SEGMENT, Segment())
+        return _Window(self, outer, args, kwargs).run(segment)
+
+
+def window_of(function: object) -> Exchanges | None:
+    """Returns the exchanges of a window that needs a `Segment`, if the function is
+    one."""
+    body = function.body if isinstance(function, Function) else None
+    if isinstance(body, ScopedBody):
+        body = body.step
+    if isinstance(body, WindowBody) and body.exchanges.take_segments:
+        return body.exchanges
+    return None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the step of a window does, as its trial has shown."""
+
+    call: GradientCall
+    trained: list[VariableHandle]
+    slots: dict[SlotsKey, tuple[VariableHandle, SlotRule]]
+    reads: list[VariableHandle]
+    """Variables that are not trained."""
+    structure: Structure
+
+
+class _Window:
+    """One trace of a window."""
+
+    def __init__(
+        self, body: WindowBody, outer: Capture, args: Any, kwargs: Any
+    ) -> None:
+        self._body, self.outer, self._args, self._kwargs = body, outer, args, kwargs
+        self.exchanges = exchanges = body.exchanges
+        self._resident = ResidentArrays(exchanges.outer.id, exchanges.name, outer)
+
+    def run(self, segment: Segment) -> Any:
+        """Returns the result of the steps, each array with a first axis of steps."""
+        exchanges = self.exchanges
+        count = exchanges.steps_in(segment)
+        step, drawn = self._tried()
+        if count * len(drawn) > MAX_DRAWS:
+            raise ValueError(
+                f"{step.call.where}: a window of {count} steps draws "
+                f"{count * len(drawn)} elements, and a program takes {MAX_DRAWS} at "
+                "most: exchange more often (every=), or draw larger elements"
+            )
+        more = range(1, count)
+        batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
+        known = {v.spec.key: self.outer.read(v) for v in step.reads}
+        runs = _Steps(self, step, batches, known)
+        if exchanges.keep_copies:
+            self._run_kept(step, runs, segment, count)
+        else:
+            self._run_whole(step, runs, count)
+        if exchanges.pace is not None:
+            self._adapt(exchanges.pace)
+        return step.structure.unflatten(runs.results(step.call.where))
+
+    def _run_whole(self, step: _Step, runs: _Steps, count: int) -> None:
+        """Runs a window that begins with the values on the servers."""
+        base = {v.spec.key: self.outer.read(v) for v in step.trained}
+        copies, slots = runs.run(dict(base), self._slots(step, base), count)
+        self._contribute(step, base, copies, runs, step.call.given)
+        self._keep_slots(step, slots)
+
+    def _run_kept(
+        self, step: _Step, runs: _Steps, segment: Segment, count: int
+    ) -> None:
+        """Runs a segment that goes on with the worker's own copy."""
+        exchanges, resident = self.exchanges, self._resident
+        sizes = [math.prod(target.shape) for target in step.call.targets]
+        given = step.call.given
+        if exchanges.fragments > len(given):
+            raise ValueError(
+                f"{step.call.where}: zs.LocalOptimizer(fragments="
+                f"{exchanges.fragments}) has to cut a tree of {len(given)} variables: "
+                f"give {len(given)} fragments at most"
+            )
+        places = fragments_of([sizes[leaf] for leaf in given], exchanges.fragments)
+        fragments: list[list[int]] = [[] for _ in range(exchanges.fragments)]
+        for leaf, place in zip(given, places, strict=True):
+            fragments[place].append(leaf)
+        before = fragments[(segment.number - 1) % exchanges.fragments]
+        if segment.restart:
+            base = {v.spec.key: self.outer.read(v) for v in step.trained}
+            copies = dict(base)
+        else:
+            copies, base = (
+                {
+                    v.spec.key: resident.read(v, what, v.shape, v.spec.dtype)
+                    for v in step.trained
+                }
+                for what in (COPY, "/base")
+            )
+        slots = self._slots(step, copies)
+        if not segment.restart:
+            copies, slots = runs.run(copies, slots, exchanges.overlap)
+            for leaf in before:
+                for part in step.call.targets[leaf].components:
+                    key = part.spec.key
+                    base[key] = self.outer.read(part)
+                    copies[key] = _mixed(copies[key], base[key], exchanges.mix)
+        copies, slots = runs.run(copies, slots, count - runs.done)
+        self._contribute(step, base, copies, None, fragments[segment.number])
+        self._keep_slots(step, slots)
+        for part in step.trained:
+            resident.keep(part, COPY, copies[part.spec.key])
+            resident.keep(part, "/base", base[part.spec.key])
+
+    def _adapt(self, pace: Variable) -> None:
+        """Says how many steps the next window makes: as many as this worker can while
+        the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
+        last epochs; the next one is cleared."""
+        resident, every = self._resident, self.exchanges.every
+        speed, epoch = resident.speed(), resident.round() // _EPOCH
+        speeds, size = jnp.asarray(pace.value()), pace.shape[0]
+        others = jnp.maximum(speeds[epoch % size], speeds[(epoch - 1) % size])
+        fastest = jnp.maximum(others, speed)
+        share = jnp.where(speed > 0, speed / jnp.where(fastest > 0, fastest, 1.0), 1.0)
+        # A tenth is noise, and the fastest worker makes all steps.
+        share = jnp.where(share > 0.9, 1.0, share)
+        steps = jnp.floor(every * share).astype(jnp.int32)
+        # Few numbers, as each is another program.
+        unit = -(-every // _PROGRAMS)
+        steps = jnp.where(steps < unit, steps, steps // unit * unit)
+        resident.keep_own(STEPS, jnp.maximum(steps, 1))
+        now, later = jnp.reshape(epoch % size, 1), jnp.reshape((epoch + 2) % size, 1)
+        pace.scatter_max(IndexedSlices(jnp.reshape(speed, 1), now))
+        pace.scatter_update(IndexedSlices(jnp.zeros(1, speed.dtype), later))
+
+    def _tried(self) -> tuple[_Step, Drawn]:
+        """Traces the step alone until it has the elements that it draws."""
+        drawn: Drawn = []
+        while True:
+            trial = WindowRecorder(self.exchanges.inner.id, self.outer, drawn)
+            found: list[Structure] = []
+
+            def tried(trial: WindowRecorder = trial, found: Any = found) -> Any:
+                structure, arrays = trial.run(*self.step_and_arguments, 0)
+                found.append(structure)
+                return arrays
+
+            try:
+                with printed_before():
+                    jax.eval_shape(tried)
+            except NeedsElement as need:
+                drawn.append((need.iterator, self.outer.draw(need.iterator)))
+                continue
+            return self._step_of(trial, found[-1]), drawn
+
+    def _step_of(self, trial: WindowRecorder, structure: Structure) -> _Step:
+        call = trial.call
+        if call is None:
+            raise RuntimeError(
+                f"{self._body.__name__!r} trains nothing: its step has to call "
+                "apply_gradients of the zs.LocalOptimizer that made the window"
+            )
+        if call.extras.kinds or call.extras.static:
+            raise ValueError(
+                f"{call.where}: the inner optimizer of a window takes further "
+                "arguments of its update, which a window does not pass on: leave them "
+                "out, and use a transformation without them"
+            )
+        moves = trial.moves
+        return _Step(
+            call.with_arrays([None] * len(call.arrays)),
+            [variable for variable, _ in moves.values.values()],
+            {key: (variable, rule) for key, (variable, rule, _) in moves.slots.items()},
+            [v for key, v in trial.reads.items() if key not in moves.values],
+            structure,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._body.__name__
+
+    @property
+    def step_and_arguments(self) -> tuple[Callable[..., Any], Any, Any]:
+        return self._body.step, self._args, self._kwargs
+
+    def _slots(self, step: _Step, values: Copies) -> Slots:
+        """Reads the resident slots; those of a worker that has none yet are new.
+        Schedules count the steps of the run, whenever this worker has joined."""
+        found: Slots = {}
+        for key, (variable, rule) in step.slots.items():
+            if not rule.names:
+                found[key] = []
+                continue
+            has_some = self._resident.read(variable, "/begun", (), "bool")
+            kept = [
+                self._resident.read(variable, name, kind.shape, kind.dtype)
+                for name, kind in zip(rule.names, rule.kinds, strict=True)
+            ]
+            value = values[variable.spec.key]
+
+            def new(rule: SlotRule = rule, value: jax.Array = value) -> list[Any]:
+                with rule.leaf.tree.precision():
+                    slots = rule.leaf.init(value)
+                pairs = zip(slots, rule.kinds, strict=True)
+                return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
+
+            slots = list(jax.lax.cond(has_some, lambda kept=kept: kept, new))
+            classes = self.exchanges.inner.state_classes
+            for number, (name, kind) in enumerate(
+                zip(rule.names, rule.kinds, strict=True)
+            ):
+                if name.endswith(".count") and classes.get(name) in _OF_SCHEDULES:
+                    slots[number] = self._steps_before().astype(kind.dtype)
+            found[key] = slots
+        return found
+
+    def _steps_before(self) -> jax.Array:
+        """Returns how many steps a worker makes before this round, of the whole run."""
+        exchanges = self.exchanges
+        turn, number = jnp.divmod(self._resident.round(), exchanges.fragments)
+        part = number * exchanges.every // exchanges.fragments
+        return turn * exchanges.every + part
+
+    def _keep_slots(self, step: _Step, slots: Slots) -> None:
+        for key, (variable, rule) in step.slots.items():
+            for name, array in zip(rule.names, slots[key], strict=True):
+                self._resident.keep(variable, name, array)
+            if rule.names:
+                self._resident.keep(variable, "/begun", jnp.ones((), jnp.bool_))
+
+    def _contribute(
+        self,
+        step: _Step,
+        base: Copies,
+        copies: Copies,
+        runs: _Steps | None,
+        leaves: Sequence[int],
+    ) -> None:
+        """Contributes Δ of these leaves to the round.
+
+        ``runs``: the steps since Δ was zero, if they are all of one window: then a
+        table contributes only the rows that they have touched.
+        """
+        call = step.call
+        deltas: list[Any] = [None] * len(call.targets)
+        for leaf, target, sparse, _ in call.leaves():
+            if leaf not in leaves:
+                continue
+            keys = [part.spec.key for part in target.components]
+            parts = [base[key] - copies[key] for key in keys]
+            delta: Any = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            if sparse and runs is not None:
+                rows = _distinct(runs.rows(leaf), target.shape[0])
+                values = delta.at[rows].get(mode="fill", fill_value=0)
+                delta = IndexedSlices(values, rows, tuple(target.shape))
+            deltas[leaf] = delta
+        variables = [
+            None if delta is None else target
+            for target, delta in zip(call.targets, deltas, strict=True)
+        ]
+        treedef = call.structure.treedef
+        with claimed(call.where):
+            self.exchanges.outer.apply_gradients(
+                treedef.unflatten(deltas), treedef.unflatten(variables)
+            )
+
+
+class _Steps:
+    """The steps of a window, and what they return; ``done`` is how many have run.
+
+    Args:
+        batches: The elements of each step.
+        known: Values of variables that are not trained.
+    """
+
+    def __init__(
+        self, window: _Window, step: _Step, batches: list[Drawn], known: Copies
+    ) -> None:
+        self.done = 0
+        self._window, self._step = window, step
+        self._iterators = [iterator for iterator, _ in batches[0]]
+        self._batches = [[Element(x) for _, x in drawn] for drawn in batches]
+        self._known = known
+        self._results: list[list[jax.Array]] = []
+        """Arrays ``[steps, ...]`` of each run, or ``[1, ...]`` of a single step."""
+        self._rows: list[list[jax.Array]] = []
+
+    def run(self, copies: Copies, slots: Slots, count: int) -> tuple[Copies, Slots]:
+        """Runs the next ``count`` steps; returns copies and slots after them."""
+        if not count:
+            return copies, slots
+        first, self.done = self.done, self.done + count
+        batches = self._batches[first : self.done]
+        carry = copies, slots
+        if len({tuple([x.key for x in drawn]) for drawn in batches}) == 1:
+            leaves = [[leaf for x in drawn for leaf in x.leaves] for drawn in batches]
+            stacked = [jnp.stack(each) for each in zip(*leaves, strict=True)]
+            numbers = jnp.arange(first, self.done)
+            carry, made = jax.lax.scan(self._one, carry, (numbers, stacked))
+            self._took(made)
+            return carry
+        warnings.warn(
+            f"the elements that {self._window.name!r} draws differ in shape, so its "
+            "steps are compiled one by one and not as a loop: drop the remainder of a "
+            "batch, or pad it",
+            stacklevel=user_stacklevel(),
+        )
+        for number, drawn in enumerate(batches, first):
+            leaves = [leaf for x in drawn for leaf in x.leaves]
+            given = jnp.asarray(number), leaves
+            carry, made = self._one(carry, given, drawn)
+            self._took(jax.tree.map(lambda x: x[None], made))
+        return carry
+
+    def results(self, where: str) -> list[jax.Array]:
+        """Returns the arrays of the result, each ``[steps, ...]``."""
+        columns = list(zip(*self._results, strict=True))
+        for arrays in columns:
+            shapes = {array.shape[1:] for array in arrays}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"{where}: the steps of a window return arrays of different shapes "
+                    f"({', '.join(map(str, sorted(shapes)))}), because their elements "
+                    "differ: return arrays whose shape does not depend on them"
+                )
+        return [jnp.concatenate(arrays) for arrays in columns]
+
+    def rows(self, leaf: int) -> jax.Array:
+        """Returns the rows of a table that the steps have touched, with repetitions."""
+        sparse = [n for n, _, is_sparse, _ in self._step.call.leaves() if is_sparse]
+        place = sparse.index(leaf)
+        return jnp.concatenate([rows[place].reshape(-1) for rows in self._rows])
+
+    def _took(self, made: tuple[list[jax.Array], list[jax.Array]]) -> None:
+        self._results.append(made[0])
+        self._rows.append(made[1])
+
+    def _one(
+        self, carry: tuple[Copies, Slots], given: Any, drawn: Any = None
+    ) -> tuple[tuple[Copies, Slots], tuple[list[jax.Array], list[jax.Array]]]:
+        copies, slots = carry
+        number, leaves = given
+        left = iter(leaves)
+        elements = [
+            x.treedef.unflatten([next(left) for _ in x.leaves])
+            for x in (self._batches[0] if drawn is None else drawn)
+        ]
+        window, step = self._window, self._step
+        recording = WindowRecorder(
+            window.exchanges.inner.id,
+            window.outer,
+            list(zip(self._iterators, elements, strict=True)),
+            {**self._known, **copies},
+            slots,
+        )
+        structure, arrays = recording.run(*window.step_and_arguments, number)
+        moves, name = recording.moves, window.name
+        if recording.call is None or [*moves.values] != [
+            v.spec.key for v in step.trained
+        ]:
+            raise _refusals.changed(name, "it updated other variables")
+        if recording.drawn != len(elements):
+            raise _refusals.changed(name, "it drew fewer elements")
+        if structure != step.structure:
+            difference = step.structure.difference(structure)
+            raise _refusals.result_changed(name, *difference)
+        rows = [own[0] for _, _, sparse, own in recording.call.leaves() if sparse]
+        moved = {
+            key: value.astype(copies[key].dtype)
+            for key, (_, value) in moves.values.items()
+        }
+        kept = {key: list(leaves) for key, (_, _, leaves) in moves.slots.items()}
+        return (moved, kept), (arrays, rows)
+
+
+def _mixed(copy: jax.Array, value: jax.Array, mix: float) -> jax.Array:
+    """Returns ``mix`` times the worker's copy plus the rest of the servers' value."""
+    return mix * copy + (1 - mix) * value if mix else value
+
+
+def _distinct(rows: jax.Array, height: int) -> jax.Array:
+    """Returns each index once; `ABSENT` in place of repetitions and of padding."""
+    ordered = jnp.sort(rows.astype(jnp.int32))
+    is_first = jnp.concatenate([jnp.ones(1, jnp.bool_), ordered[1:] != ordered[:-1]])
+    is_there = is_first & (ordered >= 0) & (ordered < height)
+    return jnp.where(is_there, ordered, ABSENT)

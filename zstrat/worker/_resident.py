@@ -1,0 +1,195 @@
+"""`Residents`: the arrays that windows keep on this worker, and which part is next.
+
+An inner optimizer's state, and a copy of variables that outlives its window, belong to
+this worker and are never sent. A run of a window takes them and leaves the next ones,
+which count once its contribution is acknowledged: a window that runs again here after a
+failure begins where it began before. Laws of the file: at most one run is not settled;
+arrays are never written to.
+
+With fragments, round r exchanges fragment r modulo their number, so a window has to
+know its round before its program is chosen. A worker counts on: its windows are for
+successive rounds. By the values that a window has read it is known which round was
+open; if that is another one (the worker has joined, or was late), the window
+contributes nothing, and the worker counts from there. Nothing is lost, as the
+difference that it contributes next counts from the value that it has last taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+
+from zstrat.program import COPY, ROUND, SPEED, STEPS, Segment
+from zstrat.variables import RESIDENT
+from zstrat.wire import RoundNumber
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.program import Exchanges, StepUpdate
+    from zstrat.variables import VariableSpec
+
+
+class WindowPlace(NamedTuple):
+    """The place of a window among those of its optimizer on this worker."""
+
+    optimizer: int
+    turn: int
+    """How many came before it."""
+    round: int
+    """The round that it is for, as far as the worker knew."""
+    segment: Segment
+    is_whole: bool
+    """Whether the tree is one fragment, so that any round will do."""
+    steps: int
+    """How many steps the window makes."""
+
+
+@final
+@dataclass(slots=True)
+class _Turn:
+    """What a worker knows of the rounds of one optimizer with fragments."""
+
+    taken: int = 0
+    """Number of windows that have a place."""
+    offset: int = 0
+    """The round of a window, less its index."""
+    restarts: bool = True
+    """Whether the next window takes the values of all fragments."""
+    every: int = 0
+    """The number of steps to which the windows have adapted; 0 for all."""
+    speed: float = 0.0
+    """Steps per second, of the last windows; 0 if not known."""
+
+
+@final
+class Residents:
+    """See the module's docstring. Only the executor thread uses it."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, np.ndarray] = {}
+        self._before: dict[int, np.ndarray | None] = {}
+        """Arrays from before the run that is not settled."""
+        self._step: int | None = None
+        """The step of that run."""
+        self._turns: dict[int, _Turn] = {}
+        self.version = 0
+        """Changes whenever the arrays do."""
+
+    def inherit(self, other: Residents) -> None:
+        """Takes over what the same coordinator had before its connection broke."""
+        self._arrays, self._turns = other._arrays, other._turns
+        self.version += 1
+        self._before, self._step = other._before, other._step
+
+    def filled(
+        self,
+        reads: Sequence[VariableSpec],
+        pulled: Sequence[Any],
+        step: int,
+        at: RoundNumber,
+    ) -> list[Any]:
+        """Returns the values of all reads of a step, of which some were pulled, in the
+        round ``at``. An array that is not there yet is zeros."""
+        if step == self._step:
+            self.settle(step, failed=True)
+        left = iter(pulled)
+        return [
+            self._value(spec, at) if spec.ps == RESIDENT else next(left)
+            for spec in reads
+        ]
+
+    def early(
+        self, reads: Sequence[VariableSpec], step: int, place: WindowPlace
+    ) -> list[Any]:
+        """`filled`, with None for what is to be pulled, and the round that is
+        expected."""
+        at = RoundNumber(place.optimizer, place.round)
+        return self.filled(reads, [None] * len(reads), step, at)
+
+    def put(
+        self, step: int, updates: Sequence[StepUpdate], place: WindowPlace | None = None
+    ) -> None:
+        """Keeps the arrays that a step leaves."""
+        for update in updates:
+            if place is not None and update.spec.name.endswith(STEPS):
+                self._turns[place.optimizer].every = int(update.arrays[0])
+        self._before = {x.spec.key: self._arrays.get(x.spec.key) for x in updates}
+        self._step = step
+        self.version += 1
+        self._arrays.update({x.spec.key: x.arrays[0] for x in updates})
+
+    def settle(self, step: int | None, *, failed: bool) -> None:
+        """Notes that the contribution of a step was acknowledged, or has failed: then
+        the arrays are those of before."""
+        if step is None or step != self._step:
+            return
+        if failed:
+            self.version += 1
+            for key, array in self._before.items():
+                if array is None:
+                    self._arrays.pop(key, None)
+                else:
+                    self._arrays[key] = array
+        self._before, self._step = {}, None
+
+    def take_place(self, exchanges: Exchanges) -> WindowPlace:
+        """Returns the place of the next window with these exchanges."""
+        optimizer = exchanges.outer.id
+        turn = self._turns.setdefault(optimizer, _Turn())
+        index, turn.taken = turn.taken, turn.taken + 1
+        restarts, turn.restarts = turn.restarts, False
+        number, is_whole = index + turn.offset, exchanges.fragments == 1
+        # A window that keeps no copy is the same program each time.
+        restarts = restarts or not exchanges.keep_copies
+        every = turn.every if turn.every < exchanges.every else 0
+        segment = Segment(number % exchanges.fragments, restarts, every)
+        steps = exchanges.steps_in(segment)
+        return WindowPlace(optimizer, index, number, segment, is_whole, steps)
+
+    def give_back(self, place: WindowPlace) -> None:
+        """Gives the place to the next window, as this one will not run; of several the
+        last one first."""
+        turn = self._turns[place.optimizer]
+        turn.taken -= 1
+        turn.restarts = turn.restarts or place.segment.restart
+
+    def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
+        """Returns whether the worker has the copies that a window continues. It has
+        none if the window that was to take them has failed, or was of other variables;
+        the next one takes them."""
+        copies = [x for x in reads if x.ps == RESIDENT and x.name.endswith(COPY)]
+        if all(spec.key in self._arrays for spec in copies):
+            return True
+        self._turns[place.optimizer].restarts = True
+        return False
+
+    def has_run(self, place: WindowPlace, round_read: int) -> bool:
+        """Notes the round whose values a window has read; returns whether it is the
+        one that the window is for."""
+        turn = self._turns[place.optimizer]
+        before, turn.offset = turn.offset, round_read - place.turn
+        if place.is_whole or round_read == place.round:
+            return True
+        # A window that runs again reads before the end of the round.
+        is_early = round_read == place.round - 1
+        if before != turn.offset and not (is_early or place.segment.restart):
+            turn.restarts = True
+        return False
+
+    def took(self, place: WindowPlace, seconds: float) -> None:
+        """Notes how long the steps of a window took, without waiting for values."""
+        turn, speed = self._turns[place.optimizer], place.steps / max(seconds, 1e-9)
+        turn.speed = (turn.speed + speed) / 2 if turn.speed else speed
+
+    def _value(self, spec: VariableSpec, at: RoundNumber) -> Any:
+        if spec.name.endswith(ROUND):
+            return np.int32(at.number)
+        if spec.name.endswith(SPEED):
+            return np.float32(self._turns[at.optimizer].speed)
+        array = self._arrays.get(spec.key)
+        if array is not None and array.shape == spec.shape:
+            return array
+        return np.zeros(spec.shape, spec.numpy_dtype)
