@@ -21,6 +21,7 @@ from ._window_recorder import window_of_step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zstrat.codecs import Wire
 
 _EPOCHS: Final = 8
 """Number of epochs of rounds whose largest speed is kept."""
@@ -48,6 +49,7 @@ class LocalOptimizer:
         mix: The part of the worker's own copy that it keeps at an exchange, in [0, 1).
         rounds: Which windows become one update of ``outer``. Default: one of each
             worker.
+        wire: The format in which differences travel, as that of `Optimizer`.
         name: In errors and in ``coordinator.metrics()``.
 
     Raises:
@@ -67,6 +69,7 @@ class LocalOptimizer:
         mix: float = 0.0,
         adapt: bool = False,
         rounds: Rounds | None = None,
+        wire: Wire | str | None = None,
         name: str | None = None,
     ) -> None:
         self.every = _whole("every", every, 1)
@@ -106,7 +109,7 @@ class LocalOptimizer:
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
         rounds = Rounds() if rounds is None else rounds
-        self.outer = Optimizer(outer, self.name, rounds=rounds)
+        self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
         """The optimizer on the parameter servers."""
         self.pace: Variable | None = None
         """The largest speeds of workers, in steps per second; None without
