@@ -24,6 +24,7 @@ FLOORS = {
     "zstrat.errors": 0,
     "zstrat.config": 0,
     "zstrat.doors": 0,
+    "zstrat.memory": 0,
     "zstrat.rows": 0,
     "zstrat.threads": 0,
     "zstrat.paths": 0,

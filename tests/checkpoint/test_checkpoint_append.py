@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zstrat.checkpoint import BLOCK
 from zstrat.checkpoint._writer import DIRECT_FROM_BYTES, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
-from zstrat.rows import aligned
+from zstrat.memory import aligned
 from zstrat.testing import full_disk
 
 portions = st.lists(

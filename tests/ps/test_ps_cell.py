@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from zstrat.errors import UnavailableError
+from zstrat.memory import HUGE_PAGE, aligned, lasting
 from zstrat.ps.store import Cell
 from zstrat.ps.store._cell import SPARE_KEPT_FOR
-from zstrat.rows import HUGE_PAGE, aligned, lasting
 
 DTYPES = [np.float32, np.float64, np.int64, np.bool_, np.complex64, ml_dtypes.bfloat16]
 

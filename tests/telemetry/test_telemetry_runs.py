@@ -24,7 +24,7 @@ import zstrat as zs
 from zstrat.cli import main
 from zstrat.config import Settings
 from zstrat.launch import LocalCluster, observe
-from zstrat.telemetry import Histogram
+from zstrat.telemetry import Histogram, metrics_of
 
 BATCH, STEPS = 16, 40
 
@@ -207,6 +207,8 @@ def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp
     np.testing.assert_allclose(weight.numpy(), before * 0.75**STEPS, rtol=1e-5)
     rounds = trained.metrics()["rounds"]["sgd"]
     assert rounds["closed"] == STEPS
+    paths = {each.path for each in metrics_of("rounds")}
+    assert paths <= {(name,) for name in rounds}
     assert (rounds["workers"], rounds["waiting"], rounds["late"]) == (1, 0, {})
     assert rounds["waited_for"] == {}  # nobody contributed before it
     assert applied(cluster, weight.spec.ps) == pushed + STEPS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
+import operator
 import os
 import signal
 import socket
@@ -35,6 +37,15 @@ OBSERVED = {
 }
 """What zstrat.telemetry makes, of a task and of the run."""
 
+OF_BACKUPS = {
+    ("service", "replication", "behind"),
+    ("service", "replication", "log_bytes"),
+    ("service", "replication", "unacknowledged"),
+    ("coordinator", "failovers"),
+    ("coordinator", "stores_without_backup"),
+}
+"""What is reported only if parameter servers have backups."""
+
 TWICE = {("service", "uptime")}
 
 TOLD_OTHERWISE = ("phases", "staleness", "tasks", "transports", "time")
@@ -57,6 +68,14 @@ def numbers(values, path=()):
             yield from numbers(value, (*path, key))
         elif isinstance(value, int | float):
             yield (*path, key)
+
+
+def is_missing(values, path):
+    try:
+        functools.reduce(operator.getitem, path, values)
+    except LookupError:
+        return True
+    return False
 
 
 def free_port():
@@ -114,7 +133,14 @@ def test_a_cluster_that_trains_and_its_program():
     assert found[name, "chief:0", "worker:0"].value == 5
     # Nothing that status --json counts is left out.
     seen = [(each.task.partition(":")[0], dict(each.values)) for each in looked]
-    for job, values in (*seen, ("chief", {"coordinator": metrics})):
+    seen.append(("chief", {"coordinator": dict(metrics)}))
+    # All metrics are reported: the number of one that is not would be 0.
+    reports = [*seen, *(("member", each) for each in metrics["workers"].values())]
+    for job, values in reports:
+        paths = {each.path for each in metrics_of(job)}
+        missing = {path for path in paths if is_missing(values, path)}
+        assert missing == paths & OF_BACKUPS, job
+    for job, values in seen:
         for repeated in (*TOLD_OTHERWISE, "workers"):
             values.get("coordinator", values).pop(repeated, None)
         told = {metric.path for metric in metrics_of(job)} | TWICE

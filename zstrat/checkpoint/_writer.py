@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.rows import aligned
+from zstrat.memory import aligned
 
 from ._disk import Digest, blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header

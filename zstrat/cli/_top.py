@@ -24,6 +24,7 @@ from zstrat.telemetry import (
     COLUMNS,
     WORKER_PHASES,
     Kind,
+    Phase,
     Unit,
     held_up,
     percent,
@@ -139,11 +140,10 @@ FEWEST: Final = 2
 AROUND: Final = 6
 """Lines of a screen other than tasks and bottlenecks: the summary, a header and an
 empty line above each table, and the line of the cursor."""
-LEFT_OUT: Final = (
-    "processor", "compiled", "apply p99", "memory", "waiting", "out/s", "in/s", "wait",
-    "pulls/s", "pushes/s", "draw", "state",
-)  # fmt: skip
-"""Columns that a narrow terminal does not show, the first ones first."""
+KEPT: Final = frozenset(
+    {"task", "steps/s", Phase.PULL, Phase.COMPUTE, Phase.PUSH, "busy", "apply"}
+)
+"""Columns that a narrow terminal shows, too; it leaves out others from the right."""
 
 
 @final
@@ -331,8 +331,8 @@ def _columns(rows: list[Row], width: int) -> list[str]:
         name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]
     }
-    for name in LEFT_OUT:
+    for name in [name for name in reversed(rows[0]) if name not in KEPT]:
         if sum(widths.values()) - GAP <= width:
             break
-        widths.pop(name, None)
+        del widths[name]
     return list(widths)

@@ -19,7 +19,7 @@ from ._resolver import FunctionClusterResolver as FunctionClusterResolver
 from ._resolver import RunningCluster as RunningCluster
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
 from ._resolver import UnionResolver as UnionResolver
-from ._resolver import cluster_spec_of as cluster_spec_of
+from ._resolver import query_cluster_spec as query_cluster_spec
 from ._roles import id_in_cluster as id_in_cluster
 from ._roles import is_chief as is_chief
 from ._roles import should_load_checkpoint as should_load_checkpoint

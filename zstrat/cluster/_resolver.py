@@ -256,7 +256,7 @@ class SimpleClusterResolver(SourceResolver):
         return self._given
 
 
-def cluster_spec_of(resolver: ClusterResolver) -> ClusterSpec:
+def query_cluster_spec(resolver: ClusterResolver) -> ClusterSpec:
     """Queries the cluster of a resolver that a program passed.
 
     Raises:

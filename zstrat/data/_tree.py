@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.rows import aligned
+from zstrat.memory import aligned
 
 from ._leaves import Element, node_of, require_text
 

@@ -128,7 +128,7 @@ class TreeRule(TreeTransformation):
                 self.state(),
                 self.owners(),
                 functools.partial(self.update, sizes, dtypes),
-                self._brought_together,
+                self._combining_function,
             ),
         )
 
@@ -222,7 +222,7 @@ class TreeRule(TreeTransformation):
             return result
         return self
 
-    def _brought_together(self) -> str:
+    def _combining_function(self) -> str:
         """Names the function of optax that first combines values, or parts of the
         state, of several leaves; "" if it cannot be found."""
         leaves, owners = len(self.kinds), self.owners()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 import numpy as np
 
 from zstrat.checkpoint import absolute
-from zstrat.cluster import cluster_spec_of, id_in_cluster
+from zstrat.cluster import id_in_cluster, query_cluster_spec
 from zstrat.collectives import Group
 from zstrat.config import TRY_AGAIN
 from zstrat.coordinator import ClusterSession
@@ -355,7 +355,7 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
     train in step."""
     if resolver is None:
         return 0, False
-    spec = cluster_spec_of(resolver)
+    spec = query_cluster_spec(resolver)
     job, index = resolver.task_type, resolver.task_id
     if "ps" in spec.jobs and (job is None or index is None):
         return 0, False  # a coordinator need not have a task

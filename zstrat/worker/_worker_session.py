@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
-import numpy as np
-
-from zstrat.errors import BusyError, ProtocolError, ZstratError
-from zstrat.program import BESIDE
+from zstrat.errors import BusyError, ZstratError
 from zstrat.ps import PsClient, RoundMembers
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
@@ -34,10 +31,8 @@ from zstrat.wire import (
     DropResources,
     DropResults,
     EndCapture,
-    Failure,
     Fetch,
     Fetched,
-    IteratorState,
     MergedOperands,
     MergeOperands,
     MergeRule,
@@ -45,7 +40,6 @@ from zstrat.wire import (
     MoveServer,
     PutArguments,
     PutCode,
-    ResourceBuilt,
     RoundNumber,
 )
 
@@ -53,10 +47,13 @@ from . import _closure
 from ._capture import SessionCapture
 from ._closure import RoundPush
 from ._reports import Reports, Results
+from ._shipments import build, iterator_fit, iterator_state, put_code, with_inputs
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Awaitable, Callable, Sequence
+
+    import numpy as np
 
     from zstrat.ps import Clocks, PsUpdate
     from zstrat.telemetry import StepUnderWay
@@ -66,7 +63,6 @@ if TYPE_CHECKING:
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import WorkerThread
-    from ._resources import Resources
     from ._server_links import ServerLinks
     from ._step_output import Listen, StepOutput
     from ._step_runner import StepRunner
@@ -220,16 +216,16 @@ class WorkerSession:
             case Fetch(step=step):
                 return Fetched(tuple(self.results.of(step)))
             case PutCode(digest=digest, code=code):
-                return executor.submit(partial(_put_code, resources, digest, code))
+                return executor.submit(partial(put_code, resources, digest, code))
             case MoveServer():
                 return self._servers.move(message)
             case BuildResource():
                 self._servers.use()
-                return executor.submit(partial(_build, self.runner, message))
+                return executor.submit(partial(build, self.runner, message))
             case AskIteratorState(resource=number):
-                return executor.submit(partial(_state, resources, number))
+                return executor.submit(partial(iterator_state, resources, number))
             case AskIteratorFit(resource=number, state=state):
-                return executor.submit(partial(_fit, resources, number, state))
+                return executor.submit(partial(iterator_fit, resources, number, state))
             case MergeOperands():
                 return self._merged_operands(message)
             case AskClock() | BeginCapture() | EndCapture():
@@ -253,7 +249,7 @@ class WorkerSession:
         """Queues closures; those that are open already are ignored."""
         self._servers.use()
         batches = []
-        for batch, inputs in _with_inputs(message):
+        for batch, inputs in with_inputs(message):
             taken = self._reports.opened(batch)
             if batch.size and taken.steps is not batch.steps:
                 inputs = [inputs[batch.steps.index(step)] for step in taken.steps]
@@ -526,72 +522,3 @@ def _error_of(future: asyncio.Future[Any]) -> BaseException | None:
     if future.cancelled():
         return asyncio.CancelledError("the request was cancelled")
     return future.exception()
-
-
-def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
-    try:
-        resources.put_code(digest, code)
-    except BaseException as error:  # goes to the coordinator
-        return Failure(_closure.plain(error))
-    return Done()
-
-
-def _with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
-    """Returns the batches, each with the inputs of its steps, if they have any.
-
-    Raises:
-        ProtocolError: The inputs do not have the sizes that the batches say.
-    """
-    joint, start, count = memoryview(message.inputs), 0, 0
-    parts = []
-    for batch in message.batches:
-        size, steps = batch.size, len(batch.steps)
-        if size < BESIDE:
-            end = start + size * steps
-            inputs = [joint[at : at + size] for at in range(start, end, max(size, 1))]
-            start = end
-        else:
-            arrays = message.arrays[count : count + steps]
-            inputs = [_bytes_beside(array, size) for array in arrays]
-            count += steps
-        parts.append((batch, inputs))
-    if (start, count) != (len(joint), len(message.arrays)):
-        raise ProtocolError(
-            f"Dispatch: expected {start} bytes of inputs and {count} arrays, as its "
-            f"batches say, got {len(joint)} and {len(message.arrays)}"
-        )
-    return parts
-
-
-def _bytes_beside(array: np.ndarray, size: int) -> memoryview:
-    if array.dtype != np.uint8 or array.shape != (size,):
-        raise ProtocolError(
-            f"Dispatch.arrays: expected uint8 [{size}] as its batch says, got "
-            f"{array.dtype} {list(array.shape)}"
-        )
-    return array.data
-
-
-def _state(resources: Resources, number: int) -> Message:
-    try:
-        return IteratorState(resources.state(number))
-    except Exception as error:  # goes to the coordinator
-        return Failure(_closure.plain(error))
-
-
-def _fit(resources: Resources, number: int, state: str) -> Message:
-    try:
-        resources.require_fit(number, state)
-    except Exception as error:  # goes to the coordinator
-        return Failure(_closure.plain(error))
-    return Done()
-
-
-def _build(runner: StepRunner, message: BuildResource) -> Message:
-    try:
-        layout = runner.build(message)
-        return ResourceBuilt(layout, runner.resources.examples(message.resource))
-    except BaseException as error:  # goes to the coordinator, with the user's lines
-        return Failure(_closure.plain(error))
-    finally:
-        runner.end_lines()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.cluster import cluster_spec_of
+from zstrat.cluster import query_cluster_spec
 from zstrat.collectives._engine import (
     CallKind,
     CollectiveCall,
@@ -84,7 +84,7 @@ def seats_of(
     Raises:
         ValueError: A task does not exist or is named twice, or there is no member.
     """
-    spec = cluster_spec_of(resolver)
+    spec = query_cluster_spec(resolver)
     if not spec:
         return (ALONE,)
     if tasks is None:

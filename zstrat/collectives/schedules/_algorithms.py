@@ -15,14 +15,18 @@ from ._doubling import (
     halving_doubling_all_reduce,
 )
 from ._exchanges import (
-    chain_broadcast,
     direct_all_gather,
     direct_all_reduce,
     direct_reduce_scatter,
     pairwise_all_to_all,
+)
+from ._ring import (
+    chain_broadcast,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
     scatter_broadcast,
 )
-from ._ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from ._schedule import Schedule
 from ._trees import double_tree_all_reduce, tree_all_reduce, tree_broadcast
 

@@ -76,52 +76,6 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
     return Schedule(tuple(blocks), size, result)
 
 
-def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """The root gives every other rank a part; these pass the parts around a ring.
-
-    ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
-    whatever the size of the group.
-
-    Cost: size - 1 steps; the root sends the array once, the others all blocks but one.
-    After van de Geijn, "On global combine operations", 1994, without the tree.
-    """
-    others = size - 1
-    if not others:
-        return Schedule(((Action(Act.FINISH),),), 0, (0,))
-    if rank == root:
-        blocks = tuple(
-            (Action(Act.FINISH), Action(Act.SEND, (root + 1 + block) % size, 0))
-            for block in range(others)
-        )
-        return Schedule(blocks, others, tuple(range(others)))
-    number = (rank - root - 1) % size  # among those that are not the root
-    left = (root + 1 + (number - 1) % others) % size
-    right = (root + 1 + (number + 1) % others) % size
-
-    def actions(block: int) -> tuple[Action, ...]:
-        step = (number - block) % others
-        take = Action(Act.TAKE, left if step else root, step)
-        last = step == others - 1
-        return (take,) if last else (take, Action(Act.SEND, right, step + 1))
-
-    return Schedule(tuple(map(actions, range(others))), others, tuple(range(others)))
-
-
-def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """One block, from each rank to the next one, chunk by chunk.
-
-    Cost: size - 1 steps; each rank but the last sends the array once.
-    """
-    number = (rank - root) % size
-    first = Action(Act.FINISH)
-    if number:
-        first = Action(Act.TAKE, (rank - 1) % size, number - 1)
-    if number == size - 1:
-        return Schedule(((first,),), size - 1, (0,))
-    send = Action(Act.SEND, (rank + 1) % size, number)
-    return Schedule(((first, send),), size - 1, (0,))
-
-
 def _reduces(rank: int, size: int) -> Iterator[Action]:
     """Yields a reduction for each other rank, starting with the rank before this
     one."""

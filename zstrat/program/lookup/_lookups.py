@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.rows import Runs, aligned, runs
+from zstrat.memory import aligned
+from zstrat.rows import Runs, runs
 from zstrat.variables import TableLayout, absent
 
 if TYPE_CHECKING:

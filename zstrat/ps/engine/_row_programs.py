@@ -18,7 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.rows import aligned
+from zstrat.memory import aligned
 
 from ._arithmetic import CALL_BYTES, FEWEST, as_rows, bucket, sizes
 from ._slot_layouts import (

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.memory import lasting
 from zstrat.ps.store._cell import Cell, Write
-from zstrat.rows import lasting
 
 from ._arithmetic import as_rows, pack, put_rows
 from ._row_programs import RowKind, RowKinds

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.memory import lasting
 from zstrat.ps.store._cell import Cell
-from zstrat.rows import lasting
 
 from ._arithmetic import distinct, is_floating
 

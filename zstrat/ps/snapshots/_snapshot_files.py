@@ -25,7 +25,7 @@ from zstrat.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from zstrat.rows import aligned
+from zstrat.memory import aligned
 from zstrat.wire import SnapshotWritten
 
 from ._snapshot import PIECE, ServerSnapshot, SnapshotTensor, TensorPart, cut

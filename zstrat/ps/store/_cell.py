@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
+from zstrat.memory import lasting
 from zstrat.ps.engine._arithmetic import as_rows
-from zstrat.rows import lasting
 
 from ._pins import Pin
 

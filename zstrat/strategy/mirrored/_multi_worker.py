@@ -16,10 +16,10 @@ import numpy as np
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
-    cluster_spec_of,
     detect,
     id_in_cluster,
     launched_together,
+    query_cluster_spec,
     validate_cluster_spec,
     worker_count,
 )
@@ -35,8 +35,8 @@ from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._layout import MeshLayout
 from zstrat.strategy.replica._mapped import mesh_over
 
-from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables
+from ._xla_job import is_in_job, join_job, resolver_of_jax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     ) -> None:
         resolver = cluster_resolver or _found()
         options = communication_options or CommunicationOptions()
-        spec = cluster_spec_of(resolver)
+        spec = query_cluster_spec(resolver)
         if not spec and isinstance(resolver, TFConfigClusterResolver):
             _require_alone(environment())
         _require_all(resolver)
@@ -276,7 +276,7 @@ def _require_all(resolver: ClusterResolver) -> None:
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
     """Returns the task that this process is, and whether it saves."""
-    spec = cluster_spec_of(resolver)
+    spec = query_cluster_spec(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not spec:
         return ("localhost", 0), True

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.data import native
+from zstrat.memory import ALIGNMENT
 from zstrat.program.trace import fits
-from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
 from zstrat.variables import is_weak
 

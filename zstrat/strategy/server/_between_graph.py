@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, final
 import jax
 
 from zstrat.cluster import (
-    cluster_spec_of,
     detect,
     id_in_cluster,
+    query_cluster_spec,
     task_count,
     worker_count,
 )
@@ -167,7 +167,7 @@ def _refuse_what_needs_a_coordinator(**given: object) -> None:
 
 
 def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
-    spec = cluster_spec_of(resolver)
+    spec = query_cluster_spec(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not job or index is None:
         raise ValueError(

@@ -18,8 +18,8 @@ import numpy as np
 
 from zstrat.cluster import (
     RunningCluster,
-    cluster_spec_of,
     detect,
+    query_cluster_spec,
     validate_cluster_spec,
 )
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
@@ -246,7 +246,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         self._workers = Workers(self._session)
         self._parameter_servers = StoreServers(self._session)
         if cluster_resolver.may_change:
-            self._workers.follow(lambda: cluster_spec_of(cluster_resolver))
+            self._workers.follow(lambda: query_cluster_spec(cluster_resolver))
         self._ps_count = spec.num_tasks("ps") * int(stores_per_ps)
         """Number of stores, whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
@@ -461,7 +461,7 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
 
 def _detected() -> ClusterResolver:
     resolver = detect()
-    if not cluster_spec_of(resolver):
+    if not query_cluster_spec(resolver):
         raise ValueError(
             "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
             "zs.LocalCluster, or what zs.launch.ssh, slurm, ray or dask returns"
@@ -472,7 +472,7 @@ def _detected() -> ClusterResolver:
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
     """Returns the cluster of the resolver, checked in the order in which TF
     complains."""
-    spec = cluster_spec_of(resolver)
+    spec = query_cluster_spec(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")
     validate_cluster_spec(spec, resolver.task_type, resolver.task_id)

@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import zstrat
-from zstrat.cluster import cluster_spec_of, detect
+from zstrat.cluster import detect, query_cluster_spec
 from zstrat.strategy import (
     BetweenGraphStrategy,
     CommunicationImplementation,
@@ -69,7 +69,7 @@ def ParameterServerStrategy(  # a class of TF
     """Makes a `zstrat.BetweenGraphStrategy`, or a `zstrat.CentralStorageStrategy`
     without a cluster."""
     resolver = cluster_resolver or detect()
-    if cluster_spec_of(resolver):
+    if query_cluster_spec(resolver):
         return BetweenGraphStrategy(resolver)
     return CentralStorageStrategy()
 

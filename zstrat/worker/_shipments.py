@@ -1,0 +1,96 @@
+"""What a coordinator ships to a worker: code, resources, and inputs of closures.
+
+Code and resources are for the executor thread. Their errors are answers, with the
+lines of the user's code, and do not end the thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zstrat.errors import ProtocolError
+from zstrat.program import BESIDE
+from zstrat.wire import Done, Failure, IteratorState, ResourceBuilt
+
+from . import _closure
+
+if TYPE_CHECKING:
+    from zstrat.wire import Batch, BuildResource, Dispatch, Message
+
+    from ._resources import Resources
+    from ._step_runner import StepRunner
+
+
+def put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
+    """Keeps a pickled object under its digest."""
+    try:
+        resources.put_code(digest, code)
+    except BaseException as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
+    return Done()
+
+
+def with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
+    """Returns the batches, each with the inputs of its steps, if they have any.
+
+    Raises:
+        ProtocolError: The inputs do not have the sizes that the batches say.
+    """
+    joint, start, count = memoryview(message.inputs), 0, 0
+    parts = []
+    for batch in message.batches:
+        size, steps = batch.size, len(batch.steps)
+        if size < BESIDE:
+            end = start + size * steps
+            inputs = [joint[at : at + size] for at in range(start, end, max(size, 1))]
+            start = end
+        else:
+            arrays = message.arrays[count : count + steps]
+            inputs = [_bytes_beside(array, size) for array in arrays]
+            count += steps
+        parts.append((batch, inputs))
+    if (start, count) != (len(joint), len(message.arrays)):
+        raise ProtocolError(
+            f"Dispatch: expected {start} bytes of inputs and {count} arrays, as its "
+            f"batches say, got {len(joint)} and {len(message.arrays)}"
+        )
+    return parts
+
+
+def _bytes_beside(array: np.ndarray, size: int) -> memoryview:
+    if array.dtype != np.uint8 or array.shape != (size,):
+        raise ProtocolError(
+            f"Dispatch.arrays: expected uint8 [{size}] as its batch says, got "
+            f"{array.dtype} {list(array.shape)}"
+        )
+    return array.data
+
+
+def iterator_state(resources: Resources, number: int) -> Message:
+    """Returns the position of an iterator."""
+    try:
+        return IteratorState(resources.state(number))
+    except Exception as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
+
+
+def iterator_fit(resources: Resources, number: int, state: str) -> Message:
+    """Checks whether an iterator can continue at a position."""
+    try:
+        resources.require_fit(number, state)
+    except Exception as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
+    return Done()
+
+
+def build(runner: StepRunner, message: BuildResource) -> Message:
+    """Builds a resource."""
+    try:
+        layout = runner.build(message)
+        return ResourceBuilt(layout, runner.resources.examples(message.resource))
+    except BaseException as error:  # goes to the coordinator, with the user's lines
+        return Failure(_closure.plain(error))
+    finally:
+        runner.end_lines()
