@@ -121,7 +121,7 @@ class SessionPause:
         dispatcher = self._dispatcher
         if dispatcher is None:
             await self.gate.close()
-            return SessionCut()
+            return SessionCut(self._rounds.first_step)
         dispatcher.hold()
         await dispatcher.engine.rest_async()
         await self._rounds.settle()

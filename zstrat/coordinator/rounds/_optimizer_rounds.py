@@ -15,19 +15,23 @@ While a round is closing, contributions are to the next one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from zstrat.wire import RoundMember
+from zstrat.errors import AlreadyExistsError
+from zstrat.wire import RoundMember, RoundOrder
 
 from ._round_statistics import RoundStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
 
     from zstrat.variables import Rounds
-    from zstrat.wire import PlainTree, StepContribution
+    from zstrat.wire import HeldRounds, PlainTree, StepContribution
+
+FORMER: Final = -1
+"""Stands for the workers of the program before, of which nothing is known."""
 
 
 class Contributed(NamedTuple):
@@ -42,8 +46,7 @@ class Contributed(NamedTuple):
 class ClosingRound:
     """A round that is to be closed."""
 
-    number: int
-    members: list[RoundMember]
+    order: RoundOrder
     operands: Sequence[np.ndarray] | None
     """What the optimizer computes from all gradients; None: it is not known yet."""
 
@@ -65,15 +68,25 @@ class OptimizerRounds:
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
     _members: dict[int, Contributed] = field(default_factory=dict)
     """Contributions to the open round, by step."""
+    _inherited: Sequence[StepContribution] = ()
+    """What the program before has contributed to the open round. Servers can use them
+    when a step has bound the optimizer, so they count with the first contribution."""
     _enough_at: float | None = None
     """When the open round could do without the others."""
 
     def contributed(self, worker: int, given: StepContribution, now: float) -> None:
         """Takes a contribution that all servers have."""
+        inherited, self._inherited = self._inherited, ()
+        for each in inherited:
+            self._take(FORMER, each, now)
+        self._take(worker, given, now)
+
+    def _take(self, worker: int, given: StepContribution, now: float) -> None:
         self.coupled |= given.coupled
         if given.base < self.number:
             is_dropped = self.policy.drops_late
-            self.statistics.contributed_late(worker, is_dropped=is_dropped)
+            if worker != FORMER:
+                self.statistics.contributed_late(worker, is_dropped=is_dropped)
             if is_dropped:
                 return
         member = RoundMember(given.step, given.attempt, given.weight)
@@ -123,7 +136,8 @@ class OptimizerRounds:
         self.statistics.closing((each.at, each.worker) for each in found)
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
-        closing = ClosingRound(self.number, members, operands)
+        order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
+        closing = ClosingRound(order, operands)
         self._members, self._enough_at = {}, None
         self.number, self.is_closing = self.number + 1, True
         return closing
@@ -136,7 +150,11 @@ class OptimizerRounds:
     def restart(self) -> None:
         """Begins again with the first round, without contributions."""
         self.number, self.is_closing = 0, False
-        self._members, self._enough_at = {}, None
+        self._members, self._enough_at, self._inherited = {}, None, ()
+
+    def inherit(self, left: HeldRounds) -> None:
+        """Begins where the program before has ended."""
+        self.number, self._inherited = left.closed.number + 1, left.contributions
 
     def metrics(
         self, there: int, now: float, most: int | None = None
@@ -146,7 +164,7 @@ class OptimizerRounds:
         return {
             "workers": self.size(there),
             "backup": self.policy.backup,
-            "waiting": len(self._members),
+            "waiting": len(self._members) + len(self._inherited),
             **self.statistics.metrics(now, most),
         }
 
@@ -160,6 +178,8 @@ class SessionRounds:
         self.flush_below = 0
         """Once no closure is left, rounds with contributions of steps below this are
         closed with what they have: a call waits for them. Any thread raises it."""
+        self.inherited: Mapping[int, HeldRounds] = {}
+        """What the program before has left, by number of the optimizer."""
 
     def __bool__(self) -> bool:
         """Whether an optimizer has rounds."""
@@ -168,9 +188,34 @@ class SessionRounds:
     def __iter__(self) -> Iterator[OptimizerRounds]:
         return iter(tuple(self._rounds.values()))
 
+    def require_rounds(self, optimizer: int, name: str) -> None:
+        """Checks that an optimizer may be created without rounds.
+
+        Raises:
+            AlreadyExistsError: The program before has left contributions to its rounds.
+        """
+        left = self.inherited.get(optimizer)
+        if left is not None and left.contributions:
+            raise AlreadyExistsError(
+                f"{len(left.contributions)} contributions to rounds of optimizer "
+                f"{name!r} wait on the parameter servers: give it rounds="
+            )
+
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
-        self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+        rounds = self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+        if optimizer in self.inherited:
+            rounds.inherit(self.inherited[optimizer])
+
+    def remove(self, optimizer: int) -> None:
+        """Removes an optimizer that has no handle, if it is there."""
+        self._rounds.pop(optimizer, None)
+
+    def restart(self) -> None:
+        """Begins again on servers that are empty."""
+        self.inherited = {}
+        for each in self:
+            each.restart()
 
     def get(self, optimizer: int) -> OptimizerRounds | None:
         """Returns the rounds of the optimizer; None if it has none."""

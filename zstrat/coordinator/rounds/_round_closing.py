@@ -23,9 +23,9 @@ from zstrat.errors import (
     StaleSessionError,
     UnavailableError,
 )
-from zstrat.ps import RoundMembers
 from zstrat.wire import MergedOperands, MergeOperands
 
+from ._inherited_rounds import first_free_step, inherited_rounds
 from ._optimizer_rounds import SessionRounds
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator._shipping import WorkerChannel
     from zstrat.ps import PsClient
     from zstrat.variables import Rounds
-    from zstrat.wire import StepContribution
+    from zstrat.wire import RoundOrder, StepContribution
 
     from ._optimizer_rounds import ClosingRound, OptimizerRounds
 
@@ -66,6 +66,8 @@ class RoundClosing:
     def __init__(self, client: PsClient, timeout: float) -> None:
         self._client, self._timeout = client, timeout
         self.rounds: Final = SessionRounds()
+        self.first_step = 1
+        """The first step number that this program may use."""
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
@@ -76,6 +78,22 @@ class RoundClosing:
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
         """Optimizers with smaller rounds than there are workers."""
+
+    async def inherit(self, deadline: float) -> None:
+        """Takes over the rounds that the program before has left, when all servers are
+        in this session.
+
+        Raises:
+            ZstratError: As `PsClient.close_round`.
+
+        Cancellation: another program may take them over.
+        """
+        held = await self._client.held_rounds(deadline)
+        self.first_step = first_free_step(held)
+        self.rounds.inherited = decided = inherited_rounds(held)
+        for each in decided.values():
+            if each.closed.number >= 0:  # servers that have closed it do nothing
+                await self._client.close_round(each.closed, [], 0, each.arrays)
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
@@ -145,8 +163,7 @@ class RoundClosing:
         self._failed = []
         for task in self._closing:
             task.cancel()
-        for rounds in self.rounds:
-            rounds.restart()
+        self.rounds.restart()
 
     async def stop(self) -> None:
         """Stops closing rounds."""
@@ -163,28 +180,28 @@ class RoundClosing:
             try:
                 await self._close(rounds, closing)
             except (PSUnavailableError, DeadlineExceededError) as error:
-                log.warning("round %d of %r: %s", closing.number, rounds.name, error)
+                number = closing.order.number
+                log.warning("round %d of %r: %s", number, rounds.name, error)
                 self._failed.append((rounds, closing))
 
         task = asyncio.get_running_loop().create_task(
-            close(), name=f"round {closing.number}"
+            close(), name=f"round {closing.order.number}"
         )
         self._closing.add(task)  # cancelled by stop()
         task.add_done_callback(self._ended)
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        closed = RoundMembers(
-            rounds.optimizer, closing.number, rounds.policy.rule, closing.members
-        )
         if closing.operands is None:
-            # Once: a server that has closed the round has no gradients of it any more.
-            closing.operands = await self._operands(closed)
+            # Once: a server that has closed the round no longer has its gradients.
+            closing.operands = await self._operands(closing.order)
         over = self._coordinator.engine.queue.steps.low_water
-        await self._client.close_round(closed, rounds.steps, over, closing.operands)
+        await self._client.close_round(
+            closing.order, rounds.steps, over, closing.operands
+        )
         rounds.closed(asyncio.get_running_loop().time())
 
-    async def _operands(self, closed: RoundMembers) -> Sequence[np.ndarray]:
+    async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
         """Has a worker compute what the optimizer needs of all merged gradients.
 
         Raises:
@@ -195,15 +212,9 @@ class RoundClosing:
         for channel in list(self._coordinator.channels.values()):
             if not channel.task.is_ready:
                 continue
-            order = MergeOperands(
-                channel.session,
-                closed.optimizer,
-                closed.number,
-                int(closed.rule),
-                list(closed.members),
-            )
+            asked = MergeOperands(channel.session, order)
             try:
-                answer = await channel.task.link.submit(order)
+                answer = await channel.task.link.submit(asked)
             except (PeerLostError, NotFoundError, StaleSessionError) as error:
                 tried.append(f"{channel.task.name}: {error}")
                 continue
@@ -214,7 +225,7 @@ class RoundClosing:
                 )
             return answer.arrays
         raise UnavailableError(
-            f"round {closed.number}: no worker could compute what the optimizer needs "
+            f"round {order.number}: no worker could compute what the optimizer needs "
             f"of all gradients ({'; '.join(tried) or 'none is connected'}): start one, "
             "or add one with strategy.workers.add"
         )
@@ -228,7 +239,11 @@ class RoundClosing:
         if error is not None:
             # The servers may differ now, so nothing may be computed from them.
             log.error("closing a round", exc_info=error)
-            words = f"a round could not be closed: {type(error).__name__}: {error}"
+            words = (
+                f"a round could not be closed on all parameter servers, so they may "
+                f"differ now: {type(error).__name__}: {error}. Start the program "
+                "again, without resume=, and restore a checkpoint"
+            )
             engine.fail(UnavailableError(words), lasting=True)
         with engine.lock:
             engine.waiters.notify()

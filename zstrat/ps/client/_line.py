@@ -36,6 +36,7 @@ from zstrat.errors import (
 from zstrat.ps.store._ledger import UNNAMED
 from zstrat.wire import (
     AskParts,
+    AskRounds,
     BindOptimizer,
     CloseRound,
     Contribute,
@@ -377,7 +378,7 @@ def _repeated(message: Message) -> Message | None:
             return Withdraw(session, keys, [])  # some may be deleted already
         case Pull() | PullRows() | AskParts() | Inspect() | JoinSession():
             return message
-        case Contribute() | CloseRound() | PullMerged() | PullRound():
+        case Contribute() | CloseRound() | PullMerged() | PullRound() | AskRounds():
             return message  # a run contributes once, and a round is closed once
         case Fence():
             return message  # to say twice which steps are over is as good as once
