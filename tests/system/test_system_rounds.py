@@ -149,6 +149,29 @@ def test_programs_that_are_killed_go_on_with_their_rounds(cluster):
         assert counted(work) >= before | ended | {200}
 
 
+def test_a_restore_drops_what_waits_for_a_round(strategy, tmp_path):
+    with strategy.scope():
+        weights = zs.Variable(np.zeros(2, np.float32))
+        optimizer = zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds(workers=WORKERS))
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(gradient):
+        optimizer.apply_gradients([(gradient + 0 * weights.value(), weights)])
+
+    one = np.ones(2, np.float32)
+    saved = zs.Checkpoint(weights=weights)
+    path = saved.save(tmp_path / "c")
+    coordinator.schedule(step, args=(100 * one,)).fetch()  # waits for the other one
+    saved.restore(path)
+    coordinator.join()
+    assert weights.numpy().tolist() == [0.0, 0.0]
+    for _ in range(WORKERS):
+        coordinator.schedule(step, args=(one,))
+    coordinator.join()
+    assert weights.numpy().tolist() == [-1.0, -1.0]
+
+
 def test_rounds_read_nothing_ahead(cluster):
     ahead = zs.ParameterServerStrategy(cluster.resolver, prefetch=1)
     with ahead, ahead.scope(), pytest.raises(ValueError, match="prefetch=0"):

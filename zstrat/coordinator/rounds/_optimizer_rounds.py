@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import AlreadyExistsError
-from zstrat.wire import RoundMember, RoundOrder
+from zstrat.wire import HeldRounds, RoundMember, RoundOrder
 
 from ._round_statistics import RoundStatistics
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.variables import Rounds
-    from zstrat.wire import HeldRounds, PlainTree, StepContribution
+    from zstrat.wire import PlainTree, StepContribution
 
 FORMER: Final = -1
 """Stands for the workers of the program before, of which nothing is known."""
@@ -147,6 +147,18 @@ class OptimizerRounds:
         self.is_closing = False
         self.statistics.applied(now)
 
+    @property
+    def order_to_drop(self) -> RoundOrder | None:
+        """The order to close the open round without what waits; None: nothing does."""
+        if not self._members and not self._inherited:
+            return None
+        return RoundOrder(self.optimizer, self.number, int(self.policy.rule), [])
+
+    def dropped(self) -> None:
+        """Notes that all servers have dropped what waits."""
+        self.number += 1
+        self._members, self._enough_at, self._inherited = {}, None, ()
+
     def restart(self) -> None:
         """Begins again with the first round, without contributions."""
         self.number, self.is_closing = 0, False
@@ -210,6 +222,23 @@ class SessionRounds:
     def remove(self, optimizer: int) -> None:
         """Removes an optimizer that has no handle, if it is there."""
         self._rounds.pop(optimizer, None)
+
+    @property
+    def orders_to_drop(self) -> list[RoundOrder]:
+        """The orders to close open rounds without what waits for them."""
+        orders = [
+            RoundOrder(optimizer, left.closed.number + 1, 0, [])
+            for optimizer, left in self.inherited.items()
+            if left.contributions and optimizer not in self._rounds
+        ]
+        return orders + [o for each in self if (o := each.order_to_drop) is not None]
+
+    def dropped(self, order: RoundOrder) -> None:
+        """Notes that all servers have dropped what waited."""
+        left = HeldRounds(order, [], ())
+        self.inherited = {**self.inherited, order.optimizer: left}
+        if order.optimizer in self._rounds:
+            self._rounds[order.optimizer].dropped()
 
     def restart(self) -> None:
         """Begins again on servers that are empty."""

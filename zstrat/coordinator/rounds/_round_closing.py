@@ -74,6 +74,7 @@ class RoundClosing:
         """Rounds whose order a lost server may not have. They are closed again when all
         servers are back."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_held = False
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
@@ -126,7 +127,7 @@ class RoundClosing:
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
         coordinator = self._coordinator
-        if coordinator is None or not self.rounds:
+        if coordinator is None or not self.rounds or self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
         if self._failed and coordinator.engine.outage_error is None:
@@ -150,6 +151,14 @@ class RoundClosing:
         members.note_rounds(self.rounds.contributors)
         self._set_timer(min(next_due, default=None))
 
+    async def hold(self) -> None:
+        """Closes no round until `release`; waits until none is being closed.
+
+        Cancellation: they are closed all the same.
+        """
+        self._is_held = True
+        await self.settle()
+
     async def settle(self) -> None:
         """Waits until no round is being closed.
 
@@ -157,6 +166,27 @@ class RoundClosing:
         """
         while self._closing:
             await asyncio.wait(self._closing)
+
+    def release(self) -> None:
+        """Closes rounds again. Idempotent."""
+        self._is_held = False
+        self.look(asyncio.get_running_loop().time())
+
+    async def drop(self) -> None:
+        """Drops what waits for rounds, on all servers. Only while they are held.
+
+        Raises:
+            ZstratError: As `PsClient.close_round`.
+
+        Cancellation: what waits for some of the optimizers may be dropped.
+        """
+        assert self._is_held or self._coordinator is None
+        over = self.first_step
+        if self._coordinator is not None:
+            over = self._coordinator.engine.queue.steps.next
+        for order in self.rounds.orders_to_drop:
+            await self._client.close_round(order, (), over)
+            self.rounds.dropped(order)
 
     def restart(self) -> None:
         """Begins again on servers that are emptied."""
