@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat as zs
-from zstrat.coordinator.rounds import SessionRounds
-from zstrat.coordinator.rounds._inherited_rounds import (
+from zstrat.coordinator.rounds import (
+    SessionRounds,
     first_free_step,
     inherited_rounds,
 )

@@ -14,7 +14,7 @@ While a round is closing, contributions are to the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import AlreadyExistsError
@@ -276,3 +276,41 @@ class SessionRounds:
             name = f"{each.name} {each.optimizer}" if taken else each.name
             metrics[name] = each.metrics(there, now, most)
         return metrics
+
+
+def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, HeldRounds]:
+    """Decides what a program continues that others have left on its servers.
+
+    A contribution that every server has is one to the open round. One that only some
+    have is of a step that was under way, and has no effect. The order to close a round
+    may have reached some servers only: the others get it with the same members. So each
+    contribution is in one round, on all servers, or in none.
+
+    Args:
+        held: For each server the rounds that it has, by number of the optimizer.
+
+    Returns:
+        By number of the optimizer the round that all servers have to close if they have
+        not, and the contributions to the next one, in the order of their steps.
+    """
+    decided: dict[int, HeldRounds] = {}
+    for optimizer in sorted({number for each in held for number in each}):
+        there = [each[optimizer] for each in held if optimizer in each]
+        last = max(there, key=lambda each: each.closed.number)
+        common: set[StepContribution] = set()
+        if len(there) == len(held):
+            common = set.intersection(*[set(each.contributions) for each in there])
+        decided[optimizer] = replace(last, contributions=sorted(common))
+    return decided
+
+
+def first_free_step(held: Sequence[Mapping[int, HeldRounds]]) -> int:
+    """Returns the first step number that no contribution has, the least one that the
+    next program may use."""
+    taken = [
+        given.step
+        for each in held
+        for rounds in each.values()
+        for given in rounds.contributions
+    ]
+    return max(taken, default=0) + 1

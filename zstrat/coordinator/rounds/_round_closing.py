@@ -25,8 +25,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import MergedOperands, MergeOperands
 
-from ._inherited_rounds import first_free_step, inherited_rounds
-from ._optimizer_rounds import SessionRounds
+from ._optimizer_rounds import SessionRounds, first_free_step, inherited_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
