@@ -63,7 +63,7 @@ class Rig:
             raise self.refusal
         return MergedOperands((np.float32([self.asked]),))
 
-    async def close_round(self, closed, kept, over, operands):
+    async def close_round(self, closed, kept, over, operands=()):
         """Of the client."""
         if self.failures:
             self.failures -= 1
@@ -171,6 +171,36 @@ async def test_without_backup_workers_no_contribution_is_dropped():
     assert rig.closed == [(0, [1, 2], []), (1, [3, 4, 5], [])]
     seen = rig.closing.rounds.metrics(2, 0.0)["mine"]
     assert (seen["late"], seen["dropped"]) == ({"worker:0": 1}, {})
+    await rig.closing.stop()
+
+
+async def test_no_round_is_closed_while_a_checkpoint_is_taken():
+    """Its grace may end meanwhile, and one server may be saved before the other."""
+    rig = Rig(2, zs.Rounds(backup=1, grace=0.001))
+    await rig.contribute(0, 1, 0)
+    await rig.closing.hold()
+    now = asyncio.get_running_loop().time() + 1.0
+    rig.closing.look(now)
+    await rig.contribute(1, 2, 0)
+    assert not rig.closed
+    rig.closing.release()
+    await rig.closing.settle()
+    assert rig.closed == [(0, [1, 2], [])]
+    await rig.closing.stop()
+
+
+async def test_what_waits_is_dropped_when_a_checkpoint_is_restored():
+    rig = Rig(2, zs.Rounds())
+    rig.queue.steps.next = 3
+    await rig.contribute(0, 1, 0)
+    await rig.closing.hold()
+    await rig.closing.drop()
+    assert rig.closed == [(0, [], [])]
+    await rig.closing.drop()  # nothing waits
+    rig.closing.release()
+    await rig.contribute(1, 2, 1)
+    await rig.contribute(0, 3, 1)
+    assert rig.closed == [(0, [], []), (1, [2, 3], [])]
     await rig.closing.stop()
 
 

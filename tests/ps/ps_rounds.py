@@ -26,12 +26,18 @@ from zstrat.wire import (
     Read,
     RoundMember,
     RoundNumber,
+    RoundOrder,
+    StepContribution,
     Update,
     UpdateOp,
     VariableEntry,
 )
 
 RULES = {"mean": MergeRule.MEAN, "sum": MergeRule.SUM, "rda": MergeRule.RDA}
+
+
+def contribution(step, attempt=1, optimizer=1):
+    return StepContribution(step, attempt, optimizer, 0, 1.0, coupled=False)
 
 
 def contribute(step, gradients, attempt=1, optimizer=1):
@@ -42,7 +48,9 @@ def contribute(step, gradients, attempt=1, optimizer=1):
         op = UpdateOp.OPTIMIZE if len(parts) == 1 else UpdateOp.OPTIMIZE_ROWS
         updates.append(Update(key, int(op), optimizer, len(parts)))
         arrays += parts
-    return Contribute(SESSION, step, attempt, updates, tuple(arrays))
+    return Contribute(
+        SESSION, [contribution(step, attempt, optimizer)], updates, tuple(arrays)
+    )
 
 
 def members(*steps, attempt=1):
@@ -52,13 +60,12 @@ def members(*steps, attempt=1):
 
 
 def close(number, named, *, rule="mean", kept=(), over=0, optimizer=1, operands=()):
-    return CloseRound(
-        SESSION, optimizer, number, int(RULES[rule]), named, [*kept], over, operands
-    )
+    order = RoundOrder(optimizer, number, int(RULES[rule]), named)
+    return CloseRound(SESSION, order, [*kept], over, operands)
 
 
 def merged(number, named, *, rule="mean", optimizer=1):
-    return PullMerged(SESSION, optimizer, number, int(RULES[rule]), named)
+    return PullMerged(SESSION, RoundOrder(optimizer, number, int(RULES[rule]), named))
 
 
 def after(number, *keys, optimizer=1):

@@ -16,6 +16,7 @@ from ps_rounds import (
     after,
     close,
     contribute,
+    contribution,
     members,
     merge,
     merged,
@@ -136,7 +137,7 @@ async def test_a_gradient_that_a_member_does_not_have_counts_as_zeros(server):
     await server.create({0: np.zeros(2), 1: np.zeros(2)})
     await server.contribute(1, {0: np.full(2, 6.0), 1: np.full(2, 3.0)})
     await server.contribute(2, {0: np.full(2, 3.0)})
-    # Step 3 has gradients of variables on other servers alone.
+    await server.contribute(3, {})  # has gradients of variables on other servers alone
     found = await server.merged(0, members(1, 2, 3))
     assert {key: each.tolist() for key, each in found.items()} == {
         0: [3.0, 3.0],
@@ -210,7 +211,7 @@ async def test_the_newest_run_of_a_step_counts_whenever_it_comes(server):
     assert found[0].tolist() == [1.0]
     await server.contribute(1, {0: np.array([7.0])}, attempt=3)
     assert await server.waiting() == 1
-    with pytest.raises(ProtocolError, match=r"\b3\b"):
+    with pytest.raises(NotFoundError, match=r"run 2 of step 1.*run 3"):
         await server.ask(close(0, members(1, attempt=2)))
     assert await server.versions(0) == [0]
     assert await server.ask(close(0, members(1, attempt=3))) == Done()
@@ -254,9 +255,25 @@ async def test_a_round_is_closed_once(server):
         with pytest.raises(ProtocolError, match=r"\b2\b.*\b1\b"):
             await server.ask(asked)
     with pytest.raises(ProtocolError, match=r"\b77\b"):
-        await server.ask(replace(close(1, members(2)), rule=77))
+        await server.ask(of_rule(close(1, members(2)), 77))
     assert await server.ask(close(1, members(2))) == Done()
     assert await server.versions(0) == [2]
+
+
+def of_rule(asked, rule):
+    return replace(asked, order=asked.order._replace(rule=rule))
+
+
+async def test_a_member_that_was_lost_is_named(server):
+    """It would count as zeros here, and as its gradients elsewhere."""
+    await server.create({0: np.zeros(1)})
+    await server.contribute(1, {0: np.ones(1)})
+    for asked in (merged(0, members(1, 2)), close(0, members(1, 2))):
+        with pytest.raises(NotFoundError, match=r"run 1 of step 2 .*round 0"):
+            await server.ask(asked)
+    assert await server.versions(0) == [0]
+    assert await server.ask(close(0, members(1))) == Done()
+    assert (await server.value()).tolist() == [-1.0]
 
 
 async def test_orders_that_come_together_close_a_round_once(server):
@@ -377,7 +394,7 @@ async def test_a_pull_is_refused_when_its_server_shuts_down():
 
 
 def of_updates(updates, *arrays):
-    return Contribute(SESSION, 1, 1, updates, arrays)
+    return Contribute(SESSION, [contribution(1)], updates, arrays)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Rounds on a real cluster, against plain optax on the mean of the gradients."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import programs
 import pytest
+from killed_rounds import CountingRounds
 
 import zstrat as zs
 from zstrat.launch import LocalCluster
@@ -108,10 +112,65 @@ def test_a_step_goes_to_the_worker_that_the_round_waits_for(strategy):
     assert weights.numpy().tolist() == [-7.0] * 2
 
 
-def test_a_session_with_a_name_has_no_rounds(cluster):
-    named = zs.ParameterServerStrategy(cluster.resolver, resume="rounds")
-    with named, named.scope(), pytest.raises(ValueError, match="resume="):
-        zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
+@pytest.mark.usefixtures("programs")
+def test_programs_that_are_killed_go_on_with_their_rounds(cluster):
+    """What a step has contributed that has ended counts once, on both servers; what was
+    under way once or not at all, but never on one alone."""
+    script, spec = str(Path(__file__).with_name("killed_rounds.py")), cluster.spec
+
+    def run(first, fetched, more):
+        numbers = map(str, (first, fetched, more))
+        run = programs.run([script, json.dumps(spec.as_dict()), *numbers])
+        assert run.returncode == -9
+
+    def counted(work):
+        a, b = (-count.numpy() for count in work.counts)
+        assert np.array_equal(a, b), "a server has a round that the other lacks"
+        assert set(a) <= {0, 1}
+        return set(np.flatnonzero(a))
+
+    run(0, 21, 0)
+    strategy = zs.ParameterServerStrategy(cluster.resolver, resume="rounds")
+    with pytest.raises(ZeroDivisionError), strategy:
+        assert strategy.resumed
+        work = CountingRounds(strategy)
+        work.coordinator.join()  # nothing of this program waits
+        assert counted(work) == set(range(20)), "the last step waits for its round"
+        assert work.coordinator.metrics()["scheduled_closures"] == 0
+        1 / 0  # noqa: B018
+    run(21, 10, 60)
+    run(91, 10, 60)
+    ended = {*range(32), *range(91, 102)}
+    with zs.ParameterServerStrategy(cluster.resolver, resume="rounds") as strategy:
+        work = CountingRounds(strategy)
+        before = counted(work)
+        assert before >= set(range(20))
+        work.schedule([200])
+        work.coordinator.join()
+        assert counted(work) >= before | ended | {200}
+
+
+def test_a_restore_drops_what_waits_for_a_round(strategy, tmp_path):
+    with strategy.scope():
+        weights = zs.Variable(np.zeros(2, np.float32))
+        optimizer = zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds(workers=WORKERS))
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(gradient):
+        optimizer.apply_gradients([(gradient + 0 * weights.value(), weights)])
+
+    one = np.ones(2, np.float32)
+    saved = zs.Checkpoint(weights=weights)
+    path = saved.save(tmp_path / "c")
+    coordinator.schedule(step, args=(100 * one,)).fetch()  # waits for the other one
+    saved.restore(path)
+    coordinator.join()
+    assert weights.numpy().tolist() == [0.0, 0.0]
+    for _ in range(WORKERS):
+        coordinator.schedule(step, args=(one,))
+    coordinator.join()
+    assert weights.numpy().tolist() == [-1.0, -1.0]
 
 
 def test_rounds_read_nothing_ahead(cluster):

@@ -34,6 +34,7 @@ from zstrat.wire import (
     ResourceBuilt,
     RoundMember,
     RoundNumber,
+    RoundOrder,
     Statistics,
     Update,
     decode,
@@ -45,6 +46,7 @@ LIMITS = Limits()
 MIB = 2**20
 KINDS = [cls.kind for cls in get_args(Message)]
 LAYOUT = LayoutMessage(3, ["float32", "int64"], [[2, 3], []], {"loss": 0, "n": [1]})
+ORDER = RoundOrder(1, 2, 0, [RoundMember(5, 1, 1.0)])
 SAMPLES: list[Message] = [
     Hello(1, "worker", 2, 2**63 + 5, "host", 77, {"python": "3.11", "jax": "0.10"}),
     Beat(True),
@@ -55,7 +57,7 @@ SAMPLES: list[Message] = [
     Push(9, 5, 0, 4, [Update(1, 10, 1, 1)], (np.ones(3, np.float16),)),
     Dispatch(9, 4, [Batch(b"digest", 0, 1, [5, 6, 7], 2)], b"123456", ()),
     Completions(9, [Completion(5, 0, 3, 4, None)] * 3, [LAYOUT], b"\0" * 12),
-    CloseRound(9, 1, 2, 0, [RoundMember(5, 1, 1.0)], [6], 4, (np.ones(1, "f4"),)),
+    CloseRound(9, ORDER, [6], 4, (np.ones(1, "f4"),)),
     PullRound(9, [RoundNumber(1, 2)], [Read(1, -1)], [2], (np.arange(2),)),
     ResourceBuilt(LAYOUT),
 ]

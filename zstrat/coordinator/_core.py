@@ -94,7 +94,7 @@ class CoordinatorCore:
         queue = Queue(
             MAX_QUEUED if max_queued is None else max_queued,
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
-            self.session.next_step,
+            max(self.session.next_step, self.session.cluster.rounds.first_step),
             errors_once=errors_once,
         )
         loop = _LoopCalls(portal)
@@ -203,7 +203,7 @@ class CoordinatorCore:
             "queued_closures": queue.queued,
             "queue_full": queue.is_full,
             "inflight_closures": queue.running,
-            "scheduled_closures": queue.steps.next - 1,
+            "scheduled_closures": queue.steps.next - cluster.rounds.first_step,
             "low_water": queue.steps.low_water,
             "leases": self._lease_metrics(),
             **dispatcher.consistency(self.portal.loop.time()),

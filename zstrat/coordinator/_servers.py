@@ -223,6 +223,8 @@ class ParameterServers:
             await self._wait_for([], [AwaitedOptimizer(optimizer, name)], self._timeout)
             return
         with self._explain_resume():
+            if rounds is None:
+                self._cluster.rounds.rounds.require_rounds(optimizer, name)
             await self.client.create_optimizer(optimizer, name, code)
         if self._inventory is not None:
             self._inventory.registered(optimizer, name, code)

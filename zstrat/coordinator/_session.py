@@ -193,6 +193,18 @@ class ClusterSession:
             # Not awaited: training must continue even if this task is cancelled.
             self.portal.call_soon(pause.end, holder)
 
+    async def drop_contributions(self) -> None:
+        """Drops what waits for rounds, while the session is `at_rest`: it would move
+        values that were restored.
+
+        Raises:
+            PSUnavailableError: A parameter server is lost.
+
+        Cancellation: some of it may be dropped.
+        """
+        work = self.cluster.rounds.drop()
+        await self.run_async(work, "dropping what waits for rounds")
+
     def recover(self, timeout: float) -> None:
         """Has lost parameter servers restored from the last checkpoint of `remember`
         when they return.

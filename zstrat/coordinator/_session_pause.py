@@ -121,10 +121,10 @@ class SessionPause:
         dispatcher = self._dispatcher
         if dispatcher is None:
             await self.gate.close()
-            return SessionCut()
+            return SessionCut(self._rounds.first_step)
         dispatcher.hold()
         await dispatcher.engine.rest_async()
-        await self._rounds.settle()
+        await self._rounds.hold()
         await self.gate.close()
         cut = replace(cut_of(dispatcher.queue), waiting=self._rounds.rounds.waiting)
         await self._fences.up_to(cut.end, cut.besides)
@@ -136,5 +136,6 @@ class SessionPause:
         if self._holders:
             return
         self.gate.open()
+        self._rounds.release()
         if self._dispatcher is not None:
             self._dispatcher.release()

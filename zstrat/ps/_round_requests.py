@@ -12,6 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.wire import (
+    AskRounds,
     CloseRound,
     Contribute,
     Done,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from ._thread import JobThread
     from .store._store import Store
 
-RoundRequest = Contribute | CloseRound | PullMerged | PullRound
+RoundRequest = Contribute | CloseRound | PullMerged | PullRound | AskRounds
 
 T = TypeVar("T")
 
@@ -88,6 +89,8 @@ class RoundRequests:
                 return self._merge(message)
             case PullRound():
                 return self._pull(message)
+            case AskRounds():
+                return self._store.rounds.held(message.after)
 
     def wake(self) -> None:
         """Has all waiting pulls checked again."""
@@ -104,7 +107,7 @@ class RoundRequests:
         return await acknowledged(self._store.log, Done())
 
     async def _close(self, message: CloseRound) -> Message:
-        keys = self._store.rounds.keys(message.optimizer, message.members)
+        keys = self._store.rounds.keys(message.order)
         async with self._serving.turn(keys):
             self._require_place(message.session)
             with self._serving.applying_round():
@@ -113,14 +116,14 @@ class RoundRequests:
         return await acknowledged(self._store.log, Done())
 
     async def _merge(self, message: PullMerged) -> Message:
-        keys = self._store.rounds.keys(message.optimizer, message.members)
+        keys = self._store.rounds.keys(message.order)
         async with self._serving.turn(keys):
             self._require_place(message.session)
-            merging = self._store.rounds.merging(message)
+            merging = self._store.rounds.merging(message.order)
             if merging is None:
                 return Merged([], ())
             await self._thread.submit(merging.compute)
-            return Merged(*updates_of(message.optimizer, merging.merged))
+            return Merged(*updates_of(message.order.optimizer, merging.merged))
 
     async def _pull(self, message: PullRound) -> Message:
         rounds = self._store.rounds
@@ -156,9 +159,10 @@ def close_round(store: Store, message: CloseRound) -> Running[Done]:
 
     Raises:
         ProtocolError: An earlier round is open.
+        NotFoundError: The contribution of a member is not here.
         ZstratError: The merged update is refused; the round stays open.
     """
-    merging = store.rounds.merging(message)
+    merging = store.rounds.merging(message.order)
     if merging is None:
         return Done()
     if merging.work <= INLINE:

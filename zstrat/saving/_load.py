@@ -102,6 +102,8 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
         # All rest until everything is loaded: no step reads a mix of old values and
         # values of the checkpoint.
         async with at_rest(clusters) as moments:
+            for cluster in {id(each): each for each, _ in servers}.values():
+                await cluster.drop_contributions()
             await disk(_load_local, local, files)
             await _all(load_server(*asked, files, disk) for asked in servers)
             for iterator, _, state in found.places:

@@ -61,9 +61,10 @@ from ._replication_messages import StoreHosted as StoreHosted
 from ._requests import REQUESTS as REQUESTS
 from ._requests import Repeat as Repeat
 from ._requests import check_sender as check_sender
+from ._round_messages import AskRounds as AskRounds
 from ._round_messages import CloseRound as CloseRound
 from ._round_messages import Contribute as Contribute
-from ._round_messages import CopyRounds as CopyRounds
+from ._round_messages import HeldRounds as HeldRounds
 from ._round_messages import Merged as Merged
 from ._round_messages import MergedOperands as MergedOperands
 from ._round_messages import MergeOperands as MergeOperands
@@ -73,6 +74,7 @@ from ._round_messages import PullMerged as PullMerged
 from ._round_messages import PullRound as PullRound
 from ._round_messages import RoundMember as RoundMember
 from ._round_messages import RoundNumber as RoundNumber
+from ._round_messages import RoundOrder as RoundOrder
 from ._schema import Arrays as Arrays
 from ._schema import PlainTree as PlainTree
 from ._session import AbsentPeer as AbsentPeer

@@ -297,10 +297,12 @@ class KeptOptimizer(NamedTuple):
 @message
 class CopyKept:
     """Sends the optimizers and variables of an earlier program, which a failed creation
-    must not remove. One array of int64: the keys of the variables."""
+    must not remove. One array of int64: the keys of the variables. ``are_loaded``: all
+    optimizers that are loaded are that program's, too."""
 
     kind: ClassVar = 79
     optimizers: list[KeptOptimizer]
+    are_loaded: bool
     arrays: Arrays
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from ._requests import COORDINATOR, TRAINING, Repeat, request
 from ._schema import Arrays, message
+from ._step_messages import StepContribution
 from ._variable_messages import Read, Update
 
 
@@ -29,19 +30,6 @@ class RoundNumber(NamedTuple):
     number: int
 
 
-@request(by=TRAINING, repeat=Repeat.SAFE)
-class Contribute:
-    """Keeps the gradients of a step for rounds. Answered by `Done`. The newest
-    ``attempt`` of a step replaces earlier ones. Every update has an optimizer."""
-
-    kind: ClassVar = 118
-    session: int
-    step: int
-    attempt: int
-    updates: list[Update]
-    arrays: Arrays
-
-
 class RoundMember(NamedTuple):
     """A contribution to a round: the run of a step, and its weight."""
 
@@ -50,11 +38,35 @@ class RoundMember(NamedTuple):
     weight: float
 
 
+class RoundOrder(NamedTuple):
+    """A round of an optimizer, and how its members are merged: in this order, by a
+    `MergeRule`."""
+
+    optimizer: int
+    number: int
+    rule: int
+    members: list[RoundMember]
+
+
+@request(by=TRAINING, repeat=Repeat.SAFE)
+class Contribute:
+    """Keeps the gradients of a step for rounds. Answered by `Done`. The newest
+    ``attempt`` of a step replaces earlier ones. Every server of the session gets it,
+    those without a variable of the step without gradients, so a server that lacks a
+    member of a round has lost it. Each update has the optimizer of a contribution."""
+
+    kind: ClassVar = 118
+    session: int
+    contributions: list[StepContribution]
+    updates: list[Update]
+    arrays: Arrays
+
+
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CloseRound:
-    """Applies the contributions of ``members``, merged in this order, as one update of
-    the optimizer; sent by a coordinator. Answered by `Done`, also if it was closed
-    before. Without members it changes no variable.
+    """Applies the contributions of the members as one update of the optimizer; sent by
+    a coordinator. Answered by `Done`, also if it was closed before. Without members it
+    changes no variable.
 
     Drops contributions of steps below ``over`` that are neither members nor ``kept``
     for a later round. ``arrays`` are the operands that the optimizer computes from all
@@ -63,10 +75,7 @@ class CloseRound:
 
     kind: ClassVar = 119
     session: int
-    optimizer: int
-    number: int
-    rule: int
-    members: list[RoundMember]
+    order: RoundOrder
     kept: list[int]
     over: int
     arrays: Arrays
@@ -79,10 +88,7 @@ class PullMerged:
 
     kind: ClassVar = 120
     session: int
-    optimizer: int
-    number: int
-    rule: int
-    members: list[RoundMember]
+    order: RoundOrder
 
 
 @message
@@ -127,10 +133,7 @@ class MergeOperands:
 
     kind: ClassVar = 124
     session: int
-    optimizer: int
-    number: int
-    rule: int
-    members: list[RoundMember]
+    order: RoundOrder
 
 
 @message
@@ -141,13 +144,26 @@ class MergedOperands:
     arrays: Arrays
 
 
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
+class AskRounds:
+    """Asks for the rounds of the first optimizer above ``after``; sent by a coordinator
+    that continues the session of another program. Answered by `HeldRounds`."""
+
+    kind: ClassVar = 68
+    session: int
+    after: int
+
+
 @message
-class CopyRounds:
-    """The open round of each optimizer of a store, for its backup. Contributions follow
-    as `Contribute`."""
+class HeldRounds:
+    """The rounds of an optimizer on a server (0: there is none): the round that was
+    closed last (-1: none was), ``arrays`` with its operands, and the contributions that
+    wait. A backup gets those as `Contribute`."""
 
     kind: ClassVar = 126
-    rounds: list[RoundNumber]
+    closed: RoundOrder
+    contributions: list[StepContribution]
+    arrays: Arrays
 
 
 RoundMessage = (
@@ -159,5 +175,6 @@ RoundMessage = (
     | PulledRound
     | MergeOperands
     | MergedOperands
-    | CopyRounds
+    | AskRounds
+    | HeldRounds
 )

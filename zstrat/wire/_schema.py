@@ -325,7 +325,7 @@ def _record(cls: type) -> Check:
             raise Mismatch(f"a list of {', '.join(names)}", value)
         for at, inner in row.checks_of(value):
             try:
-                inner(value[at])
+                value[at] = inner(value[at])
             except Mismatch as wrong:
                 raise wrong.inside(f".{names[at]}") from None
         return make(value)

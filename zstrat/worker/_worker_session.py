@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
 from zstrat.errors import BusyError, ZstratError
-from zstrat.ps import PsClient, RoundMembers
+from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
     AskClock,
@@ -35,7 +35,6 @@ from zstrat.wire import (
     Fetched,
     MergedOperands,
     MergeOperands,
-    MergeRule,
     Message,
     MoveServer,
     PutArguments,
@@ -239,10 +238,8 @@ class WorkerSession:
 
         Cancellation: changes nothing.
         """
-        rule = MergeRule(message.rule)
-        closed = RoundMembers(message.optimizer, message.number, rule, message.members)
-        merged = await self.client.pull_merged(closed)
-        operands = partial(self.runner.operands, message.optimizer, merged)
+        merged = await self.client.pull_merged(message.order)
+        operands = partial(self.runner.operands, message.order.optimizer, merged)
         return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:
@@ -359,9 +356,8 @@ class WorkerSession:
             self._after[each.optimizer] = each.base + 1
         push = _PushUnderWay(ending, read_at, now)
         try:
-            attempt = sent.contributions[0].attempt
             parts: list[asyncio.Future[Any]] = [
-                self.client.contribute(step, attempt, sent.gradients)
+                self.client.contribute(ending.contributions, sent.gradients)
             ]
             if sent.updates:
                 parts.append(

@@ -24,13 +24,15 @@ from zstrat.errors import (
 )
 from zstrat.initializers import constant
 from zstrat.program import dump_code
-from zstrat.ps import EagerRun, PsUpdate, RoundMembers
+from zstrat.ps import EagerRun, PsUpdate
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
     InitialEntry,
     LoadEntry,
     MergeRule,
     RoundMember,
+    RoundOrder,
+    StepContribution,
     StoreEntry,
     UpdateOp,
 )
@@ -284,13 +286,14 @@ class LateChanges:
         key, arrays = self._model.keys[0], (_full(self._number()),)
         first = _FIRST_PART + 2**18 + 2 * self._rounds
         members = [RoundMember(step, 1, 0.5) for step in (first, first + 1)]
-        closed = RoundMembers(OPTIMIZER, self._rounds, MergeRule.SUM, members)
+        order = RoundOrder(OPTIMIZER, self._rounds, MergeRule.SUM, members)
         update = PsUpdate(self.spec(key).ps, key, UpdateOp.OPTIMIZE, OPTIMIZER, arrays)
 
         async def close(client: PsClient) -> None:
-            for step, attempt, _ in members:
-                await client.contribute(step, attempt, [update])
-            await client.close_round(closed, (), 0)
+            for step, attempt, weight in members:
+                given = StepContribution(step, attempt, OPTIMIZER, 0, weight, False)
+                await client.contribute([given], [update])
+            await client.close_round(order, (), 0)
 
         self._rounds += 1
         change = partial(_updated, key, UpdateOp.OPTIMIZE, arrays)

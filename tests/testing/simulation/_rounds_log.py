@@ -180,19 +180,19 @@ class RoundsLog:
         return RoundsAt(session, numbers)
 
     def _ordered(self, message: CloseRound) -> None:
-        session = self.session(message.session)
-        log = session.optimizers[message.optimizer]
-        members = tuple([(m.step, m.attempt, m.weight) for m in message.members])
+        session, ordered = self.session(message.session), message.order
+        log = session.optimizers[ordered.optimizer]
+        members = tuple([(m.step, m.attempt, m.weight) for m in ordered.members])
         operands = tuple([array.tobytes() for array in message.arrays])
-        order, number = Order(message.rule, members, operands), message.number
+        order, number = Order(ordered.rule, members, operands), ordered.number
         if number < len(log.orders):
             if log.orders[number] != order:
                 self._broken(
-                    f"round {number} of optimizer {message.optimizer} is to be closed "
+                    f"round {number} of optimizer {ordered.optimizer} is to be closed "
                     f"with {order}, and was with {log.orders[number]}"
                 )
             return
-        who = f"round {number} of optimizer {message.optimizer}"
+        who = f"round {number} of optimizer {ordered.optimizer}"
         if number > len(log.orders):
             self._broken(f"{who} is closed behind {len(log.orders)} rounds")
             return
@@ -210,7 +210,7 @@ class RoundsLog:
                 self._broken(f"{who}: not all servers have step {step} ({attempt})")
                 return
             counted.append((weight, gradients))
-        drawn = self._drawn[message.optimizer]
+        drawn = self._drawn[ordered.optimizer]
         log.worlds.append(world_after(drawn, log.worlds[-1], counted))
 
     def _check_member(
@@ -236,7 +236,7 @@ class RoundsLog:
 
     def _contributed(self, message: Contribute) -> None:
         given = self.session(message.session).given
-        run, arrays = (message.step, message.attempt), iter(message.arrays)
+        run, arrays = _run_of(message), iter(message.arrays)
         gradients = given.setdefault(run, {})
         for update in message.updates:
             gradient = next(arrays)
@@ -260,7 +260,7 @@ class RoundsLog:
     ) -> None:
         session = self.session(asked.session)
         if isinstance(asked, Contribute) and isinstance(answer, Done):
-            kept = session.kept.setdefault((asked.step, asked.attempt), set())
+            kept = session.kept.setdefault(_run_of(asked), set())
             kept.update([update.key for update in asked.updates])
         elif isinstance(asked, PullRound) and isinstance(answer, PulledRound):
             self._pulled(way, session, asked, answer)
@@ -306,3 +306,9 @@ def _is_within(wanted: World, found: World) -> bool:
 
 def _is_close(wanted: object, found: object) -> bool:
     return bool(np.allclose(np.asarray(wanted), np.asarray(found), 1e-3, 1e-3))
+
+
+def _run_of(message: Contribute) -> tuple[int, int]:
+    """The step and the run of it that contributes."""
+    first = message.contributions[0]
+    return first.step, first.attempt

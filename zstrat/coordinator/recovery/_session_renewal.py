@@ -74,7 +74,9 @@ class SessionRenewal:
     def ended_steps(self) -> SessionCut:
         """The steps that ended."""
         dispatcher = self._cluster.dispatcher
-        return SessionCut() if dispatcher is None else cut_of(dispatcher.queue)
+        if dispatcher is None:
+            return SessionCut(self._cluster.rounds.first_step)
+        return cut_of(dispatcher.queue)
 
     def suspend_dispatch(self) -> None:
         """Stops giving closures to workers."""
@@ -133,7 +135,14 @@ class SessionRenewal:
             await entered
         else:
             await replication.orphans.unless_lost(entered)
+            await replication.orphans.unless_lost(self._inherit_rounds(deadline))
             await replication.orphans.unless_lost(replication.open(deadline))
+
+    async def _inherit_rounds(self, deadline: float) -> None:
+        rounds = self._cluster.rounds
+        await rounds.inherit(deadline)
+        if rounds.first_step > 1:  # which may be more than a ledger can remember
+            await self._cluster.fences.up_to(rounds.first_step, ())
 
     def _keep_origin(self) -> None:
         for task in self._cluster.ps:

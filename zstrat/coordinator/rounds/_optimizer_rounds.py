@@ -14,20 +14,24 @@ While a round is closing, contributions are to the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from zstrat.wire import RoundMember
+from zstrat.errors import AlreadyExistsError
+from zstrat.wire import HeldRounds, RoundMember, RoundOrder
 
 from ._round_statistics import RoundStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
 
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
+
+FORMER: Final = -1
+"""Stands for the workers of the program before, of which nothing is known."""
 
 
 class Contributed(NamedTuple):
@@ -44,8 +48,7 @@ class Contributed(NamedTuple):
 class ClosingRound:
     """A round that is to be closed."""
 
-    number: int
-    members: list[RoundMember]
+    order: RoundOrder
     operands: Sequence[np.ndarray] | None
     """What the optimizer computes from all gradients; None: it is not known yet."""
 
@@ -67,16 +70,26 @@ class OptimizerRounds:
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
     _members: dict[int, Contributed] = field(default_factory=dict)
     """Contributions to the open round, by step."""
+    _inherited: Sequence[StepContribution] = ()
+    """What the program before has contributed to the open round. Servers can use them
+    when a step has bound the optimizer, so they count with the first contribution."""
     _enough_at: float | None = None
     """When the open round could do without the others."""
 
     def contributed(self, worker: int, given: StepContribution, now: float) -> None:
         """Takes a contribution that all servers have."""
+        inherited, self._inherited = self._inherited, ()
+        for each in inherited:
+            self._take(FORMER, each, now)
+        self._take(worker, given, now)
+
+    def _take(self, worker: int, given: StepContribution, now: float) -> None:
         self.coupled |= given.coupled
         is_late = given.base < self.number
         if is_late:
             is_dropped = self.policy.drops_late
-            self.statistics.contributed_late(worker, is_dropped=is_dropped)
+            if worker != FORMER:
+                self.statistics.contributed_late(worker, is_dropped=is_dropped)
             if is_dropped:
                 return
         member = RoundMember(given.step, given.attempt, given.weight)
@@ -132,7 +145,8 @@ class OptimizerRounds:
         self.statistics.closing((each.at, each.worker) for each in self._on_time)
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
-        closing = ClosingRound(self.number, members, operands)
+        order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
+        closing = ClosingRound(order, operands)
         self._members, self._enough_at = {}, None
         self.number, self.is_closing = self.number + 1, True
         return closing
@@ -142,10 +156,26 @@ class OptimizerRounds:
         self.is_closing = False
         self.statistics.applied(now)
 
+    @property
+    def order_to_drop(self) -> RoundOrder | None:
+        """The order to close the open round without what waits; None: nothing does."""
+        if not self._members and not self._inherited:
+            return None
+        return RoundOrder(self.optimizer, self.number, int(self.policy.rule), [])
+
+    def dropped(self) -> None:
+        """Notes that all servers have dropped what waits."""
+        self.number += 1
+        self._members, self._enough_at, self._inherited = {}, None, ()
+
     def restart(self) -> None:
         """Begins again with the first round, without contributions."""
         self.number, self.is_closing = 0, False
-        self._members, self._enough_at = {}, None
+        self._members, self._enough_at, self._inherited = {}, None, ()
+
+    def inherit(self, left: HeldRounds) -> None:
+        """Begins where the program before has ended."""
+        self.number, self._inherited = left.closed.number + 1, left.contributions
 
     def metrics(
         self, there: int, now: float, most: int | None = None
@@ -155,7 +185,7 @@ class OptimizerRounds:
         return {
             "workers": self.size(there),
             "backup": self.policy.backup,
-            "waiting": len(self._members),
+            "waiting": len(self._members) + len(self._inherited),
             **self.statistics.metrics(now, most),
         }
 
@@ -169,6 +199,8 @@ class SessionRounds:
         self.flush_below = 0
         """Once no closure is left, rounds with contributions of steps below this are
         closed with what they have: a call waits for them. Any thread raises it."""
+        self.inherited: Mapping[int, HeldRounds] = {}
+        """What the program before has left, by number of the optimizer."""
 
     def __bool__(self) -> bool:
         """Whether an optimizer has rounds."""
@@ -177,9 +209,51 @@ class SessionRounds:
     def __iter__(self) -> Iterator[OptimizerRounds]:
         return iter(tuple(self._rounds.values()))
 
+    def require_rounds(self, optimizer: int, name: str) -> None:
+        """Checks that an optimizer may be created without rounds.
+
+        Raises:
+            AlreadyExistsError: The program before has left contributions to its rounds.
+        """
+        left = self.inherited.get(optimizer)
+        if left is not None and left.contributions:
+            raise AlreadyExistsError(
+                f"{len(left.contributions)} contributions to rounds of optimizer "
+                f"{name!r} wait on the parameter servers: give it rounds="
+            )
+
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
-        self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+        rounds = self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+        if optimizer in self.inherited:
+            rounds.inherit(self.inherited[optimizer])
+
+    def remove(self, optimizer: int) -> None:
+        """Removes an optimizer that has no handle, if it is there."""
+        self._rounds.pop(optimizer, None)
+
+    @property
+    def orders_to_drop(self) -> list[RoundOrder]:
+        """The orders to close open rounds without what waits for them."""
+        orders = [
+            RoundOrder(optimizer, left.closed.number + 1, 0, [])
+            for optimizer, left in self.inherited.items()
+            if left.contributions and optimizer not in self._rounds
+        ]
+        return orders + [o for each in self if (o := each.order_to_drop) is not None]
+
+    def dropped(self, order: RoundOrder) -> None:
+        """Notes that all servers have dropped what waited."""
+        left = HeldRounds(order, [], ())
+        self.inherited = {**self.inherited, order.optimizer: left}
+        if order.optimizer in self._rounds:
+            self._rounds[order.optimizer].dropped()
+
+    def restart(self) -> None:
+        """Begins again on servers that are empty."""
+        self.inherited = {}
+        for each in self:
+            each.restart()
 
     def get(self, optimizer: int) -> OptimizerRounds | None:
         """Returns the rounds of the optimizer; None if it has none."""
@@ -211,3 +285,41 @@ class SessionRounds:
             name = f"{each.name} {each.optimizer}" if taken else each.name
             metrics[name] = each.metrics(there, now, most)
         return metrics
+
+
+def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, HeldRounds]:
+    """Decides what a program continues that others have left on its servers.
+
+    A contribution that every server has is one to the open round. One that only some
+    have is of a step that was under way, and has no effect. The order to close a round
+    may have reached some servers only: the others get it with the same members. So each
+    contribution is in one round, on all servers, or in none.
+
+    Args:
+        held: For each server the rounds that it has, by number of the optimizer.
+
+    Returns:
+        By number of the optimizer the round that all servers have to close if they have
+        not, and the contributions to the next one, in the order of their steps.
+    """
+    decided: dict[int, HeldRounds] = {}
+    for optimizer in sorted({number for each in held for number in each}):
+        there = [each[optimizer] for each in held if optimizer in each]
+        last = max(there, key=lambda each: each.closed.number)
+        common: set[StepContribution] = set()
+        if len(there) == len(held):
+            common = set.intersection(*[set(each.contributions) for each in there])
+        decided[optimizer] = replace(last, contributions=sorted(common))
+    return decided
+
+
+def first_free_step(held: Sequence[Mapping[int, HeldRounds]]) -> int:
+    """Returns the first step number that no contribution has, the least one that the
+    next program may use."""
+    taken = [
+        given.step
+        for each in held
+        for rounds in each.values()
+        for given in rounds.contributions
+    ]
+    return max(taken, default=0) + 1

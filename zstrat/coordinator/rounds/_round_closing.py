@@ -21,10 +21,9 @@ from zstrat.errors import (
     UnavailableError,
     ZstratError,
 )
-from zstrat.ps import RoundMembers
 from zstrat.wire import MergedOperands, MergeOperands
 
-from ._optimizer_rounds import SessionRounds
+from ._optimizer_rounds import SessionRounds, first_free_step, inherited_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator._shipping import WorkerChannel
     from zstrat.ps import PsClient
     from zstrat.variables import Rounds
-    from zstrat.wire import StepContribution
+    from zstrat.wire import RoundOrder, StepContribution
 
     from ._optimizer_rounds import ClosingRound, OptimizerRounds
 
@@ -64,6 +63,8 @@ class RoundClosing:
     def __init__(self, client: PsClient, timeout: float) -> None:
         self._client, self._timeout = client, timeout
         self.rounds: Final = SessionRounds()
+        self.first_step = 1
+        """The first step number that this program may use."""
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
@@ -72,10 +73,27 @@ class RoundClosing:
         self._looked: set[asyncio.Future[None]] = set()
         """Done by the next look, of orders that wait for a worker."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_held = False
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
         """Optimizers with smaller rounds than there are workers."""
+
+    async def inherit(self, deadline: float) -> None:
+        """Takes over the rounds that the program before has left, when all servers are
+        in this session.
+
+        Raises:
+            ZstratError: As `PsClient.close_round`.
+
+        Cancellation: another program may take them over.
+        """
+        held = await self._client.held_rounds(deadline)
+        self.first_step = first_free_step(held)
+        self.rounds.inherited = decided = inherited_rounds(held)
+        for each in decided.values():
+            if each.closed.number >= 0:  # servers that have closed it do nothing
+                await self._client.close_round(each.closed, [], 0, each.arrays)
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
@@ -108,7 +126,7 @@ class RoundClosing:
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
         coordinator = self._coordinator
-        if coordinator is None or not self.rounds:
+        if coordinator is None or not self.rounds or self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
         for looked in self._looked:
@@ -136,6 +154,14 @@ class RoundClosing:
         members.note_rounds(self.rounds.contributors)
         self._set_timer(min(next_due, default=None))
 
+    async def hold(self) -> None:
+        """Closes no round until `release`; waits until none is being closed.
+
+        Cancellation: they are closed all the same.
+        """
+        self._is_held = True
+        await self.settle()
+
     async def settle(self) -> None:
         """Waits until no round is being closed.
 
@@ -144,13 +170,33 @@ class RoundClosing:
         while self._closing:
             await asyncio.wait(self._closing)
 
+    def release(self) -> None:
+        """Closes rounds again. Idempotent."""
+        self._is_held = False
+        self.look(asyncio.get_running_loop().time())
+
+    async def drop(self) -> None:
+        """Drops what waits for rounds, on all servers. Only while they are held.
+
+        Raises:
+            ZstratError: As `PsClient.close_round`.
+
+        Cancellation: what waits for some of the optimizers may be dropped.
+        """
+        assert self._is_held or self._coordinator is None
+        over = self.first_step
+        if self._coordinator is not None:
+            over = self._coordinator.engine.queue.steps.next
+        for order in self.rounds.orders_to_drop:
+            await self._client.close_round(order, (), over)
+            self.rounds.dropped(order)
+
     def restart(self) -> None:
         """Begins again on servers that are emptied."""
         self._failed = []
         for task in self._closing:
             task.cancel()
-        for rounds in self.rounds:
-            rounds.restart()
+        self.rounds.restart()
 
     async def stop(self) -> None:
         """Stops closing rounds."""
@@ -167,28 +213,28 @@ class RoundClosing:
             try:
                 await self._close(rounds, closing)
             except (PSUnavailableError, DeadlineExceededError) as error:
-                log.warning("round %d of %r: %s", closing.number, rounds.name, error)
+                number = closing.order.number
+                log.warning("round %d of %r: %s", number, rounds.name, error)
                 self._failed.append((rounds, closing))
 
         task = asyncio.get_running_loop().create_task(
-            close(), name=f"round {closing.number}"
+            close(), name=f"round {closing.order.number}"
         )
         self._closing.add(task)  # cancelled by stop()
         task.add_done_callback(self._ended)
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        closed = RoundMembers(
-            rounds.optimizer, closing.number, rounds.policy.rule, closing.members
-        )
         if closing.operands is None:
-            # Once: a server that has closed the round has no gradients of it any more.
-            closing.operands = await self._operands(closed)
+            # Once: a server that has closed the round no longer has its gradients.
+            closing.operands = await self._operands(closing.order)
         over = self._coordinator.engine.queue.steps.low_water
-        await self._client.close_round(closed, rounds.steps, over, closing.operands)
+        await self._client.close_round(
+            closing.order, rounds.steps, over, closing.operands
+        )
         rounds.closed(asyncio.get_running_loop().time())
 
-    async def _operands(self, closed: RoundMembers) -> Sequence[np.ndarray]:
+    async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
         """Has a worker compute what the optimizer needs of all merged gradients. Waits
         for one if there is none.
 
@@ -199,7 +245,7 @@ class RoundClosing:
         deadline: float | None = None
         while True:
             tried: list[str] = []
-            operands = await self._operands_of_any(closed, tried)
+            operands = await self._operands_of_any(order, tried)
             if operands is not None:
                 return operands
             if not tried:
@@ -213,13 +259,13 @@ class RoundClosing:
                     await looked
             except TimeoutError:
                 raise UnavailableError(
-                    f"round {closed.number}: no worker could compute what the "
+                    f"round {order.number}: no worker could compute what the "
                     f"optimizer needs of all gradients ({'; '.join(tried)}): start "
                     "one, or add one with strategy.workers.add"
                 ) from None
 
     async def _operands_of_any(
-        self, closed: RoundMembers, tried: list[str]
+        self, order: RoundOrder, tried: list[str]
     ) -> Sequence[np.ndarray] | None:
         """Asks one worker after the other; ``tried`` gets why one could not. Returns
         None if none could."""
@@ -227,15 +273,9 @@ class RoundClosing:
         for channel in list(self._coordinator.channels.values()):
             if not channel.task.is_ready:
                 continue
-            order = MergeOperands(
-                channel.session,
-                closed.optimizer,
-                closed.number,
-                int(closed.rule),
-                list(closed.members),
-            )
+            asked = MergeOperands(channel.session, order)
             try:
-                answer = await channel.task.link.submit(order)
+                answer = await channel.task.link.submit(asked)
             except PSUnavailableError:
                 raise  # the round is closed when the server is back
             except ZstratError as error:  # this worker is lost, leaves, or ran no step
@@ -258,7 +298,11 @@ class RoundClosing:
         if error is not None:
             # The servers may differ now, so nothing may be computed from them.
             log.error("closing a round", exc_info=error)
-            words = f"a round could not be closed: {type(error).__name__}: {error}"
+            words = (
+                f"a round could not be closed on all parameter servers, so they may "
+                f"differ now: {type(error).__name__}: {error}. Start the program "
+                "again, without resume=, and restore a checkpoint"
+            )
             engine.fail(UnavailableError(words), lasting=True)
         with engine.lock:
             engine.waiters.notify()

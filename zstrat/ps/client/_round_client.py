@@ -5,19 +5,18 @@ from __future__ import annotations
 import abc
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.wire import (
+    AskRounds,
     CloseRound,
     Contribute,
     Done,
+    HeldRounds,
     Merged,
-    MergeRule,
     PulledRound,
     PullMerged,
     PullRound,
-    RoundMember,
-    RoundNumber,
 )
 
 from ._asking import AskedServers, CallPart, nothing
@@ -28,21 +27,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.wire import RoundNumber, RoundOrder, StepContribution
+
     from ._pushing import PsUpdate
     from ._reading import Clocks, Reading, Ref, RowsRef, ServerPull
 
 UNLIMITED: Final = 10.0**9
 """Seconds that a pull waits for its round: the coordinator decides when that is too
 long."""
-
-
-class RoundMembers(NamedTuple):
-    """The members of one round of an optimizer, and how they are merged."""
-
-    optimizer: int
-    number: int
-    rule: MergeRule
-    members: Sequence[RoundMember]
 
 
 class RoundCalls(AskedServers, abc.ABC):
@@ -55,25 +47,22 @@ class RoundCalls(AskedServers, abc.ABC):
         """Begins a pull."""
 
     def contribute(
-        self, step: int, attempt: int, updates: Sequence[PsUpdate]
+        self, given: Sequence[StepContribution], updates: Sequence[PsUpdate]
     ) -> asyncio.Future[None]:
-        """Has the servers keep the gradients of a step for rounds.
+        """Has all servers keep the gradients of a step for rounds.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
             InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: As the
                 server says. Others may have kept their part.
         """
-        pushing = Pushing(self.session, step, 0, 0, updates)
-        parts = [
-            CallPart(
-                ps,
-                Contribute(self.session, step, attempt, push.updates, push.arrays),
-                Done,
-                nothing,
-            )
-            for ps, push in pushing.messages.items()
-        ]
+        pushes = Pushing(self.session, 0, 0, 0, updates).messages
+        parts: list[CallPart[Any]] = []
+        for ps in range(self.count):
+            push = pushes.get(ps)
+            content = ([], ()) if push is None else (push.updates, push.arrays)
+            asked = Contribute(self.session, list(given), *content)
+            parts.append(CallPart(ps, asked, Done, nothing))
         return self._ask(parts, nothing)
 
     def pull_round(
@@ -115,7 +104,7 @@ class RoundCalls(AskedServers, abc.ABC):
 
     async def close_round(
         self,
-        closed: RoundMembers,
+        order: RoundOrder,
         kept: Sequence[int],
         over: int,
         operands: Sequence[np.ndarray] = (),
@@ -128,21 +117,10 @@ class RoundCalls(AskedServers, abc.ABC):
 
         Cancellation: some servers may have closed it.
         """
-        message = CloseRound(
-            self.session,
-            closed.optimizer,
-            closed.number,
-            int(closed.rule),
-            list(closed.members),
-            list(kept),
-            over,
-            tuple(operands),
-        )
+        message = CloseRound(self.session, order, list(kept), over, tuple(operands))
         await self.each([(ps, message) for ps in range(self.count)], Done)
 
-    async def pull_merged(
-        self, closed: RoundMembers
-    ) -> dict[int, tuple[np.ndarray, ...]]:
+    async def pull_merged(self, order: RoundOrder) -> dict[int, tuple[np.ndarray, ...]]:
         """Reads the merged gradients of the members, by key of the variable: an array,
         or indices and rows.
 
@@ -150,13 +128,7 @@ class RoundCalls(AskedServers, abc.ABC):
 
         Cancellation: changes nothing.
         """
-        message = PullMerged(
-            self.session,
-            closed.optimizer,
-            closed.number,
-            int(closed.rule),
-            list(closed.members),
-        )
+        message = PullMerged(self.session, order)
         found: dict[int, tuple[np.ndarray, ...]] = {}
         servers = range(self.count)
         for answer in await self.each([(ps, message) for ps in servers], Merged):
@@ -166,3 +138,22 @@ class RoundCalls(AskedServers, abc.ABC):
                     [next(arrays) for _ in range(update.operands)]
                 )
         return found
+
+    async def held_rounds(self, deadline: float) -> list[dict[int, HeldRounds]]:
+        """Returns for each server the rounds of all optimizers, by number.
+
+        Raises: As `close_round`.
+
+        Cancellation: changes nothing.
+        """
+
+        async def held_on(ps: int) -> dict[int, HeldRounds]:
+            found: dict[int, HeldRounds] = {}
+            while True:
+                asked = ps, AskRounds(self.session, max(found, default=0))
+                (held,) = await self.each([asked], HeldRounds, deadline=deadline)
+                if not held.closed.optimizer:
+                    return found
+                found[held.closed.optimizer] = held
+
+        return await asyncio.gather(*map(held_on, range(self.count)))

@@ -82,6 +82,8 @@ class OptimizerEngine:
         """``load_code`` turns shipped bytes into an optax GradientTransformation."""
         self.load_code = load_code
         self._registered: dict[int, Registered] = {}
+        self.is_former = False
+        """Whether they are those of the program before, which has ended."""
 
     def __contains__(self, optimizer: int) -> bool:
         return optimizer in self._registered
@@ -166,7 +168,7 @@ class OptimizerEngine:
 
     def clear(self) -> None:
         """Forgets all optimizers and their programs."""
-        self._registered = {}
+        self._registered, self.is_former = {}, False
 
     def check(
         self,

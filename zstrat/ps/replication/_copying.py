@@ -180,7 +180,8 @@ def _slots(store: Store) -> Iterator[Message]:
 def _kept(store: Store) -> Iterator[Message]:
     if store.kept or store.kept_optimizers:
         names = [KeptOptimizer(*each) for each in store.kept_optimizers.items()]
-        yield CopyKept(names, (np.array(sorted(store.kept), np.int64),))
+        keys = np.array(sorted(store.kept), np.int64)
+        yield CopyKept(names, store.engine.is_former, (keys,))
 
 
 def _leaves(key: int, optimizer: int, slots: Slots) -> Iterator[CopiedSlot]:

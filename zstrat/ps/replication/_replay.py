@@ -31,7 +31,6 @@ from zstrat.wire import (
     CopyKept,
     CopyLedger,
     CopyParts,
-    CopyRounds,
     CopySlots,
     CopyTree,
     CopyVariables,
@@ -40,6 +39,7 @@ from zstrat.wire import (
     CreateVariables,
     DeleteVariables,
     Fence,
+    HeldRounds,
     LoadTensors,
     Message,
     Push,
@@ -120,6 +120,7 @@ def _copy_kept(store: Store, kept: CopyKept) -> None:
     (keys,) = kept.arrays
     store.kept.update(keys.tolist())
     store.kept_optimizers.update(kept.optimizers)
+    store.engine.is_former = kept.are_loaded
 
 
 def _copy_tree(store: Store, copied: CopyTree) -> BindPlan:
@@ -212,7 +213,7 @@ CHANGES: Final[
     CopySlots: _copy_slots,
     CopyTree: _copy_tree,
     CopyParts: _copy_parts,
-    CopyRounds: lambda store, copied: store.rounds.copy(copied),
+    HeldRounds: lambda store, copied: store.rounds.copy(copied),
     CopyWhole: lambda store, _: None,  # it marks the changes before it as complete
 }
 """By the kind of a change, a function that makes it at once, or returns what has to be

@@ -13,7 +13,7 @@ for all servers. `MergeRule.RDA` is from Douillard et al., "Decoupled DiLoCo" (2
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
@@ -21,17 +21,17 @@ import numpy as np
 from zstrat.errors import (
     BusyError,
     InvalidArgumentError,
+    NotFoundError,
     ProtocolError,
 )
 from zstrat.rows import runs, sums
 from zstrat.wire import (
     CloseRound,
     Contribute,
-    CopyRounds,
+    HeldRounds,
     MergeRule,
-    PullMerged,
     Push,
-    RoundNumber,
+    RoundOrder,
     Update,
     UpdateOp,
 )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import Message, RoundMember
+    from zstrat.wire import Message, StepContribution
 
     from ._ledger import Ledger
     from ._variables import HeldVariables
@@ -69,9 +69,10 @@ class Gradient(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """The gradients of one run of a step for one optimizer, by key of the variable."""
+    """The gradients of one run of a step for one optimizer, by key of the variable.
+    Without any the step has updated variables of other servers alone."""
 
-    attempt: int
+    given: StepContribution
     gradients: dict[int, Gradient]
 
     @property
@@ -171,14 +172,15 @@ class OpenRounds:
 
     def __init__(self, task: str) -> None:
         self._task = task
-        self._numbers: dict[int, int] = {}
-        """How many rounds of each optimizer were closed."""
+        self._closed: dict[int, HeldRounds] = {}
+        """The round of each optimizer that was closed last. Another server may not have
+        closed it when its coordinator ends."""
         self._waiting: dict[int, dict[int, Contribution]] = defaultdict(dict)
         """Contributions by optimizer and step."""
 
     def number(self, optimizer: int) -> int:
         """Returns how many rounds of the optimizer were closed here."""
-        return self._numbers.get(optimizer, 0)
+        return self._last(optimizer).closed.number + 1
 
     @property
     def count(self) -> int:
@@ -214,117 +216,131 @@ class OpenRounds:
                 of one variable.
             BusyError: Too many contributions wait.
         """
-        found: dict[int, dict[int, Gradient]] = defaultdict(dict)
+        given = {each.optimizer: each for each in message.contributions}
+        found: dict[int, dict[int, Gradient]] = {number: {} for number in given}
+        for number in given:
+            engine.get(number)
         at, arrays = 0, message.arrays
         for key, code, optimizer, count in message.updates:
             held = variables[key]
             gradient = Gradient(arrays[at : at + count])
             at += count
-            if count not in (1, 2) or code != gradient.op or key in found[optimizer]:
+            gradients = found.get(optimizer)
+            fits = count in (1, 2) and code == gradient.op
+            if gradients is None or not fits or key in gradients:
                 raise InvalidArgumentError(
-                    f"{self._task}: step {message.step} contributes operation {code} "
-                    f"with {count} arrays to variable {held.entry.name!r}: expected "
-                    "one gradient of each variable in a round"
+                    f"{self._task}: a step contributes operation {code} with {count} "
+                    f"arrays of optimizer {optimizer} to variable "
+                    f"{held.entry.name!r}: expected one gradient of each variable in a "
+                    "round"
                 )
             engine.require_fit(optimizer, gradient.op, held, gradient.arrays)
-            found[optimizer][key] = gradient
+            gradients[key] = gradient
         if at != len(arrays):
             raise InvalidArgumentError(
                 f"{self._task}: a contribution has {len(arrays)} arrays, its updates "
                 f"take {at}"
             )
-        if ledger is not None and ledger.is_duplicate(message.step, UNNAMED):
-            return False
+        kept = False
         for optimizer, gradients in found.items():
-            waiting = self._waiting[optimizer]
-            before = waiting.get(message.step)
-            if before is not None and before.attempt >= message.attempt:
+            waiting, each = self._waiting[optimizer], given[optimizer]
+            if ledger is not None and ledger.is_duplicate(each.step, UNNAMED):
+                continue
+            kept = True
+            before = waiting.get(each.step)
+            if before is not None and before.given.attempt >= each.attempt:
                 continue
             if before is None and len(waiting) >= MAX_CONTRIBUTIONS:
                 raise BusyError(
                     f"{self._task}: {MAX_CONTRIBUTIONS} contributions to rounds of "
                     "one optimizer wait already"
                 )
-            waiting[message.step] = Contribution(message.attempt, gradients)
-        return True
+            waiting[each.step] = Contribution(each, gradients)
+        return kept
 
-    def merging(self, message: CloseRound | PullMerged) -> Merging | None:
+    def merging(self, order: RoundOrder) -> Merging | None:
         """Returns how the members of the open round are merged; None if that round was
         closed before.
 
         Raises:
-            ProtocolError: An earlier round is open, the rule is unknown, or another run
-                of a member is here.
+            ProtocolError: An earlier round is open, or the rule is unknown.
+            NotFoundError: The contribution of a member is not here.
         """
-        optimizer, open_now = message.optimizer, self.number(message.optimizer)
-        rule = _RULES.get(message.rule)
-        if message.number < open_now:
+        optimizer, number, rule_number, members = order
+        rule, open_now = _RULES.get(rule_number), self.number(optimizer)
+        if number < open_now:
             return None
-        if message.number > open_now or rule is None:
+        if number > open_now or rule is None:
             raise ProtocolError(
-                f"{self._task}: round {message.number} of optimizer {optimizer} is to "
-                f"be merged by rule {message.rule}, and round {open_now} is open"
+                f"{self._task}: round {number} of optimizer {optimizer} is to be "
+                f"merged by rule {rule_number}, and round {open_now} is open"
             )
         found: dict[int, list[tuple[float, Gradient]]] = defaultdict(list)
-        for step, attempt, weight in message.members:
+        for step, attempt, weight in members:
             waiting = self._waiting[optimizer].get(step)
-            if waiting is None:
-                continue  # the step has no gradient of a variable on this server
-            if waiting.attempt != attempt:
-                raise ProtocolError(
-                    f"{self._task}: run {attempt} of step {step} is a member of round "
-                    f"{message.number} of optimizer {optimizer}, but run "
-                    f"{waiting.attempt} is here"
+            here = None if waiting is None else waiting.given.attempt
+            if waiting is None or here != attempt:
+                raise NotFoundError(
+                    f"{self._task} has lost what run {attempt} of step {step} has "
+                    f"contributed to round {number} of optimizer {optimizer}: "
+                    f"{'nothing' if here is None else f'run {here}'} is there"
                 )
             if not weight:
                 continue  # the mean of an empty batch may be NaN, and 0 times NaN is
             for key, gradient in waiting.gradients.items():
                 found[key].append((weight, gradient))
-        total = sum(member.weight for member in message.members)
+        total = sum(member.weight for member in members)
         return Merging(rule, total, dict(found))
 
-    def keys(self, optimizer: int, members: Sequence[RoundMember]) -> list[Hashable]:
+    def keys(self, order: RoundOrder) -> list[Hashable]:
         """Returns the names of the variables that the members update."""
-        waiting = self._waiting[optimizer]
+        waiting = self._waiting[order.optimizer]
         found = dict.fromkeys(
             key
-            for member in members
+            for member in order.members
             if member.step in waiting
             for key in waiting[member.step].gradients
         )
-        return [("optimizer", optimizer), *found]
+        return [("optimizer", order.optimizer), *found]
 
     def closed(self, message: CloseRound) -> None:
         """Notes that a round was applied; drops its contributions, and stale ones."""
-        self._numbers[message.optimizer] = message.number + 1
-        members = {(member.step, member.attempt) for member in message.members}
-        kept, waiting = set(message.kept), self._waiting[message.optimizer]
-        for step, contribution in list(waiting.items()):
-            is_stale = step < message.over and step not in kept
-            if is_stale or (step, contribution.attempt) in members:
+        order = message.order
+        self._closed[order.optimizer] = HeldRounds(order, [], message.arrays)
+        members = {member.step for member in order.members}
+        kept, waiting = set(message.kept), self._waiting[order.optimizer]
+        for step in list(waiting):
+            if step in members or (step < message.over and step not in kept):
                 del waiting[step]
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drops the gradients of variables that are gone."""
         for waiting in self._waiting.values():
-            for step, contribution in list(waiting.items()):
+            for contribution in waiting.values():
                 for key in keys:
                     contribution.gradients.pop(key, None)
-                if not contribution.gradients:
-                    del waiting[step]
 
     def messages(self) -> Iterator[Message]:
         """Yields the messages that build these rounds in a backup."""
-        if self._numbers:
-            yield CopyRounds([RoundNumber(*each) for each in self._numbers.items()])
+        yield from self._closed.values()
         for optimizer, waiting in self._waiting.items():
-            for step, each in waiting.items():
-                updates, arrays = updates_of(optimizer, each.gradients)
-                yield Contribute(0, step, each.attempt, updates, arrays)
+            for given, gradients in waiting.values():
+                yield Contribute(0, [given], *updates_of(optimizer, gradients))
 
-    def copy(self, message: CopyRounds) -> None:
-        """Sets the open rounds, in a backup."""
-        self._numbers.update(message.rounds)
+    def copy(self, message: HeldRounds) -> None:
+        """Sets the round that was closed last, in a backup."""
+        self._closed[message.closed.optimizer] = message
+
+    def held(self, after: int) -> HeldRounds:
+        """Returns the rounds of the first optimizer above ``after``."""
+        known = [number for number in (*self._closed, *self._waiting) if number > after]
+        optimizer = min(known, default=0)
+        waiting = [each.given for each in self._waiting.get(optimizer, {}).values()]
+        return replace(self._last(optimizer), contributions=waiting)
+
+    def _last(self, optimizer: int) -> HeldRounds:
+        none = RoundOrder(optimizer, -1, 0, [])
+        return self._closed.get(optimizer) or HeldRounds(none, [], ())
 
 
 def updates_of(
@@ -340,11 +356,10 @@ def updates_of(
 
 def merged_push(message: CloseRound, merging: Merging) -> Push:
     """Returns the update of a round as a push."""
-    updates, arrays = updates_of(message.optimizer, merging.merged)
+    optimizer = message.order.optimizer
+    updates, arrays = updates_of(optimizer, merging.merged)
     if message.arrays and updates:
         operands = len(message.arrays)
-        shared = Update(
-            updates[0].key, int(UpdateOp.OPERANDS), message.optimizer, operands
-        )
+        shared = Update(updates[0].key, int(UpdateOp.OPERANDS), optimizer, operands)
         updates, arrays = [shared, *updates], (*message.arrays, *arrays)
     return Push(0, UNNAMED, 0, 0, updates, arrays)

@@ -207,16 +207,22 @@ class Store:
         self.variables.clear()
         self.engine.clear()
         self._forget_pushes()
+        self.rounds = OpenRounds(self._task)
         self.kept.clear()
         self.kept_optimizers.clear()
 
     def change_program(self) -> None:
         """Prepares the store for another program that takes over what is here, in a
-        session of another number. Variables and slots stay. That program sends its
-        optimizers and trees again, and its steps are counted from the start."""
+        session of another number. Variables, slots and rounds stay. Pushes are counted
+        from the start. That program sends its optimizers and trees again; until then
+        those that are here close the round that other servers have closed."""
         self.kept.update(self.variables)
         optimizers = {known.optimizer: known.name for known in self.engine}
         self.kept_optimizers.update(optimizers)
+        self.engine.is_former = True
+        self._forget_pushes()
+
+    def _drop_former_optimizers(self) -> None:
         for held in self.variables.values():
             held.slots = {
                 number: Unbound.of(slots)
@@ -224,11 +230,10 @@ class Store:
                 if slots.leaves
             }
         self.engine.clear()
-        self._forget_pushes()
 
     def _forget_pushes(self) -> None:
         self.ledger, self.writers = Ledger(), Writers(self._task)
-        self.parts, self.rounds = Parts(self._task), OpenRounds(self._task)
+        self.parts = Parts(self._task)
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
         """Validates a push; changes nothing but the mark of its writer.
@@ -343,9 +348,7 @@ class Store:
         `OpenRounds.contribute`."""
         kept = self.rounds.contribute(message, self.ledger, self.variables, self.engine)
         if kept and self.log is not None:
-            step, attempt = message.step, message.attempt
-            updates, arrays = message.updates, message.arrays
-            self.log.append(Contribute(0, step, attempt, updates, arrays))
+            self.log.append(replace(message, session=0))
 
     def contribute_again(self, message: Contribute) -> None:
         """Keeps gradients that the primary has kept, in a backup."""
@@ -376,6 +379,8 @@ class Store:
             AlreadyExistsError: The program before has left slots of an optimizer of
                 another name under this id.
         """
+        if self.engine.is_former:
+            self._drop_former_optimizers()
         before = self.kept_optimizers.get(optimizer, name)
         if before != name:
             raise AlreadyExistsError(

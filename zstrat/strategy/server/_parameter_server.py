@@ -127,8 +127,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             without a name, which empties the cluster. `close` ends the session; a
             program that ends otherwise leaves it. A step that was under way when the
             program before ended may have reached some ps and not others; none has an
-            effect later. Datasets begin where this program begins them. With
-            ``replicas`` both programs have to give that.
+            effect later. With `Rounds` it has reached all or none, and what steps that
+            had ended have contributed counts in this program's first round. Datasets
+            begin where this program begins them. With ``replicas`` both programs have
+            to give that.
         ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
             before calls raise `PSUnavailableError`. Default: 600.
         replicas: 1: what each ps holds is in the memory of another one, too, and no

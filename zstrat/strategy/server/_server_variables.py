@@ -232,12 +232,6 @@ class ServerVariables(StrategyCreator):
                 "schedule steps with a zs.ParameterServerStrategy and a "
                 "zs.ClusterCoordinator"
             )
-        if rounds is not None and self._session.cluster.name:
-            raise ValueError(
-                f"optimizer {optimizer.name!r} has rounds, but a session with a name "
-                "does not keep what waits for a round for the next program: leave out "
-                "resume=, and restore a checkpoint, or leave out rounds="
-            )
         if rounds is not None and (ahead := self._session.cluster.options.prefetch):
             raise ValueError(
                 f"optimizer {optimizer.name!r} has rounds, whose steps read the values "
@@ -256,6 +250,8 @@ class ServerVariables(StrategyCreator):
 
     def forget_optimizer(self, optimizer: int) -> None:
         """Frees the number of an optimizer that has no handle."""
+        remove = self._session.cluster.rounds.rounds.remove
+        self._session.portal.call_soon(remove, optimizer)
         with self._lock:
             self._numbers.give_back(optimizer)
 
