@@ -123,7 +123,7 @@ CAUGHT = {
     "trees are not bound again": 25,
     "trees are not in the log": 55,
     "slots are not copied": 15,
-    "a copy does not know the first version": 159,
+    "a copy does not know the first version": 175,
     "a backup keeps what is deleted": 55,
     "elements do not go back": 26,
     "a server that comes later is of another session": 111,
