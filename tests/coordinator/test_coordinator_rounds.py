@@ -117,6 +117,19 @@ async def test_operands_wait_for_a_worker_that_is_away(refusal):
     await rig.closing.stop()
 
 
+async def test_an_order_waits_while_a_restore_waits_for_a_server():
+    rig = Rig(1, zs.Rounds(), failures=3)
+    rig.queue.suspended = True
+    await rig.contribute(0, 1, 0)
+    await rig.closing.settle()
+    assert rig.failures == 2
+    rig.queue.suspended, rig.failures = False, 0
+    rig.closing.look(asyncio.get_running_loop().time())
+    await rig.closing.settle()
+    assert rig.closed == [(0, [1], [])]
+    await rig.closing.stop()
+
+
 async def test_operands_that_no_worker_can_compute_are_an_error():
     rig = Rig(1, zs.Rounds())
     rig.refusal = NotFoundError("no step of optimizer 7 has run on this worker")

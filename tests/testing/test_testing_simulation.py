@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from simulation import (
     MUTATIONS,
+    DrawnRounds,
     Fault,
     Meter,
     Scenario,
@@ -23,6 +24,7 @@ from simulation.__main__ import main, seeds_in
 from tiers import combined
 
 from zstrat.ps import CHANGES
+from zstrat.variables import Rounds
 
 HERE = Path(__file__).parent
 REPLAYED = (3, 22, 41)
@@ -100,7 +102,7 @@ def test_a_seed_is_the_same_in_every_process():
 CAUGHT = {
     "the ledger forgets": 2,
     "duplicates are not looked for": 2,
-    "no fence is raised": 78,
+    "no fence is raised": 122,
     "pushes of zombies are taken": 57,
     "pushes are acknowledged before they are applied": 0,
     "updates without names are sent again": 317,
@@ -121,9 +123,9 @@ CAUGHT = {
     "trees are not bound again": 25,
     "trees are not in the log": 55,
     "slots are not copied": 15,
-    "a copy does not know the first version": 159,
+    "a copy does not know the first version": 175,
     "a backup keeps what is deleted": 55,
-    "elements do not go back": 22,
+    "elements do not go back": 26,
     "a server that comes later is of another session": 111,
     "what a server refuses as it ends is not asked again": 35,
     "a push that travels with a pull is not sent again": 32,
@@ -132,6 +134,19 @@ CAUGHT = {
     "results of closures of nobody shift the others": 52,
     "a store that moves has one copy meanwhile": 183,
     "a server that has swapped goes on alone": 183,
+    "two servers close a round with two member sets": 1,
+    "a contribution counts twice": 1,
+    "a late contribution is in two rounds": 24,
+    "a round closes before its members are acknowledged": 1,
+    "a pull does not wait for its round": 1,
+    "a backup lacks contributions": 87,
+    "a backup closes no rounds": 87,
+    "rounds go on counting on servers that were emptied": 10,
+    "a worker forgets that it has contributed": 10,
+    "members are in no order": 10,
+    "late contributions are not counted": 30,
+    "join leaves rounds open": 48,
+    "servers drop what waits for a later round": 25,
 }
 """A seed that catches it, by the name of the mutation."""
 
@@ -247,6 +262,21 @@ def test_one_server_may_be_lost_while_the_next_program_takes_over(turn, server):
     verdict = run_scenario(scenario(4, killed, lost, **changes))
     assert verdict.failure is None
     assert verdict.steps > 30
+
+
+@pytest.mark.parametrize("kind", ["kill", "apart"])
+def test_rounds_are_what_numpy_makes_of_them(kind):
+    """A server is lost amid rounds, and a worker, whose step runs on another one."""
+    lost = (
+        Fault(1.5, kind, "ps0", "ps1", 2.5),
+        Fault(2.0, "kill", "worker1", "ps0", 1.0),
+    )
+    backup = Rounds(workers=3, backup=2, grace=0.02, late="next", merge="sum")
+    rounds = DrawnRounds(11, Rounds(), True), DrawnRounds(12, backup, False)
+    changes = {"replicas": 1, "is_guarded": True, "prefetch": 0, "rounds": rounds}
+    verdict = run_scenario(scenario(2, *lost, **changes))
+    assert verdict.failure is None
+    assert verdict.steps >= 17
 
 
 def test_a_program_that_goes_on_finds_each_step_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._mutations import MUTATIONS as MUTATIONS
 from ._mutations import mutated as mutated
+from ._rounds_model import DrawnRounds as DrawnRounds
 from ._run import SeedVerdict as SeedVerdict
 from ._run import run_scenario as run_scenario
 from ._run import run_seed as run_seed

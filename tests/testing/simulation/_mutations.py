@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +25,8 @@ from zstrat.wire import (
     Pushed,
 )
 
+from ._replacing import around, function, nothing
+from ._round_mutations import ROUND_MUTATIONS
 from ._run import run_seed
 
 if TYPE_CHECKING:
@@ -53,10 +54,6 @@ def run_mutated(
     """`run_seed` in a block of `mutated`; None: of zstrat as it is."""
     with mutated(name) if name else contextlib.nullcontext():
         return run_seed(seed, told)
-
-
-def _nothing(self: Any, *args: Any, **options: Any) -> None:
-    """Does nothing."""
 
 
 def _no(self: Any, *args: Any, **options: Any) -> bool:
@@ -216,26 +213,6 @@ def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
     return iter(()) if isinstance(change, DeleteVariables) else original(store, change)
 
 
-def _method(path: str) -> Any:
-    """The present one, before it is replaced."""
-    module, name, attribute = path.rsplit(".", 2)
-    return getattr(getattr(importlib.import_module(module), name), attribute)
-
-
-def _function(path: str) -> Any:
-    module, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)
-
-
-def _around(path: str, wrapper: Callable[..., Any]) -> Any:
-    original = _method(path)
-
-    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
-        return wrapper(original, self, *args, **options)
-
-    return wrapped
-
-
 _COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
@@ -250,28 +227,28 @@ _OUTCOMES: Final = "zstrat.coordinator._outcomes.Outcomes.handle"
 _TELL: Final = f"{_FENCES}.Marking.send"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
-    "the ledger forgets": {f"{_LEDGER}.record": _nothing},
+    "the ledger forgets": {f"{_LEDGER}.record": nothing},
     "duplicates are not looked for": {f"{_LEDGER}.is_duplicate": _no},
     "no fence is raised": {
         f"{_FENCES}.Fences.raise_to": _unfenced,
         f"{_FENCES}.Fences.up_to": _up_to_nothing,
     },
     "pushes of zombies are taken": {
-        f"{_LEDGER}.close": _nothing,
-        f"{_LEDGER}.raise_to": _nothing,
+        f"{_LEDGER}.close": nothing,
+        f"{_LEDGER}.raise_to": nothing,
     },
     "pushes are acknowledged before they are applied": {
-        _HANDLE: _around(_HANDLE, _early)
+        _HANDLE: around(_HANDLE, _early)
     },
     "updates without names are sent again": {
         "zstrat.ps.client._line._repeated": _all_resent,
         "zstrat.ps.client._pushing.OwnUpdates.begin": _unnamed,
     },
     "servers take the requests of any session": {
-        "zstrat.wire._session.Ownership.check": _nothing
+        "zstrat.wire._session.Ownership.check": nothing
     },
     "a restore stays in the same session": {f"{_RENEWAL}.renew_servers": _same_session},
-    "the mark is raised too far": {_TELL: _around(_TELL, _too_far)},
+    "the mark is raised too far": {_TELL: around(_TELL, _too_far)},
     "a step is over when its push is sent": {_PUSH: _told_early},
     "steps of lost workers are forgotten": {
         "zstrat.coordinator._queue.Queue.lost": _unlost
@@ -284,21 +261,21 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "the ledger is not in the log": {
         f"{_COPIES}._backup.replay": partial(
-            _unledgered, _function(f"{_COPIES}._replay.replay")
+            _unledgered, function(f"{_COPIES}._replay.replay")
         ),
         f"{_COPIES}._copying._ledgers": _no_ledgers,
     },
     "a view that is over is not heeded": {
         f"{_COPIES}._replica_role.ReplicaRole._step_aside": _serves_on,
-        f"{_COPIES}._replica_role.ReplicaRole.require": _nothing,
-        f"{_COPIES}._backup.Backup.require": _nothing,
+        f"{_COPIES}._replica_role.ReplicaRole.require": nothing,
+        f"{_COPIES}._backup.Backup.require": nothing,
     },
     "a program that goes on is taken for the one before": {
-        _BEGIN: _around(_BEGIN, _remembering)
+        _BEGIN: around(_BEGIN, _remembering)
     },
     "a backup does not hear of the next program": {
         f"{_COPIES}._backup.replay": partial(
-            _unbegun, _function(f"{_COPIES}._replay.replay")
+            _unbegun, function(f"{_COPIES}._replay.replay")
         )
     },
     "two copies part when a program goes on": {
@@ -309,50 +286,51 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
             _untold
         )
     },
-    "fences of the session before are raised": {f"{_FENCES}.Fences.enter": _nothing},
+    "fences of the session before are raised": {f"{_FENCES}.Fences.enter": nothing},
     "trees are not bound again": {
-        "zstrat.coordinator.recovery._inventory.Inventory.bound": _nothing
+        "zstrat.coordinator.recovery._inventory.Inventory.bound": nothing
     },
     "trees are not in the log": {
         "zstrat.ps.store._store.log_plan": partial(
-            _treeless, _function("zstrat.ps.store._changes.log_plan")
+            _treeless, function("zstrat.ps.store._changes.log_plan")
         )
     },
     "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
     "a copy does not know the first version": {
         f"{_COPIES}._backup.replay": partial(
-            _unversioned, _function(f"{_COPIES}._replay.replay")
+            _unversioned, function(f"{_COPIES}._replay.replay")
         )
     },
     "a backup keeps what is deleted": {
         f"{_COPIES}._backup.replay": partial(
-            _undeleted, _function(f"{_COPIES}._replay.replay")
+            _undeleted, function(f"{_COPIES}._replay.replay")
         )
     },
     "elements do not go back": {
-        "zstrat.program.trace._iterator.StepIterator.unread": _nothing
+        "zstrat.program.trace._iterator.StepIterator.unread": nothing
     },
     "what a server refuses as it ends is not asked again": {
-        _RESUBMIT: _around(_RESUBMIT, _refused)
+        _RESUBMIT: around(_RESUBMIT, _refused)
     },
     "a push that travels with a pull is not sent again": {
         "zstrat.ps.client._line._repeated": partial(
-            _once, _function("zstrat.ps.client._line._repeated")
+            _once, function("zstrat.ps.client._line._repeated")
         )
     },
-    "a server that had a backup says it had none": {_LEFT: _around(_LEFT, _alone)},
+    "a server that had a backup says it had none": {_LEFT: around(_LEFT, _alone)},
     "a server that was restarted is said to have its copies": {
-        _JOINED: _around(_JOINED, _same_life)
+        _JOINED: around(_JOINED, _same_life)
     },
     "results of closures of nobody shift the others": {
-        _OUTCOMES: _around(_OUTCOMES, _shifted)
+        _OUTCOMES: around(_OUTCOMES, _shifted)
     },
     "a store that moves has one copy meanwhile": {
         "zstrat.coordinator.replication._placement.StorePlacement._seek_third": _parted
     },
     "a server that has swapped goes on alone": {
-        f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": _nothing
+        f"{_COPIES}._attached_backups.AttachedBackups.attach_whole": nothing
     },
     "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
+    **ROUND_MUTATIONS,
 }
 """By name: what is replaced, and by what."""

@@ -210,7 +210,8 @@ def _tree(keys: tuple[int, ...], is_coupled: bool) -> bytes:
     from zstrat.optimizers import Binding, TreeRule, TreeStructure, checked
 
     names = [f"v{key}" for key in keys]
-    kind = jax.ShapeDtypeStruct((COUNT,), np.dtype(np.float32))
+    make: Any = jax.ShapeDtypeStruct
+    kind = make((COUNT,), np.dtype(np.float32))
     rule = TreeRule(
         "rounds",
         checked(CoupledMomentum() if is_coupled else Momentum()),

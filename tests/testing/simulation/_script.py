@@ -195,7 +195,7 @@ class ScriptedStep:
         for drawn, specs in zip(function.rounds, function.moved, strict=True):
             optimizer = drawn.number
             if drawn.is_coupled:
-                own = (np.float32(0.0),)  # which counts for nothing in a round
+                own = (np.zeros((), np.float32),)  # which counts for nothing in a round
                 found.append(StepUpdate(specs[0], UpdateOp.OPERANDS, optimizer, own))
             for spec in specs:
                 gradient = gradient_of(

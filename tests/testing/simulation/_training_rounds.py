@@ -9,7 +9,7 @@ import numpy as np
 from ._checkpoints import late_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ._checkpoints import SavedTensor
     from ._cluster_changes import SessionContext
@@ -79,7 +79,7 @@ class TrainingRounds:
             if not training.fills:
                 self._check_members(each.number, rounds.member_of.keys())
 
-    def _check_members(self, optimizer: int, members: object) -> None:
+    def _check_members(self, optimizer: int, members: Iterable[int]) -> None:
         training = self._training
         fates = {step.number: step.fate for step in training.steps.values()}
         done = {number for number, fate in fates.items() if fate == "done"}

@@ -133,7 +133,9 @@ class RoundClosing:
             if not looked.done():
                 looked.set_result(None)
         self._looked.clear()
-        if self._failed and coordinator.engine.outage_error is None:
+        # While a restore waits for a server there is no outage, and it is away.
+        is_away = queue.suspended or coordinator.engine.outage_error is not None
+        if self._failed and not is_away:
             failed, self._failed = self._failed, []
             for each in failed:
                 self._send(*each)
