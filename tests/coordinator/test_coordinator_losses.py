@@ -394,3 +394,23 @@ def test_work_without_workers_is_a_warning(world, caplog):
 
     world.on_loop(come_back)
     assert value.fetch() == 1
+
+
+def test_a_worker_that_is_lost_as_it_gets_steps_of_a_round_keeps_none(world):
+    """Rounds deal closures out in turn, so it gets two of one turn."""
+    coordinator = world.coordinator()
+    dispatcher = coordinator._core.dispatcher
+    world.on_loop(dispatcher.members.pace)
+    lost, _ = world.workers
+
+    def suspend(is_so):
+        dispatcher.queue.suspended = is_so
+        dispatcher.turn_soon()
+        if not is_so:  # the first message to it shows it, in the turn
+            lost.link.peer = None
+
+    world.on_loop(suspend, True)
+    values = [coordinator.schedule(good) for _ in range(4)]
+    world.on_loop(suspend, False)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 4

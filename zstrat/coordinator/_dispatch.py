@@ -39,7 +39,7 @@ from ._shipping import ClosureShipping, WorkerChannel
 from .rounds import CoordinatorParts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
 
@@ -376,7 +376,7 @@ class Dispatcher:
         for record in records:
             self.builder.add(record)
             self.turn_soon()
-        for grant, closures in work:
+        for grant, closures in _of_each_worker(work):
             channel = self.channels[grant.member.place]
             self.shipping.ship(channel, grant, closures, low_water, left, now)
         self._send_drops()
@@ -511,3 +511,14 @@ def _drain(queue: deque[T]) -> list[T]:
     while queue:  # other threads append meanwhile
         items.append(queue.popleft())
     return items
+
+
+def _of_each_worker(
+    work: Sequence[tuple[Grant, list[Closure]]],
+) -> Iterable[tuple[Grant, list[Closure]]]:
+    """Joins what is granted to one worker in turn with others: sending may show that it
+    is lost, and then it gets nothing more."""
+    joined: dict[int, tuple[Grant, list[Closure]]] = {}
+    for grant, closures in work:
+        joined.setdefault(grant.member.place, (grant, []))[1].extend(closures)
+    return joined.values()
