@@ -65,17 +65,16 @@ def test_a_round_of_all_workers_is_a_step_of_optax_on_the_mean(
 
     shapes = (WORKERS * ROUNDS, 8, 4), (WORKERS * ROUNDS, 8, 3)
     batches = list(zip(*(rng.normal(size=s).astype("f") for s in shapes), strict=True))
-    values = [coordinator.schedule(step, args=batch) for batch in batches]
-    coordinator.join()
-
     state = transformation.init(params)
     for number in range(ROUNDS):
         some = slice(number * WORKERS, (number + 1) * WORKERS)
+        values = [coordinator.schedule(step, args=batch) for batch in batches[some]]
+        coordinator.join()  # or a step of the next round is ready before one of this
         found = [
             jax.value_and_grad(lambda p, batch=batch: loss_of(*p, *batch))(params)
             for batch in batches[some]
         ]
-        losses = [value.fetch() for value in values[some]]
+        losses = [value.fetch() for value in values]
         np.testing.assert_allclose(losses, [loss for loss, _ in found], rtol=1e-5)
         mean = jax.tree.map(lambda *g: sum(g) / WORKERS, *(grads for _, grads in found))
         moved, state = transformation.update(mean, state, params)
