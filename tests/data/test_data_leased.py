@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zstrat.data import Dataset, Lease, LeasedElements, LeasedSource
+from zstrat.errors import InvalidArgumentError
 
 M = 2**64
 
@@ -145,9 +146,31 @@ def test_records_of_files_come_in_order_from_any_place(tmp_path):
         reader.read(Lease(0, 5, 2))
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_pass_without_leases_has_the_same_order_and_can_continue(drop):
+    data = Dataset.from_indexed(
+        np.arange(11), 4, shuffle_seed=2, epochs=2, drop_remainder=drop
+    )
+    found = [batch.tolist() for batch in data]
+    assert len(data) == len(found) == (4 if drop else 6)
+    order = [cipher(n, 11, (2, epoch)) for epoch in (0, 1) for n in range(11)]
+    wanted = order[:8] + order[11:19] if drop else order
+    assert [number for batch in found for number in batch] == wanted
+    for count in (0, 1, 3, 4):
+        first, other = iter(data), iter(data)
+        for _ in range(count):
+            next(first)
+        other.set_state(first.get_state())
+        assert [batch.tolist() for batch in other] == found[count:]
+    other = Dataset.from_indexed(np.arange(11), 4, epochs=2, drop_remainder=drop)
+    with pytest.raises(InvalidArgumentError, match="shuffle_seed=2"):
+        iter(other).set_state(iter(data).get_state())
+
+
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
+        (Dataset.from_indexed(np.arange(9), 3), "alone"),
         (Dataset.range(9).shuffle(9), "shuffle_seed="),
         (Dataset.range(9).batch(3), "batch="),
         (Dataset.range(9).repeat(), "epochs="),

@@ -244,7 +244,9 @@ def test_evaluation_sums_all_examples_once(local):
 
     with zs.ParameterServerStrategy(local.resolver) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
-        data = coordinator.create_leased_dataset(rows, 16)
+        data = coordinator.create_leased_dataset(zs.data.Dataset.from_indexed(rows, 16))
+        with pytest.raises(TypeError, match="from_indexed"):
+            coordinator.create_leased_dataset(rows, epochs=2)
         assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
         total, numbers = asyncio.run(evaluated(strategy))
         assert total == {"loss": 5050.0, "examples": 101}

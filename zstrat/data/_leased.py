@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from operator import index
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, final
 
@@ -22,10 +23,11 @@ import numpy as np
 from ._batches import appended
 from ._indexed import IndexedRows, indexed
 from ._parallel import Callers, Results, result_of
+from ._passes import INFINITE, UNKNOWN
 from ._permutation import Permutation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ._leaves import Element
 
@@ -59,11 +61,57 @@ class LeasedSource:
             examples are read.
         batch: The most examples of a lease.
         seed: Of all orders; None: the order of the source.
+        epochs: None: without end.
+        drop_remainder: Leave out the examples of an epoch that do not fill a batch.
+
+    Raises:
+        ValueError: A number is too small.
+        TypeError: It is not an integer.
     """
 
     source: Any
     batch: int
-    seed: int | None
+    seed: int | None = None
+    epochs: int | None = 1
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        for what, number, least in (
+            ("batch", self.batch, 1),
+            ("shuffle_seed", self.seed, 0),
+            ("epochs", self.epochs, 1),
+        ):
+            if number is None and what != "batch":
+                continue
+            if index(number) < least:  # type: ignore[arg-type]
+                raise ValueError(f"{what} must be at least {least}, got {number}")
+
+    def batches(self, start: int = 0) -> Iterator[Element]:
+        """Yields the batches of all epochs in order, without the first ``start``."""
+        reader = self.open()
+        try:
+            epoch, number = divmod(start, self._steps_of(reader.size))
+            while self.epochs is None or epoch < self.epochs:
+                for at in range(number, self._steps_of(reader.size)):
+                    first = at * self.batch
+                    size = min(self.batch, reader.size - first)
+                    yield reader.read(Lease(epoch, first, size))
+                epoch, number = epoch + 1, 0
+        finally:
+            reader.close()
+
+    def steps(self) -> int:
+        """Returns the number of batches of all epochs, `INFINITE`, or `UNKNOWN`: of a
+        function, or of files whose records have to be counted."""
+        if self.epochs is None:
+            return INFINITE
+        rows = None if callable(self.source) else indexed(self.source)
+        if rows is None or rows.is_sequential:
+            return UNKNOWN
+        return self.epochs * self._steps_of(sum(rows.blocks))
+
+    def _steps_of(self, size: int) -> int:
+        return size // self.batch if self.drop_remainder else -(-size // self.batch)
 
     def check(self) -> None:
         """Checks the source without reading it, unless it is a function.
