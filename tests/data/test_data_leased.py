@@ -224,3 +224,15 @@ def test_expected_leases_are_read_ahead_and_others_in_between():
         next(elements)
     assert threading.current_thread() not in {thread for _, thread in source.read}
     elements.close()
+
+
+def test_reading_ahead_goes_on_after_steps_that_did_not_draw():
+    source = Slow()
+    elements = LeasedElements(LeasedSource(source, 1, None).open())
+    elements.expect([Lease(0, n, 1) for n in range(6)])
+    elements.begin([Lease(0, 1, 1)])
+    assert next(elements) == [1]
+    for _ in range(4):  # 0 to 3: two more than were drawn or given up
+        assert source.more.acquire(timeout=60)
+    assert [n for n, _ in source.read] == [0, 1, 2, 3]
+    elements.close()
