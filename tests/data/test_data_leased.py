@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zstrat.data import Dataset, Lease, LeasedElements, LeasedSource
+from zstrat.errors import InvalidArgumentError
 
 M = 2**64
 
@@ -145,9 +146,31 @@ def test_records_of_files_come_in_order_from_any_place(tmp_path):
         reader.read(Lease(0, 5, 2))
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_pass_without_leases_has_the_same_order_and_can_continue(drop):
+    data = Dataset.from_indexed(
+        np.arange(11), 4, shuffle_seed=2, epochs=2, drop_remainder=drop
+    )
+    found = [batch.tolist() for batch in data]
+    assert len(data) == len(found) == (4 if drop else 6)
+    order = [cipher(n, 11, (2, epoch)) for epoch in (0, 1) for n in range(11)]
+    wanted = order[:8] + order[11:19] if drop else order
+    assert [number for batch in found for number in batch] == wanted
+    for count in (0, 1, 3, 4):
+        first, other = iter(data), iter(data)
+        for _ in range(count):
+            next(first)
+        other.set_state(first.get_state())
+        assert [batch.tolist() for batch in other] == found[count:]
+    other = Dataset.from_indexed(np.arange(11), 4, epochs=2, drop_remainder=drop)
+    with pytest.raises(InvalidArgumentError, match="shuffle_seed=2"):
+        iter(other).set_state(iter(data).get_state())
+
+
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
+        (Dataset.from_indexed(np.arange(9), 3), "alone"),
         (Dataset.range(9).shuffle(9), "shuffle_seed="),
         (Dataset.range(9).batch(3), "batch="),
         (Dataset.range(9).repeat(), "epochs="),
@@ -200,4 +223,16 @@ def test_expected_leases_are_read_ahead_and_others_in_between():
     with pytest.raises(RuntimeError, match="draws more"):
         next(elements)
     assert threading.current_thread() not in {thread for _, thread in source.read}
+    elements.close()
+
+
+def test_reading_ahead_goes_on_after_steps_that_did_not_draw():
+    source = Slow()
+    elements = LeasedElements(LeasedSource(source, 1, None).open())
+    elements.expect([Lease(0, n, 1) for n in range(6)])
+    elements.begin([Lease(0, 1, 1)])
+    assert next(elements) == [1]
+    for _ in range(4):  # 0 to 3: two more than were drawn or given up
+        assert source.more.acquire(timeout=60)
+    assert [n for n, _ in source.read] == [0, 1, 2, 3]
     elements.close()

@@ -9,6 +9,7 @@ import asyncio
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from system_worlds import all_running
 
@@ -243,8 +244,43 @@ def test_evaluation_sums_all_examples_once(local):
 
     with zs.ParameterServerStrategy(local.resolver) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
-        data = coordinator.create_leased_dataset(rows, 16)
+        data = coordinator.create_leased_dataset(zs.data.Dataset.from_indexed(rows, 16))
+        with pytest.raises(TypeError, match="from_indexed"):
+            coordinator.create_leased_dataset(rows, epochs=2)
         assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
         total, numbers = asyncio.run(evaluated(strategy))
         assert total == {"loss": 5050.0, "examples": 101}
         assert numbers == list(range(7))
+
+
+def test_gradients_that_wait_for_a_round_are_not_done_in_a_checkpoint(local, tmp_path):
+    def program(strategy):
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            counts = zs.Variable(np.zeros(90, "f4"), name="counts")
+            rounds = zs.Rounds(workers=4, merge="sum", late="next")
+            sgd = zs.Optimizer(optax.sgd(1.0), rounds=rounds)
+        data = coordinator.create_leased_dataset(np.arange(90), 6, shuffle_seed=3)
+        iterator = iter(data)
+
+        @zs.function
+        def step(iterator):
+            seen = jnp.zeros(90).at[next(iterator)].add(-1.0)
+            sgd.apply_gradients([(seen, counts)])
+
+        checkpoint = zs.Checkpoint(counts=counts, sgd=sgd, iterator=iterator)
+        return coordinator, iterator, step, counts, checkpoint
+
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0,))) as strategy:
+        coordinator, iterator, step, counts, checkpoint = program(strategy)
+        values = [coordinator.schedule(step, (iterator,)) for _ in range(6)]
+        coordinator.fetch(values)
+        path = checkpoint.save(tmp_path / "c")
+        assert counts.numpy().sum() == 4 * 6
+        state = asyncio.run(iterator.get_state_async())
+        assert len(state["leases"]["open"]) == 2
+    with zs.ParameterServerStrategy(resolver_of(local, (0, 1), (0, 1))) as strategy:
+        coordinator, iterator, step, counts, checkpoint = program(strategy)
+        checkpoint.restore(path)
+        assert len(coordinator.schedule_epoch(step, iterator)) == 15 - 4
+        assert counts.numpy().tolist() == [1] * 90

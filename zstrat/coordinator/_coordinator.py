@@ -279,7 +279,7 @@ class ClusterCoordinator(CoordinatorFace):
     def create_leased_dataset(
         self,
         source: Any,
-        batch: int,
+        batch: int | None = None,
         *,
         shuffle_seed: int | None = None,
         epochs: int | None = 1,
@@ -293,7 +293,8 @@ class ClusterCoordinator(CoordinatorFace):
             source: Arrays (a tree of them, sliced by their first axes), anything with
                 ``len`` and an index (a list, a dataset of grain or HuggingFace), or a
                 `zs.data.Dataset` of arrays or files, perhaps with `map`. Or a function
-                that returns one of these, called on each worker, and here never.
+                that returns one of these, called on each worker, and here never. Or a
+                `zs.data.Dataset.from_indexed`, which has the next four arguments.
             batch: Examples of a batch; the last one of an epoch may have fewer.
             shuffle_seed: Of the order, which is another one in each epoch; None: the
                 order of the source. Of files their order is shuffled, and the rows
@@ -313,10 +314,10 @@ class ClusterCoordinator(CoordinatorFace):
             self._core,
             source,
             batch,
-            shuffle_seed,
-            epochs,
-            drop_remainder,
             on_error,
+            shuffle_seed=shuffle_seed,
+            epochs=epochs,
+            drop_remainder=drop_remainder,
         )
 
     def schedule_epoch(
@@ -523,7 +524,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
     async def create_leased_dataset(
         self,
         source: Any,
-        batch: int,
+        batch: int | None = None,
         *,
         shuffle_seed: int | None = None,
         epochs: int | None = 1,
@@ -536,11 +537,11 @@ class AsyncClusterCoordinator(CoordinatorFace):
             self._core,
             source,
             batch,
-            shuffle_seed,
-            epochs,
-            drop_remainder,
             on_error,
             AsyncRemoteValue,
+            shuffle_seed=shuffle_seed,
+            epochs=epochs,
+            drop_remainder=drop_remainder,
         )
 
     async def schedule_epoch(

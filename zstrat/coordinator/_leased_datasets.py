@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
-from operator import index
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final, get_args
 
 import jax
 import numpy as np
 
-from zstrat.data import LeasedSource
+from zstrat.data import Dataset, IndexedPass, LeasedSource
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 
 from ._calls import Code
@@ -51,11 +50,10 @@ class LeasedDataset(NoArgument):
         self,
         core: CoordinatorCore,
         maker: Code,
-        name: str,
         book: Callable[[], LeaseBook],
         kind: type[RemoteValue],
     ) -> None:
-        self._core, self._maker, self._name = core, maker, name
+        self._core, self._maker, self._name = core, maker, book().name
         self._book, self._kind = book, kind
         self._spec: Any = None
 
@@ -292,45 +290,53 @@ class LeasedEpoch:
 
 def make_leased_dataset(
     core: CoordinatorCore,
-    source: object,
-    batch: int,
-    shuffle_seed: int | None,
-    epochs: int | None,
-    drop_remainder: bool,
+    source: Any,
+    batch: int | None,
     on_error: OnError,
     kind: type[RemoteValue] = RemoteValue,
+    **options: Any,
 ) -> LeasedDataset:
-    """See `ClusterCoordinator.create_leased_dataset`.
+    """See `ClusterCoordinator.create_leased_dataset`; ``options`` are those of
+    `Dataset.from_indexed`.
 
     Raises:
         TypeError, ValueError: The source has no examples that can be read by number, or
             an argument is wrong.
         Exception: The source cannot be pickled.
     """
-    for what, number, least in (
-        ("batch", batch, 1),
-        ("shuffle_seed", shuffle_seed, 0),
-        ("epochs", epochs, 1),
-    ):
-        if number is None and what != "batch":
-            continue
-        if index(number) < least:  # type: ignore[arg-type]
-            raise ValueError(f"{what} must be at least {least}, got {number}")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    leased = LeasedSource(source, batch, shuffle_seed)
-    leased.check()
-    name = f"the leased dataset of {getattr(source, '__name__', type(source).__name__)}"
+    if batch is None and options != {
+        "shuffle_seed": None,
+        "epochs": 1,
+        "drop_remainder": False,
+    }:
+        raise TypeError(
+            "shuffle_seed=, epochs= and drop_remainder= need batch=; of a "
+            "Dataset.from_indexed they are arguments of from_indexed"
+        )
+    if batch is not None:
+        source = Dataset.from_indexed(source, batch, **options)
+    recipe = source.recipe if isinstance(source, Dataset) else None
+    if not isinstance(recipe, IndexedPass) or not isinstance(
+        recipe.source, LeasedSource
+    ):
+        raise TypeError(
+            "create_leased_dataset needs batch=, the number of examples of a batch, "
+            f"with a {type(source).__name__}; Dataset.from_indexed alone has its own"
+        )
+    leased = recipe.source
+    of = getattr(leased.source, "__name__", type(leased.source).__name__)
     book = partial(
         LeaseBook,
-        name,
-        batch,
-        shuffle_seed,
-        epochs,
-        drop_remainder=drop_remainder,
+        f"the leased dataset of {of}",
+        leased.batch,
+        leased.seed,
+        leased.epochs,
+        drop_remainder=leased.drop_remainder,
         on_error=on_error,
     )
-    return LeasedDataset(core, Code.of(leased), name, book, kind)
+    return LeasedDataset(core, Code.of(leased), book, kind)
 
 
 def summed(results: Iterable[Any]) -> Any:

@@ -18,6 +18,8 @@ from . import _passes as passes
 from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._folded import folded, looked_at
+from ._indexed_pass import IndexedPass
+from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
 from ._parallel import threads_of
@@ -55,6 +57,31 @@ class Dataset(Sources):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def from_indexed(
+        cls,
+        source: Any,
+        batch: int,
+        *,
+        shuffle_seed: int | None = None,
+        epochs: int | None = 1,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Yields batches of examples that are found by number, in a permutation that is
+        computed from the seed and the epoch, and not stored.
+
+        A coordinator leases it to workers (``create_leased_dataset``), and any strategy
+        distributes it. For the arguments see `ClusterCoordinator.create_leased_dataset`
+        and `docs/data.md`.
+
+        Raises:
+            TypeError, ValueError: The examples of the source have no numbers; says what
+                to give. Or an argument is wrong.
+        """
+        leased = LeasedSource(source, batch, shuffle_seed, epochs, drop_remainder)
+        leased.check()
+        return cls(IndexedPass(leased))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stacks ``batch_size`` elements along a new first axis; the last batch may be

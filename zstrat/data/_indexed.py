@@ -19,9 +19,9 @@ import numpy as np
 
 from ._batches import Rebatched, Unbatched
 from ._cached import Cached
-from ._dataset import Dataset
 from ._elements import ClosingIterator
 from ._foreign import is_huggingface
+from ._indexed_pass import IndexedPass
 from ._leaves import Array
 from ._lineage import Opted
 from ._parallel import in_order, numbered
@@ -37,6 +37,7 @@ from ._passes import (
     SlicedPass,
 )
 from ._shuffle import Shuffled
+from ._sources import Sources
 from ._tree import as_element, gathered, leaves, mapped, stacked
 from .files import ParquetRows, Records, TableRows
 
@@ -91,10 +92,10 @@ def indexed(source: object) -> IndexedRows:
             "an IterableDataset of HuggingFace has no index: load it without "
             "streaming=True, or give zs.data.Dataset.from_parquet of its files"
         )
-    if isinstance(source, Dataset):
+    if isinstance(source, Sources):
         return _of_recipe(source.recipe)
     if isinstance(source, dict | tuple | Array):
-        return _of_recipe(Dataset.from_tensor_slices(source).recipe)
+        return _of_recipe(Sources.from_tensor_slices(source).recipe)
     if isinstance(source, IndexedData):
         return _Items(source)
     raise TypeError(
@@ -132,6 +133,11 @@ _REMEDIES: Final[tuple[tuple[Any, str, str], ...]] = (
         (Batching, Rebatched, Unbatched),
         "batches",
         "leave batch() out, and give create_leased_dataset(batch=)",
+    ),
+    (
+        IndexedPass,
+        "from_indexed()",
+        "it has its own batch, seed and epochs: create_leased_dataset(dataset) alone",
     ),
     (Shuffled, "shuffle()", "leave it out, and give shuffle_seed="),
     (Repeated, "repeat()", "leave it out, and give epochs="),

@@ -7,13 +7,22 @@ a lease, again after a failure, too. Which worker gets which lease is decided el
 With a seed one block of examples is permuted as a whole. Of several blocks (files, row
 groups) the blocks are permuted, and the rows within each of them: so a lease reads one
 or two blocks, and neighbouring examples come from one file.
+
+The order is computed, not stored: as an array it would take 8 bytes an example, in each
+process. It is a generalized Feistel cipher on the numbers below n, with cycle walking
+for the few numbers of its domain that are not (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5). It is statistical, not
+cryptographic: the function of each round is the finalizer of splitmix64 (Steele, Lea
+and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from operator import index
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, final
 
@@ -22,12 +31,59 @@ import numpy as np
 from ._batches import appended
 from ._indexed import IndexedRows, indexed
 from ._parallel import Callers, Results, result_of
-from ._permutation import Permutation
+from ._passes import INFINITE, UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ._leaves import Element
+
+ROUNDS: Final = 6
+"""Four pass for random already (Luby and Rackoff 1988), for large halves alone."""
+MOST: Final = 2**62
+"""The domain is larger than n by less than 2 sqrt(n), and fits 63 bits."""
+
+
+@final
+class Permutation:
+    """A random order of the numbers below ``size``, the same for the same ``key``.
+
+    Args:
+        size: 1 to 2^62.
+        key: Non-negative integers, such as a seed and an epoch.
+    """
+
+    def __init__(self, size: int, key: tuple[int, ...]) -> None:
+        if not 1 <= size <= MOST:
+            raise ValueError(f"expected 1 to 2**62 examples, got {size}")
+        self.size: Final = size
+        self._a = math.isqrt(size - 1) + 1
+        self._b = -(-size // self._a)
+        self._keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the numbers at these positions, which are int64 below ``size``."""
+        found: np.ndarray = self._cipher(np.asarray(positions, np.uint64))
+        while (outside := found >= self.size).any():
+            found[outside] = self._cipher(found[outside])
+        return found.astype(np.int64)
+
+    def _cipher(self, numbers: Any) -> Any:
+        """One application of the cipher on [0, a * b), uint64."""
+        sizes = np.uint64(self._a), np.uint64(self._b)
+        left, right = numbers % sizes[0], numbers // sizes[0]
+        for number, key in enumerate(self._keys):
+            mixed = _mixed(right + key) % sizes[number % 2]
+            left, right = right, (left + mixed) % sizes[number % 2]
+        # The number of rounds is even: each half is in its place again.
+        return right * sizes[0] + left
+
+
+def _mixed(numbers: Any) -> Any:
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
 
 CHUNK: Final = 8192
 """Positions that are permuted at a time: of a few the calls of numpy cost more."""
@@ -59,11 +115,57 @@ class LeasedSource:
             examples are read.
         batch: The most examples of a lease.
         seed: Of all orders; None: the order of the source.
+        epochs: None: without end.
+        drop_remainder: Leave out the examples of an epoch that do not fill a batch.
+
+    Raises:
+        ValueError: A number is too small.
+        TypeError: It is not an integer.
     """
 
     source: Any
     batch: int
-    seed: int | None
+    seed: int | None = None
+    epochs: int | None = 1
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        for what, number, least in (
+            ("batch", self.batch, 1),
+            ("shuffle_seed", self.seed, 0),
+            ("epochs", self.epochs, 1),
+        ):
+            if number is None and what != "batch":
+                continue
+            if index(number) < least:  # type: ignore[arg-type]
+                raise ValueError(f"{what} must be at least {least}, got {number}")
+
+    def batches(self, start: int = 0) -> Iterator[Element]:
+        """Yields the batches of all epochs in order, without the first ``start``."""
+        reader = self.open()
+        try:
+            epoch, number = divmod(start, self._steps_of(reader.size))
+            while self.epochs is None or epoch < self.epochs:
+                for at in range(number, self._steps_of(reader.size)):
+                    first = at * self.batch
+                    size = min(self.batch, reader.size - first)
+                    yield reader.read(Lease(epoch, first, size))
+                epoch, number = epoch + 1, 0
+        finally:
+            reader.close()
+
+    def steps(self) -> int:
+        """Returns the number of batches of all epochs, `INFINITE`, or `UNKNOWN`: of a
+        function, or of files whose records have to be counted."""
+        if self.epochs is None:
+            return INFINITE
+        rows = None if callable(self.source) else indexed(self.source)
+        if rows is None or rows.is_sequential:
+            return UNKNOWN
+        return self.epochs * self._steps_of(sum(rows.blocks))
+
+    def _steps_of(self, size: int) -> int:
+        return size // self.batch if self.drop_remainder else -(-size // self.batch)
 
     def check(self) -> None:
         """Checks the source without reading it, unless it is a function.
@@ -206,7 +308,11 @@ class LeasedElements:
         lease = self._given.popleft()
         if self._reader.is_quick:
             return self._reader.read(lease)
-        results = self._reading.pop(lease, None)
+        reading = self._reading
+        if lease in reading:  # steps run in order: those before it failed earlier
+            while (first := next(iter(reading))) != lease:
+                del reading[first]
+        results = reading.pop(lease, None)
         if results is None:  # it comes before all that are expected
             with contextlib.suppress(ValueError):
                 self._expected.remove(lease)

@@ -19,6 +19,7 @@ import numpy as np
 from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._foreign import Foreign
+from ._indexed_pass import IndexedPass
 from ._options import AutoShardPolicy, Options
 from ._passes import (
     INFINITE,
@@ -139,6 +140,9 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
             found = _of_several(recipe, [shapes_of(each) for each in recipe.sources])
         case Derived():
             found = _of_one(recipe, shapes_of(recipe.source))
+        case IndexedPass():
+            source = recipe.source
+            found = KnownShapes(source.batch, True, source.drop_remainder)
         case Rows():
             rows = [np.shape(leaf)[1:] for _, leaf in leaves(recipe.arrays)]
             found = KnownShapes(common_first_axis(rows), True, True)

@@ -23,6 +23,7 @@ from zstrat.errors import ClosedError, InvalidArgumentError
 from ._batches import Rebatched, Unbatched
 from ._cached import Cached
 from ._elements import Elements
+from ._indexed_pass import IndexedPass
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved
@@ -287,6 +288,9 @@ def _operation(recipe: Recipe) -> str:
             return f"batch({recipe.batch_size}{dropping})"
         case Rebatched():
             return f"rebatch({list(recipe.sizes)})"
+        case IndexedPass():
+            seed = recipe.source.seed
+            return f"from_indexed(batch={recipe.source.batch}, shuffle_seed={seed})"
         case Interleaved():
             lengths = f"{recipe.cycle_length}, {recipe.block_length}"
             return f"interleave(…, {lengths})"

@@ -137,7 +137,7 @@ class SessionLeases:
         metrics: dict[str, PlainTree] = {}
         for number, book in self.books.items():
             name = f"{book.name} {number}" if book.name in metrics else book.name
-            having = {
+            having: dict[str, PlainTree] = {
                 worker: sum(len(book.held_by(step)) for step in mine)
                 for worker, mine in steps.items()
             }
