@@ -231,6 +231,9 @@ class FakeCluster:
     async def remember(self, point, cut, restores):
         raise AssertionError("nobody fills these servers again")
 
+    async def drop_contributions(self):
+        """Nothing waits for a round."""
+
     @contextlib.asynccontextmanager
     async def at_rest(self):
         self.rests += 1

@@ -108,6 +108,9 @@ class FakeSession:
         for optimizer in optimizers:
             self.transformations.pop(optimizer, None)
 
+    def forget_rounds(self, optimizer):
+        self.requests.append("forget_rounds")
+
     async def create_optimizer(self, optimizer_id, name, code, rounds=None):
         if self.refuse is not None:
             raise InvalidArgumentError(f"{name}: {self.refuse}")

@@ -43,8 +43,10 @@ def loss_of(weights, bias, x, y):
         optax.sgd(0.1, momentum=0.9),
         # It needs the norm of the merged gradients, of both servers.
         optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+        # It counts rounds.
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     ],
-    ids=["momentum", "clipped"],
+    ids=["momentum", "clipped", "accumulated"],
 )
 def test_a_round_of_all_workers_is_a_step_of_optax_on_the_mean(
     strategy, transformation

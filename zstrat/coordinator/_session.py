@@ -193,6 +193,11 @@ class ClusterSession:
             # Not awaited: training must continue even if this task is cancelled.
             self.portal.call_soon(pause.end, holder)
 
+    def forget_rounds(self, optimizer: int) -> None:
+        """Forgets the rounds of an optimizer that has no handle, if it has any. From
+        any thread."""
+        self.portal.call_soon(self.cluster.rounds.rounds.remove, optimizer)
+
     async def drop_contributions(self) -> None:
         """Drops what waits for rounds, while the session is `at_rest`: it would move
         values that were restored.

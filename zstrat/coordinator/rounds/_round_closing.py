@@ -178,14 +178,14 @@ class RoundClosing:
         self.look(asyncio.get_running_loop().time())
 
     async def drop(self) -> None:
-        """Drops what waits for rounds, on all servers. Only while they are held.
+        """Drops what waits for rounds, on all servers. Only between `hold` and
+        `release`, as no round may be closed meanwhile.
 
         Raises:
             ZstratError: As `PsClient.close_round`.
 
         Cancellation: what waits for some of the optimizers may be dropped.
         """
-        assert self._is_held or self._coordinator is None
         over = self.first_step
         if self._coordinator is not None:
             over = self._coordinator.engine.queue.steps.next

@@ -250,8 +250,7 @@ class ServerVariables(StrategyCreator):
 
     def forget_optimizer(self, optimizer: int) -> None:
         """Frees the number of an optimizer that has no handle."""
-        remove = self._session.cluster.rounds.rounds.remove
-        self._session.portal.call_soon(remove, optimizer)
+        self._session.forget_rounds(optimizer)
         with self._lock:
             self._numbers.give_back(optimizer)
 
