@@ -131,7 +131,8 @@ class RoundsLog:
             return
         match message:
             case CloseRound():
-                self._ordered(message)
+                if message.optimizer in self._drawn:  # else made late by the program
+                    self._ordered(message)
             case Contribute():
                 self._contributed(message)
                 self._asked[way.line, request] = message
