@@ -131,7 +131,9 @@ class RoundsLog:
             return
         match message:
             case CloseRound():
-                if message.optimizer in self._drawn:  # else made late by the program
+                if (
+                    message.order.optimizer in self._drawn
+                ):  # else made late by the program
                     self._ordered(message)
             case Contribute():
                 self._contributed(message)
@@ -229,7 +231,7 @@ class RoundsLog:
             if weight != member[2]:
                 self._broken(f"{who}: the weight of {member} is {weight}")
             policy = self._drawn[self._keys[key]].policy
-            if policy.late == "drop" and not _is_close(read, held.value[0]):
+            if policy.drops_late and not _is_close(read, held.value[0]):
                 self._broken(
                     f"{who}: {member} has read {read} of variable {key}, where "
                     f"{held.value[0]} was before that round"

@@ -137,7 +137,9 @@ class ScriptedFunction:
 
 def _handle_of(drawn: DrawnRounds) -> object:
     """Stands for `zstrat.variables.OptimizerHandle`."""
-    return SimpleNamespace(id=drawn.number, name="rounds", rounds=drawn.policy)
+    return SimpleNamespace(
+        id=drawn.number, name="rounds", rounds=drawn.policy, wire=None
+    )
 
 
 @final
