@@ -166,7 +166,12 @@ class LeasedIterator(PerWorkerIterator):
             return "it was saved of an iterator that is not of a leased dataset"
         return self._book.misfit(state[_KEY])
 
+    def _progress(self) -> dict[str, Any]:
+        with self._core.engine.lock:
+            return self._book.state()
+
     def _state(self) -> dict[str, Any]:
+        """On the loop: in between no step has ended and not yet contributed."""
         engine = self._core.engine
         with engine.lock:
             waiting = engine.queue.leases.waiting_for_rounds(self._book)
@@ -206,7 +211,7 @@ class LeasedEpochs:
             yield epoch
 
     def _next(self) -> LeasedEpoch | None:
-        epoch, state = self._iterator._next_epoch(), self._iterator._state()
+        epoch, state = self._iterator._next_epoch(), self._iterator._progress()
         if epoch is not None and state == self._before:
             raise RuntimeError(
                 f"epoch {epoch.number} has not begun: schedule its steps in the loop, "

@@ -406,7 +406,11 @@ class Queue:
         """Ends a closure that ran to its end. The first error is kept to be raised."""
         self._stopped(closure)
         self.steps.end(closure.step)
-        skipped = bool(closure.leases) and self._end_leases(closure, error)
+        skipped = False
+        if closure.leases and error is None and not self._parked:
+            self.leases.applied(closure.step, closure.draws)  # as most, at little cost
+        elif closure.leases:
+            skipped = self._end_leases(closure, error)
         if error is not None:
             closure.source.sign(error)
             if not skipped:
