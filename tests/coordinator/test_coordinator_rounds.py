@@ -4,6 +4,7 @@ Servers and workers are stand-ins here; those of `tests/system/test_system_round
 are real."""
 
 import asyncio
+import functools
 import logging
 import threading
 from types import SimpleNamespace
@@ -52,9 +53,9 @@ class Rig:
         self.task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
         channel = SimpleNamespace(task=self.task, session=1)
         self.closing = RoundClosing(self, timeout)
-        self.closing.attach(
-            CoordinatorParts(engine, members, {0: channel}, lambda: None)
-        )
+        parts = CoordinatorParts(engine, members, {0: channel}, lambda: None)
+        self.attach = functools.partial(self.closing.attach, parts)
+        self.attach()
         self.closing.add(OPTIMIZER, "mine", policy)
 
     async def submit(self, order):
@@ -84,6 +85,21 @@ async def test_a_round_closes_with_all_workers_in_the_order_of_steps():
     assert not rig.closed
     await rig.contribute(0, 1, 0)
     assert rig.closed == [(0, [1, 2], [])]
+    await rig.closing.stop()
+
+
+async def test_a_new_coordinator_closes_what_is_open():
+    """Worker 1 has contributed by a step of the coordinator before, which was not told,
+    and its next step waits for the end of that round."""
+    rig = Rig(2, zs.Rounds())
+    await rig.contribute(0, 1, 0)
+    rig.attach()
+    rig.closing.look(asyncio.get_running_loop().time())
+    await rig.closing.settle()
+    assert rig.closed == [(0, [1], [])]
+    await rig.contribute(0, 3, 1)
+    await rig.contribute(1, 4, 1)
+    assert rig.closed[1:] == [(1, [3, 4], [])]
     await rig.closing.stop()
 
 

@@ -74,6 +74,8 @@ class RoundClosing:
         """Done by the next look, of orders that wait for a worker."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_held = False
+        self._left_open: set[int] = set()
+        """Optimizers with a round that the coordinator before has left open."""
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
@@ -102,7 +104,11 @@ class RoundClosing:
             self._coordinator.members.pace()
 
     def attach(self, coordinator: CoordinatorParts) -> None:
-        """Uses the session's new coordinator."""
+        """Uses the session's new coordinator. Rounds that are open are closed with what
+        they have: a worker may wait for one to which it has contributed by a step of
+        the coordinator before, which did not learn of it."""
+        if self._coordinator is not None:
+            self._left_open = {rounds.optimizer for rounds in self.rounds}
         self._coordinator = coordinator
         if self.rounds:
             coordinator.members.pace()
@@ -146,9 +152,12 @@ class RoundClosing:
             due = rounds.due(len(there), now)
             if queue.is_idle and rounds.is_open_below(self.rounds.flush_below):
                 due = None if rounds.is_closing else now
+            if rounds.optimizer in self._left_open and not rounds.is_closing:
+                due = now
             if due is None:
                 continue
             if due <= now:
+                self._left_open.discard(rounds.optimizer)
                 self._send(rounds, rounds.close())
             else:
                 next_due.append(due)
