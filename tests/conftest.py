@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import compiled
 import hypothesis
 import pytest
 
@@ -99,8 +98,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("tx", None):  # this process runs tests
-        compiled.keep()
     if not re.search(r"\bnot\b.*\bthorough\b", config.option.markexpr):
         hypothesis.settings.load_profile("all")
     if config.option.record_durations and not hasattr(config, "workerinput"):
