@@ -185,6 +185,13 @@ def test_what_has_no_numbers_is_refused_with_what_to_write(source, remedy):
         LeasedSource(source, 3, None).check()
 
 
+def test_numbers_of_numpy_become_integers():
+    source = LeasedSource([1], np.int64(4), np.uint32(3), np.int8(2))
+    numbers = source.batch, source.seed, source.epochs
+    assert numbers == (4, 3, 2)
+    assert {type(number) for number in numbers} == {int}
+
+
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="without examples"):
         LeasedSource([], 3, None).open()

@@ -130,15 +130,19 @@ class LeasedSource:
     drop_remainder: bool = False
 
     def __post_init__(self) -> None:
-        for what, number, least in (
-            ("batch", self.batch, 1),
-            ("shuffle_seed", self.seed, 0),
-            ("epochs", self.epochs, 1),
+        for what, field, least in (
+            ("batch", "batch", 1),
+            ("shuffle_seed", "seed", 0),
+            ("epochs", "epochs", 1),
         ):
-            if number is None and what != "batch":
+            given = getattr(self, field)
+            if given is None and what != "batch":
                 continue
-            if index(number) < least:  # type: ignore[arg-type]
+            number = index(given)
+            if number < least:
                 raise ValueError(f"{what} must be at least {least}, got {number}")
+            # Checkpoints hold it as JSON, which has no numbers of numpy.
+            object.__setattr__(self, field, number)
 
     def batches(self, start: int = 0) -> Iterator[Element]:
         """Yields the batches of all epochs in order, without the first ``start``."""
