@@ -246,6 +246,20 @@ def test_any_history_applies_each_example_once(seed):
     assert set(counts.values()) == {1}
 
 
+def test_what_was_skipped_after_a_state_is_leased_again_and_counted_once():
+    run = Run(size=9, on_error="skip")
+    state = run.book.state()
+    run.put(5)
+    bad, good, _ = run.take(3)
+    run.end(bad, ValueError("bad"))
+    run.end(good)
+    run.book.rewind(state)
+    assert (run.book.done, run.book.skipped) == (0, 0)
+    again, _ = run.take()
+    run.end(again, ValueError("bad"))
+    assert (run.book.done, run.book.skipped) == (0, 3)
+
+
 def test_states_of_other_data_are_refused():
     book = book_of(10, 3, seed=1)
     assert "9 examples" in book.misfit(book_of(9, 3, seed=1).state())

@@ -203,9 +203,10 @@ class LeaseBook:
         self._set_end()
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Leases what was done after a state of this pass again, as the updates are
-        lost; steps keep the leases that they have."""
+        """Leases what was done or skipped after a state of this pass again, as the
+        updates are lost; steps keep the leases that they have."""
         saved, pending = _Saved(state), set(self._pending())
+        self.skipped = saved.skipped
         now = self._epoch, self._next
         lost = [lease for lease in saved.open if lease not in pending]
         self._epoch, self._next = saved.epoch, saved.next
