@@ -265,6 +265,16 @@ def test_states_of_other_data_are_refused():
     assert "9 examples" in book.misfit(book_of(9, 3, seed=1).state())
     assert "shuffle_seed=2" in book.misfit(book_of(10, 3, seed=2).state())
     assert book.misfit(book_of(10, 4, seed=1, epochs=None).state()) == ""
+    other = Run(10, 5, seed=1, epochs=2)
+    other.put(4)
+    other.take(3)
+    assert "epochs=1" in book.misfit(other.book.state())
+    assert book_of(10, 5, seed=1, epochs=3).misfit(other.book.state()) == ""
     with pytest.raises(InvalidArgumentError):
         book.misfit({"pipelines": []})
     assert "another worker" in book.built(11)
+
+
+def test_a_whole_batch_is_required_of_a_restored_pass_too():
+    book = LeaseBook("data", 11, drop_remainder=True)
+    assert "batch=11" in book.misfit(book_of(10, 3).state())

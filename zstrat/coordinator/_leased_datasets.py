@@ -136,7 +136,8 @@ class LeasedIterator(PerWorkerIterator):
         """Continues at a state of `get_state_async`, of any number of workers.
 
         Raises:
-            InvalidArgumentError: It is of other data, or of another ``shuffle_seed``.
+            InvalidArgumentError: It is of other data, of another ``shuffle_seed``, or
+                of an epoch that this pass does not have.
 
         Cancellation: it may continue there all the same.
         """

@@ -109,7 +109,7 @@ class LeaseBook:
         be right, or ""."""
         if not self._size:
             if self._drops and size < self._batch:
-                return f"it has {size} examples, fewer than batch={self._batch}"
+                return self._too_few(size)
             self._size = size
             self._set_end()
         if size == self._size:
@@ -190,6 +190,10 @@ class LeaseBook:
             return f"it was saved with {saved.size} examples, and has {self._size} now"
         if saved.seed != self._seed:
             return f"it was saved with shuffle_seed={saved.seed}, now {self._seed}"
+        if self._epochs is not None and saved.epoch >= self._epochs:
+            return f"it was saved in epoch {saved.epoch}, now epochs={self._epochs}"
+        if self._drops and 0 < saved.size < self._batch:
+            return self._too_few(saved.size)
         return ""
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -231,6 +235,9 @@ class LeaseBook:
     def _new(self) -> int:
         """The first epoch of which something is not drawn."""
         return self._epoch + (self._size > 0 and self._next >= self._end)
+
+    def _too_few(self, size: int) -> str:
+        return f"it has {size} examples, fewer than batch={self._batch}"
 
     def _set_end(self) -> None:
         self._end = self._size - (self._size % self._batch if self._drops else 0)
