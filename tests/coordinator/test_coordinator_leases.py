@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from zstrat.coordinator.leases import Draw, LeaseBook
+from zstrat.coordinator.leases import REMEMBERED, Draw, LeaseBook
 from zstrat.coordinator.parts import Closure, Effect, Queue, QueuePhase
 from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError, OutOfRangeError, PSUnavailableError
@@ -258,6 +258,29 @@ def test_what_was_skipped_after_a_state_is_leased_again_and_counted_once():
     again, _ = run.take()
     run.end(again, ValueError("bad"))
     assert (run.book.done, run.book.skipped) == (0, 3)
+
+
+class Waiting:
+    """Rounds with contributions of these steps."""
+
+    def __init__(self):
+        self.steps = []
+
+
+def test_steps_wait_for_rounds_that_report_their_gradients_after_their_end():
+    run, rounds, count = Run(size=REMEMBERED + 9, batch=1), Waiting(), REMEMBERED + 5
+    run.queue.leases.rounds = [rounds]
+    run.put(count)
+    for closure in run.take(count):
+        run.end(closure)  # in one message, before the rounds have them
+    rounds.steps = list(range(1, count + 1))
+    run.queue.leases.forget_applied()
+    waiting = run.queue.leases.waiting_for_rounds(run.book)
+    assert waiting == [Lease(0, n, 1) for n in range(count)]
+    rounds.steps = [count]
+    run.queue.leases.forget_applied()
+    rounds.steps = [1, count]
+    assert run.queue.leases.waiting_for_rounds(run.book) == [Lease(0, count - 1, 1)]
 
 
 def test_states_of_other_data_are_refused():

@@ -151,11 +151,15 @@ class SessionLeases:
         pairs = [pair for pairs in self._may_wait.values() for pair in pairs]
         return [lease for other, leases in pairs if other is book for lease in leases]
 
+    def forget_applied(self) -> None:
+        """Forgets the leases of steps that wait for no round, if there are many. To be
+        called when the rounds have what all ended steps have contributed."""
+        if len(self._may_wait) > REMEMBERED:
+            self._forget_applied()
+
     def _note(self, step: int, book: LeaseBook) -> None:
         held = book, book.held_by(step)
         self._may_wait[step] = (*self._may_wait.get(step, ()), held)
-        if len(self._may_wait) > REMEMBERED:
-            self._forget_applied()
 
     def _forget_applied(self) -> None:
         waiting = {step for each in self.rounds for step in each.steps}
