@@ -7,7 +7,12 @@ import pytest
 from zstrat.coordinator.leases import REMEMBERED, Draw, LeaseBook
 from zstrat.coordinator.parts import Closure, Effect, Queue, QueuePhase
 from zstrat.data import Lease
-from zstrat.errors import InvalidArgumentError, OutOfRangeError, PSUnavailableError
+from zstrat.errors import (
+    ClosureInputError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    PSUnavailableError,
+)
 from zstrat.wire import LEASE
 
 DATA = 7
@@ -101,6 +106,20 @@ def test_the_end_waits_for_leases_that_may_come_back():
     assert run.take() == []
     (error,) = run.exhausted()
     assert isinstance(error, OutOfRangeError)
+    assert run.queue.is_idle
+
+
+def test_closures_fail_with_the_reason_why_no_worker_has_the_dataset():
+    run, why = Run(), []
+    run.book = run.queue.leases.books[DATA] = LeaseBook("data", 3)
+    run.book.failure = lambda: why[0] if why else None
+    run.put(2)
+    assert run.take() == []
+    assert (run.queue.parked, run.exhausted()) == (2, [])
+    why.append(ClosureInputError("by a test"))
+    run.queue.leases_changed(DATA)
+    assert run.take() == []
+    assert run.exhausted() == [why[0], why[0]]
     assert run.queue.is_idle
 
 

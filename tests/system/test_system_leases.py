@@ -15,7 +15,7 @@ from system_worlds import all_running
 
 import zstrat as zs
 from zstrat.data import Lease, LeasedSource
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import ClosureInputError, InvalidArgumentError
 from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
@@ -219,6 +219,10 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             coordinator.join()
         with pytest.raises(TypeError, match="iter"):
             coordinator.schedule(none, (other,))
+        # Nothing waits for it but the step, as it is not traced.
+        coordinator.schedule(none, (iter(coordinator.create_leased_dataset(list, 4)),))
+        with pytest.raises(ClosureInputError, match="without examples"):
+            coordinator.join(timeout=60)
         with pytest.raises(RuntimeError, match="schedule_epoch"):
             list(other.epochs)
 

@@ -24,7 +24,7 @@ from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 OnError = Literal["raise", "skip"]
 
@@ -65,6 +65,8 @@ class LeaseBook:
         self._failed: deque[Lease] = deque()
         self.skipped = 0
         """Number of examples that are left out so far."""
+        self.failure: Callable[[], Exception | None] = lambda: None
+        """Returns why no worker can build the dataset; None: one may."""
 
     @property
     def size(self) -> int:
@@ -100,7 +102,7 @@ class LeaseBook:
         """Whether there is nothing to lease, until it is known how open leases end, or
         how many examples there are."""
         if not self._size:
-            return True
+            return self.failure() is None
         has_more = self._returned or self._failed or self._new != self._epochs
         return bool(self._open) and not has_more
 

@@ -69,6 +69,7 @@ class SessionLeases:
 
         Raises:
             OutOfRangeError: All leases are done, but for fewer than the step draws.
+            ClosureInputError: No worker could build a dataset.
         """
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
@@ -80,7 +81,8 @@ class SessionLeases:
                     other.give_back(step)
                 if book.waits or book.open:
                     return resource
-                raise _ended(book, count)
+                failure = None if book.size else book.failure()
+                raise failure or _ended(book, count)
             taken.append(book)
             packed += [LEASE.pack(resource, *lease) for lease in leases]
         return b"".join(packed)
