@@ -225,6 +225,8 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             coordinator.join(timeout=60)
         with pytest.raises(RuntimeError, match="schedule_epoch"):
             list(other.epochs)
+        with pytest.raises(RuntimeError, match="schedule_epoch"):
+            next(n for epoch in other.epochs for n in epoch if n > 9)
 
 
 def test_evaluation_sums_all_examples_once(local):

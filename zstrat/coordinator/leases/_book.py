@@ -65,6 +65,8 @@ class LeaseBook:
         self._failed: deque[Lease] = deque()
         self.skipped = 0
         """Number of examples that are left out so far."""
+        self.leased = 0
+        """Number of leases so far, those of what came back included."""
         self.failure: Callable[[], Exception | None] = lambda: None
         """Returns why no worker can build the dataset; None: one may."""
 
@@ -137,6 +139,7 @@ class LeaseBook:
         start, batch, epoch = self._next, self._batch, self._epoch
         count = min(len(steps), (self._end - start) // batch)
         self._next = stop = start + count * batch
+        self.leased += count
         leases = [(epoch, at, batch) for at in range(start, stop, batch)]
         self._open.update([(s, (x,)) for s, x in zip(steps, leases, strict=False)])
         return leases
@@ -150,6 +153,7 @@ class LeaseBook:
                 return ()
             drawn.append(lease)
         self._open[step] = drawn
+        self.leased += count
         return drawn
 
     def ended(self, step: int, *, skipped: bool = False) -> None:
