@@ -210,6 +210,14 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             other = coordinator.create_leased_dataset(np.arange(16), 4)
             coordinator.schedule_epoch(window, iter(other))
 
+        held = iter(coordinator.create_leased_dataset(np.arange(8), 4))
+
+        @zs.function(eager=True)
+        def twice(iterator):  # the same iterator as the one that it holds
+            return np.asarray(next(held)).sum()
+
+        assert sum(coordinator.fetch(coordinator.schedule_epoch(twice, held))) == 28
+
         @zs.function(eager=True)
         def none(iterator):
             return 0
