@@ -243,3 +243,15 @@ def test_reading_ahead_goes_on_after_steps_that_did_not_draw():
         assert source.more.acquire(timeout=60)
     assert [n for n, _ in source.read] == [0, 1, 2, 3]
     elements.close()
+
+
+def test_reading_ahead_goes_on_after_more_steps_that_did_not_draw_than_are_read():
+    source = Slow()
+    elements = LeasedElements(LeasedSource(source, 1, None).open())
+    elements.expect([Lease(0, n, 1) for n in range(6)])
+    elements.begin([Lease(0, 3, 1)])
+    assert next(elements) == [3]
+    for _ in range(5):  # 0 and 1 were read in vain
+        assert source.more.acquire(timeout=10)
+    assert [n for n, _ in source.read] == [0, 1, 3, 4, 5]
+    elements.close()
