@@ -302,6 +302,20 @@ def test_steps_wait_for_rounds_that_report_their_gradients_after_their_end():
     assert run.queue.leases.waiting_for_rounds(run.book) == [Lease(0, count - 1, 1)]
 
 
+def test_a_pass_that_is_moved_has_no_leases_that_wait_for_rounds():
+    run, rounds = Run(size=9), Waiting()
+    run.queue.leases.rounds = [rounds]
+    start = run.book.state()
+    run.put(2)
+    for closure in run.take():
+        run.end(closure)
+    rounds.steps = [1, 2]
+    assert len(run.queue.leases.waiting_for_rounds(run.book)) == 2
+    run.queue.give_leases_back(DATA)
+    run.book.restore(start)
+    assert run.queue.leases.waiting_for_rounds(run.book) == []
+
+
 def test_states_of_other_data_are_refused():
     book = book_of(10, 3, seed=1)
     assert "9 examples" in book.misfit(book_of(9, 3, seed=1).state())

@@ -496,6 +496,7 @@ class Queue:
             if any(draw.resource == resource for draw in closure.draws):
                 self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
                 closure.leases = b""
+        self.leases.moved(resource)
 
     def _leased(self, taken: list[Closure]) -> list[Closure]:
         """Leases what these closures draw; returns those that have it."""

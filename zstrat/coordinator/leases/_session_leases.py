@@ -159,6 +159,15 @@ class SessionLeases:
         if len(self._may_wait) > REMEMBERED:
             self._forget_applied()
 
+    def moved(self, resource: int) -> None:
+        """Forgets what waits for rounds of a pass that continues elsewhere: its leases
+        are those of the state from now on."""
+        book = self.books[resource]
+        self._may_wait = {
+            step: [pair for pair in pairs if pair[0] is not book]
+            for step, pairs in self._may_wait.items()
+        }
+
     def _note(self, step: int, book: LeaseBook) -> None:
         held = book, book.held_by(step)
         self._may_wait[step] = (*self._may_wait.get(step, ()), held)
