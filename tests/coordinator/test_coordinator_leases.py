@@ -4,10 +4,15 @@ import random
 
 import pytest
 
-from zstrat.coordinator.leases import Draw, LeaseBook
+from zstrat.coordinator.leases import REMEMBERED, Draw, LeaseBook
 from zstrat.coordinator.parts import Closure, Effect, Queue, QueuePhase
 from zstrat.data import Lease
-from zstrat.errors import InvalidArgumentError, OutOfRangeError, PSUnavailableError
+from zstrat.errors import (
+    ClosureInputError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    PSUnavailableError,
+)
 from zstrat.wire import LEASE
 
 DATA = 7
@@ -101,6 +106,20 @@ def test_the_end_waits_for_leases_that_may_come_back():
     assert run.take() == []
     (error,) = run.exhausted()
     assert isinstance(error, OutOfRangeError)
+    assert run.queue.is_idle
+
+
+def test_closures_fail_with_the_reason_why_no_worker_has_the_dataset():
+    run, why = Run(), []
+    run.book = run.queue.leases.books[DATA] = LeaseBook("data", 3)
+    run.book.failure = lambda: why[0] if why else None
+    run.put(2)
+    assert run.take() == []
+    assert (run.queue.parked, run.exhausted()) == (2, [])
+    why.append(ClosureInputError("by a test"))
+    run.queue.leases_changed(DATA)
+    assert run.take() == []
+    assert run.exhausted() == [why[0], why[0]]
     assert run.queue.is_idle
 
 
@@ -246,11 +265,72 @@ def test_any_history_applies_each_example_once(seed):
     assert set(counts.values()) == {1}
 
 
+def test_what_was_skipped_after_a_state_is_leased_again_and_counted_once():
+    run = Run(size=9, on_error="skip")
+    state = run.book.state()
+    run.put(5)
+    bad, good, _ = run.take(3)
+    run.end(bad, ValueError("bad"))
+    run.end(good)
+    run.book.rewind(state)
+    assert (run.book.done, run.book.skipped) == (0, 0)
+    again, _ = run.take()
+    run.end(again, ValueError("bad"))
+    assert (run.book.done, run.book.skipped) == (0, 3)
+
+
+class Waiting:
+    """Rounds with contributions of these steps."""
+
+    def __init__(self):
+        self.steps = []
+
+
+def test_steps_wait_for_rounds_that_report_their_gradients_after_their_end():
+    run, rounds, count = Run(size=REMEMBERED + 9, batch=1), Waiting(), REMEMBERED + 5
+    run.queue.leases.rounds = [rounds]
+    run.put(count)
+    for closure in run.take(count):
+        run.end(closure)  # in one message, before the rounds have them
+    rounds.steps = list(range(1, count + 1))
+    run.queue.leases.forget_applied()
+    waiting = run.queue.leases.waiting_for_rounds(run.book)
+    assert waiting == [Lease(0, n, 1) for n in range(count)]
+    rounds.steps = [count]
+    run.queue.leases.forget_applied()
+    rounds.steps = [1, count]
+    assert run.queue.leases.waiting_for_rounds(run.book) == [Lease(0, count - 1, 1)]
+
+
+def test_a_pass_that_is_moved_has_no_leases_that_wait_for_rounds():
+    run, rounds = Run(size=9), Waiting()
+    run.queue.leases.rounds = [rounds]
+    start = run.book.state()
+    run.put(2)
+    for closure in run.take():
+        run.end(closure)
+    rounds.steps = [1, 2]
+    assert len(run.queue.leases.waiting_for_rounds(run.book)) == 2
+    run.queue.give_leases_back(DATA)
+    run.book.restore(start)
+    assert run.queue.leases.waiting_for_rounds(run.book) == []
+
+
 def test_states_of_other_data_are_refused():
     book = book_of(10, 3, seed=1)
     assert "9 examples" in book.misfit(book_of(9, 3, seed=1).state())
     assert "shuffle_seed=2" in book.misfit(book_of(10, 3, seed=2).state())
     assert book.misfit(book_of(10, 4, seed=1, epochs=None).state()) == ""
+    other = Run(10, 5, seed=1, epochs=2)
+    other.put(4)
+    other.take(3)
+    assert "epochs=1" in book.misfit(other.book.state())
+    assert book_of(10, 5, seed=1, epochs=3).misfit(other.book.state()) == ""
     with pytest.raises(InvalidArgumentError):
         book.misfit({"pipelines": []})
     assert "another worker" in book.built(11)
+
+
+def test_a_whole_batch_is_required_of_a_restored_pass_too():
+    book = LeaseBook("data", 11, drop_remainder=True)
+    assert "batch=11" in book.misfit(book_of(10, 3).state())

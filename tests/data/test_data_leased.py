@@ -185,6 +185,13 @@ def test_what_has_no_numbers_is_refused_with_what_to_write(source, remedy):
         LeasedSource(source, 3, None).check()
 
 
+def test_numbers_of_numpy_become_integers():
+    source = LeasedSource([1], np.int64(4), np.uint32(3), np.int8(2))
+    numbers = source.batch, source.seed, source.epochs
+    assert numbers == (4, 3, 2)
+    assert {type(number) for number in numbers} == {int}
+
+
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="without examples"):
         LeasedSource([], 3, None).open()
@@ -235,4 +242,16 @@ def test_reading_ahead_goes_on_after_steps_that_did_not_draw():
     for _ in range(4):  # 0 to 3: two more than were drawn or given up
         assert source.more.acquire(timeout=60)
     assert [n for n, _ in source.read] == [0, 1, 2, 3]
+    elements.close()
+
+
+def test_reading_ahead_goes_on_after_more_steps_that_did_not_draw_than_are_read():
+    source = Slow()
+    elements = LeasedElements(LeasedSource(source, 1, None).open())
+    elements.expect([Lease(0, n, 1) for n in range(6)])
+    elements.begin([Lease(0, 3, 1)])
+    assert next(elements) == [3]
+    for _ in range(5):  # 0 and 1 were read in vain
+        assert source.more.acquire(timeout=10)
+    assert [n for n, _ in source.read] == [0, 1, 3, 4, 5]
     elements.close()

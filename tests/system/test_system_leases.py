@@ -15,7 +15,7 @@ from system_worlds import all_running
 
 import zstrat as zs
 from zstrat.data import Lease, LeasedSource
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import ClosureInputError, InvalidArgumentError
 from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
@@ -210,6 +210,14 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             other = coordinator.create_leased_dataset(np.arange(16), 4)
             coordinator.schedule_epoch(window, iter(other))
 
+        held = iter(coordinator.create_leased_dataset(np.arange(8), 4))
+
+        @zs.function(eager=True)
+        def twice(iterator):  # the same iterator as the one that it holds
+            return np.asarray(next(held)).sum()
+
+        assert sum(coordinator.fetch(coordinator.schedule_epoch(twice, held))) == 28
+
         @zs.function(eager=True)
         def none(iterator):
             return 0
@@ -219,8 +227,14 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             coordinator.join()
         with pytest.raises(TypeError, match="iter"):
             coordinator.schedule(none, (other,))
+        # Nothing waits for it but the step, as it is not traced.
+        coordinator.schedule(none, (iter(coordinator.create_leased_dataset(list, 4)),))
+        with pytest.raises(ClosureInputError, match="without examples"):
+            coordinator.join(timeout=60)
         with pytest.raises(RuntimeError, match="schedule_epoch"):
             list(other.epochs)
+        with pytest.raises(RuntimeError, match="schedule_epoch"):
+            next(n for epoch in other.epochs for n in epoch if n > 9)
 
 
 def test_evaluation_sums_all_examples_once(local):

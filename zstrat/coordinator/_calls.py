@@ -298,8 +298,9 @@ class CallTable:
         held = known.held if result.treedef is None else ()
         draws = traced.draws
         if result.treedef is None:  # an eager step draws one batch of each
-            leased = [each for each in (*resources, *held) if each.is_leased]
-            draws = [Draw(each.resource, 1) for each in leased]
+            found = (*resources, *held)
+            leased = {each.resource for each in found if each.is_leased}
+            draws = [Draw(resource, 1) for resource in sorted(leased)]
         call = ScheduledCall(
             result, known.code, arguments, resources, traced.captured, held, draws
         )

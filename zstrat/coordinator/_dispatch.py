@@ -370,6 +370,7 @@ class Dispatcher:
             # If nothing is left, the next `put` has to wake the loop.
             self.engine.must_wake = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
+            queue.leases.forget_applied()
             self.engine.waiters.notify()
         if not queue.suspended:
             self._marking.send(low_water, now)

@@ -136,7 +136,8 @@ class LeasedIterator(PerWorkerIterator):
         """Continues at a state of `get_state_async`, of any number of workers.
 
         Raises:
-            InvalidArgumentError: It is of other data, or of another ``shuffle_seed``.
+            InvalidArgumentError: It is of other data, of another ``shuffle_seed``, or
+                of an epoch that this pass does not have.
 
         Cancellation: it may continue there all the same.
         """
@@ -165,10 +166,6 @@ class LeasedIterator(PerWorkerIterator):
         if _KEY not in state:
             return "it was saved of an iterator that is not of a leased dataset"
         return self._book.misfit(state[_KEY])
-
-    def _progress(self) -> dict[str, Any]:
-        with self._core.engine.lock:
-            return self._book.state()
 
     def _state(self) -> dict[str, Any]:
         """On the loop: in between no step has ended and not yet contributed."""
@@ -200,7 +197,7 @@ class LeasedEpochs:
 
     def __init__(self, iterator: LeasedIterator) -> None:
         self._iterator: Final = iterator
-        self._before: Any = None
+        self._leased = -1
 
     def __iter__(self) -> Iterator[LeasedEpoch]:
         while (epoch := self._next()) is not None:
@@ -211,14 +208,8 @@ class LeasedEpochs:
             yield epoch
 
     def _next(self) -> LeasedEpoch | None:
-        epoch, state = self._iterator._next_epoch(), self._iterator._progress()
-        if epoch is not None and state == self._before:
-            raise RuntimeError(
-                f"epoch {epoch.number} has not begun: schedule its steps in the loop, "
-                "with coordinator.schedule_epoch(step, iterator), or a "
-                "coordinator.schedule in `for _ in epoch`"
-            )
-        self._before = state
+        if (epoch := self._iterator._next_epoch()) is not None:
+            self._leased = epoch.require_leased(self._leased)
         return epoch
 
 
@@ -228,6 +219,9 @@ class LeasedEpoch:
     scheduled, of steps that draw one batch, and ends when the epoch is over.
 
     What fails or is lost is yielded again. ``async for`` awaits instead of blocking.
+
+    Raises (while iterating):
+        RuntimeError: The body of the loop has scheduled no step that draws.
     """
 
     def __init__(
@@ -248,6 +242,21 @@ class LeasedEpoch:
         """The number of batches that no step has yet."""
         with self._core.engine.lock:
             return self._book.left_of(self.number)
+
+    def require_leased(self, before: int) -> int:
+        """Returns how many leases the pass has given so far; a loop goes on only if
+        these are more than ``before``, or it would have no end.
+
+        Raises:
+            RuntimeError: They are not.
+        """
+        if (leased := self._book.leased) == before:
+            raise RuntimeError(
+                f"no step of epoch {self.number} was scheduled: schedule its steps in "
+                "the loop, with coordinator.schedule_epoch(step, iterator), or a "
+                "coordinator.schedule in `for _ in epoch`"
+            )
+        return leased
 
     def steps_of(self, call: ScheduledCall) -> int:
         """Returns how many closures of a call draw all batches that no step has yet.
@@ -273,21 +282,21 @@ class LeasedEpoch:
         return steps
 
     def __iter__(self) -> Iterator[int]:
-        number = 0
-        while steps := self._steps_left():
+        number, leased = 0, -1
+        self._core.engine.join(None)
+        while steps := self.steps:
+            leased = self.require_leased(leased)
             yield from range(number, number := number + steps)
+            self._core.engine.join(None)
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        number = 0
+        number, leased = 0, -1
         await self._core.engine.join_async()
         while steps := self.steps:
+            leased = self.require_leased(leased)
             for each in range(number, number := number + steps):
                 yield each
             await self._core.engine.join_async()
-
-    def _steps_left(self) -> int:
-        self._core.engine.join(None)
-        return self.steps
 
     def __repr__(self) -> str:
         return f"<epoch {self.number} of {self.iterator}>"

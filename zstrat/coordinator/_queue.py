@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import (
     CancelledError,
+    ClosureInputError,
     OutOfRangeError,
     ResultLostError,
     WorkerLostError,
@@ -200,7 +201,7 @@ class Queue:
         """Closures that wait until it is known how leases of others end, by number of
         the dataset."""
         self.exhausted: list[Ended] = []
-        """Closures that ended at the end of their data, to be settled."""
+        """Closures that ended as there are no data for them, to be settled."""
         self.held = False
         """Hands out only closures that may have started before (see `is_at_rest`)."""
         self.suspended = False
@@ -495,6 +496,7 @@ class Queue:
             if any(draw.resource == resource for draw in closure.draws):
                 self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
                 closure.leases = b""
+        self.leases.moved(resource)
 
     def _leased(self, taken: list[Closure]) -> list[Closure]:
         """Leases what these closures draw; returns those that have it."""
@@ -516,7 +518,7 @@ class Queue:
             return True
         try:
             leased = self.leases.lease(closure.step, closure.draws)
-        except OutOfRangeError as error:
+        except (OutOfRangeError, ClosureInputError) as error:
             self.end(closure, error)
             self.exhausted.append(Ended(closure, error))
             return False

@@ -105,6 +105,8 @@ class Record:
         Replaced as a whole."""
         self._make_value = partial(kind, engine, Result(name, None))
         self._values = {place: self._make_value() for place in workers}
+        if book is not None:
+            book.failure = lambda: self.failure
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
@@ -382,6 +384,7 @@ class Builder:
         """Aborts the values of a lost worker. Lock held."""
         for record in self._records.values():
             record.aborted(channel.member.place, channel.member.name, reason)
+            self._engine.queue.leases_changed(record.number)
 
     def add_worker(self, channel: WorkerChannel) -> None:
         """Adds a worker to all records. Lock held."""
@@ -392,6 +395,7 @@ class Builder:
         """Removes a worker from all records. Lock held."""
         for record in self._records.values():
             record.remove_worker(channel.member.place)
+            self._engine.queue.leases_changed(record.number)
 
     def _channels_with(self, record: Record) -> dict[int, WorkerChannel]:
         """Returns the connected workers that have the resource, or build it, by
@@ -458,10 +462,10 @@ class Builder:
                 error = record.misfit(built.examples)
             if isinstance(built, ResourceBuilt) and error is None:
                 record.built(worker, built.layout)
-                self._engine.queue.leases_changed(record.number)
             else:
                 assert isinstance(error, Exception)
                 channel.failed[record.number] = record.failed(worker, name, error)
+            self._engine.queue.leases_changed(record.number)
             self._engine.waiters.notify()
         self._built(channel, epoch, 1)
 

@@ -18,7 +18,6 @@ and Flood, OOPSLA 2014).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -130,15 +129,19 @@ class LeasedSource:
     drop_remainder: bool = False
 
     def __post_init__(self) -> None:
-        for what, number, least in (
-            ("batch", self.batch, 1),
-            ("shuffle_seed", self.seed, 0),
-            ("epochs", self.epochs, 1),
+        for what, field, least in (
+            ("batch", "batch", 1),
+            ("shuffle_seed", "seed", 0),
+            ("epochs", "epochs", 1),
         ):
-            if number is None and what != "batch":
+            given = getattr(self, field)
+            if given is None and what != "batch":
                 continue
-            if index(number) < least:  # type: ignore[arg-type]
+            number = index(given)
+            if number < least:
                 raise ValueError(f"{what} must be at least {least}, got {number}")
+            # Checkpoints hold it as JSON, which has no numbers of numpy.
+            object.__setattr__(self, field, number)
 
     def batches(self, start: int = 0) -> Iterator[Element]:
         """Yields the batches of all epochs in order, without the first ``start``."""
@@ -308,14 +311,17 @@ class LeasedElements:
         lease = self._given.popleft()
         if self._reader.is_quick:
             return self._reader.read(lease)
-        reading = self._reading
-        if lease in reading:  # steps run in order: those before it failed earlier
+        reading, expected = self._reading, self._expected
+        # Steps run in order: those before it have failed without drawing.
+        if lease in reading:
             while (first := next(iter(reading))) != lease:
                 del reading[first]
+        elif lease in expected:
+            reading.clear()
+            while expected.popleft() != lease:
+                pass
         results = reading.pop(lease, None)
-        if results is None:  # it comes before all that are expected
-            with contextlib.suppress(ValueError):
-                self._expected.remove(lease)
+        if results is None:  # or it comes before all that are expected
             results = self._begun(lease)
         self._read_ahead()
         return result_of(results)

@@ -24,7 +24,7 @@ from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 OnError = Literal["raise", "skip"]
 
@@ -65,6 +65,10 @@ class LeaseBook:
         self._failed: deque[Lease] = deque()
         self.skipped = 0
         """Number of examples that are left out so far."""
+        self.leased = 0
+        """Number of leases so far, those of what came back included."""
+        self.failure: Callable[[], Exception | None] = lambda: None
+        """Returns why no worker can build the dataset; None: one may."""
 
     @property
     def size(self) -> int:
@@ -100,7 +104,7 @@ class LeaseBook:
         """Whether there is nothing to lease, until it is known how open leases end, or
         how many examples there are."""
         if not self._size:
-            return True
+            return self.failure() is None
         has_more = self._returned or self._failed or self._new != self._epochs
         return bool(self._open) and not has_more
 
@@ -109,7 +113,7 @@ class LeaseBook:
         be right, or ""."""
         if not self._size:
             if self._drops and size < self._batch:
-                return f"it has {size} examples, fewer than batch={self._batch}"
+                return self._too_few(size)
             self._size = size
             self._set_end()
         if size == self._size:
@@ -135,6 +139,7 @@ class LeaseBook:
         start, batch, epoch = self._next, self._batch, self._epoch
         count = min(len(steps), (self._end - start) // batch)
         self._next = stop = start + count * batch
+        self.leased += count
         leases = [(epoch, at, batch) for at in range(start, stop, batch)]
         self._open.update([(s, (x,)) for s, x in zip(steps, leases, strict=False)])
         return leases
@@ -148,6 +153,7 @@ class LeaseBook:
                 return ()
             drawn.append(lease)
         self._open[step] = drawn
+        self.leased += count
         return drawn
 
     def ended(self, step: int, *, skipped: bool = False) -> None:
@@ -190,6 +196,10 @@ class LeaseBook:
             return f"it was saved with {saved.size} examples, and has {self._size} now"
         if saved.seed != self._seed:
             return f"it was saved with shuffle_seed={saved.seed}, now {self._seed}"
+        if self._epochs is not None and saved.epoch >= self._epochs:
+            return f"it was saved in epoch {saved.epoch}, now epochs={self._epochs}"
+        if self._drops and 0 < saved.size < self._batch:
+            return self._too_few(saved.size)
         return ""
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -203,9 +213,10 @@ class LeaseBook:
         self._set_end()
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Leases what was done after a state of this pass again, as the updates are
-        lost; steps keep the leases that they have."""
+        """Leases what was done or skipped after a state of this pass again, as the
+        updates are lost; steps keep the leases that they have."""
         saved, pending = _Saved(state), set(self._pending())
+        self.skipped = saved.skipped
         now = self._epoch, self._next
         lost = [lease for lease in saved.open if lease not in pending]
         self._epoch, self._next = saved.epoch, saved.next
@@ -230,6 +241,9 @@ class LeaseBook:
     def _new(self) -> int:
         """The first epoch of which something is not drawn."""
         return self._epoch + (self._size > 0 and self._next >= self._end)
+
+    def _too_few(self, size: int) -> str:
+        return f"it has {size} examples, fewer than batch={self._batch}"
 
     def _set_end(self) -> None:
         self._end = self._size - (self._size % self._batch if self._drops else 0)

@@ -69,6 +69,7 @@ class SessionLeases:
 
         Raises:
             OutOfRangeError: All leases are done, but for fewer than the step draws.
+            ClosureInputError: No worker could build a dataset.
         """
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
@@ -80,7 +81,8 @@ class SessionLeases:
                     other.give_back(step)
                 if book.waits or book.open:
                     return resource
-                raise _ended(book, count)
+                failure = None if book.size else book.failure()
+                raise failure or _ended(book, count)
             taken.append(book)
             packed += [LEASE.pack(resource, *lease) for lease in leases]
         return b"".join(packed)
@@ -151,11 +153,24 @@ class SessionLeases:
         pairs = [pair for pairs in self._may_wait.values() for pair in pairs]
         return [lease for other, leases in pairs if other is book for lease in leases]
 
+    def forget_applied(self) -> None:
+        """Forgets the leases of steps that wait for no round, if there are many. To be
+        called when the rounds have what all ended steps have contributed."""
+        if len(self._may_wait) > REMEMBERED:
+            self._forget_applied()
+
+    def moved(self, resource: int) -> None:
+        """Forgets what waits for rounds of a pass that continues elsewhere: its leases
+        are those of the state from now on."""
+        book = self.books[resource]
+        self._may_wait = {
+            step: [pair for pair in pairs if pair[0] is not book]
+            for step, pairs in self._may_wait.items()
+        }
+
     def _note(self, step: int, book: LeaseBook) -> None:
         held = book, book.held_by(step)
         self._may_wait[step] = (*self._may_wait.get(step, ()), held)
-        if len(self._may_wait) > REMEMBERED:
-            self._forget_applied()
 
     def _forget_applied(self) -> None:
         waiting = {step for each in self.rounds for step in each.steps}
