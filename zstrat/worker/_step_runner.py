@@ -426,11 +426,6 @@ class StepRunner:
         is_due = place is None or self.resources.residents.has_run(
             place, read.get(place.optimizer, place.round)
         )
-        lent: Sequence[Lent] = ()
-        if needs.wires and is_due:
-            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
-        if not rounds:
-            return updates or None, lent
         found = {rule.id: rule for _, rule in plan.targets if rule is not None}
         attempt = step.task.context.attempt
         contributions = [
@@ -447,6 +442,11 @@ class StepRunner:
             )
             for optimizer in rounds
         ]
+        lent: Sequence[Lent] = ()
+        if needs.wires and is_due:  # last: what fails must not take residuals away
+            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
+        if not rounds:
+            return updates or None, lent
         apart = [update for update in updates if update.optimizer not in rounds]
         gradients = [
             update
