@@ -360,6 +360,8 @@ class StepRunner:
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
                 self.encoding.residuals.settle(lent, is_sent=False)
+                if step.place is not None:
+                    self.resources.residents.lose_copies(step.place)
             finally:
                 worker_context.reset(before)
         now = self.clock()
@@ -390,7 +392,8 @@ class StepRunner:
         """Returns whether this worker has what a window continues."""
         if step.place is None:
             return True
-        return self.resources.residents.may_run(step.place, step.work.plan.reads)
+        reads = step.work.plan.reads
+        return self.resources.residents.may_run(step.number, step.place, reads)
 
     def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
         """Computes a step; returns its result, and apart from it the resident arrays
