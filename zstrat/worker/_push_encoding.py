@@ -45,7 +45,8 @@ class Lent(NamedTuple):
 
 @final
 class Residuals:
-    """The residuals of one worker in one session. For any thread."""
+    """The residuals of one worker for one coordinator, in all sessions. For any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,13 +83,17 @@ class PushEncoding:
             which is faster than any format. For any thread.
         counts: Bytes of gradients that were encoded (``encoded_from``), and of what
             stands for them (``encoded_to``).
+        residuals: Those of the coordinator's session before; None: it is its first.
     """
 
     def __init__(
-        self, shares_memory: Callable[[int], bool], counts: Counter[str]
+        self,
+        shares_memory: Callable[[int], bool],
+        counts: Counter[str],
+        residuals: Residuals | None = None,
     ) -> None:
         self._shares_memory, self._counts = shares_memory, counts
-        self.residuals: Final = Residuals()
+        self.residuals: Final = Residuals() if residuals is None else residuals
 
     def encoded(
         self, step: int, updates: Sequence[PsUpdate], wires: Mapping[int, Wire]
