@@ -75,6 +75,13 @@ def test_the_same_seed_sends_the_same_bytes(codec):
     assert first == again != other
 
 
+@pytest.mark.parametrize("codec", SCALED)
+@pytest.mark.parametrize("size", [2e-38, 3.4e38])
+def test_the_smallest_and_largest_scales(codec, size):
+    array = np.full(300, size, np.float32)
+    np.testing.assert_allclose(sent(codec, array), array, rtol=1e-6)
+
+
 def test_rows_of_any_number_have_few_programs():
     compiled = []
 

@@ -142,8 +142,10 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
         scales = jnp.max(jnp.abs(blocks), axis=1)
         scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
         scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
-        factors = jnp.where(scales > 0, 1 / scales, 0)[:, None]
-        x = jnp.where(factors > 0, blocks * factors, 0)
+        # A CPU takes the inverse of the largest scales for 0.
+        shrink = jnp.where(scales > 2.0**64, np.float32(2**-64), 1)
+        factors = jnp.where(scales > 0, 1 / (scales * shrink), 0)[:, None]
+        x = jnp.where(factors > 0, blocks * shrink[:, None] * factors, 0)
         chance = 0 if is_nearest else random(blocks.size, seed).reshape(blocks.shape)
         if codec is Codec.INT8:
             return whole(x, 127, chance).astype(jnp.int8).reshape(-1), scales
