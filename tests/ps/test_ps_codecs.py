@@ -1,6 +1,7 @@
 """Gradients in the format of a codec: a server applies what they stand for."""
 
 import asyncio
+import threading
 
 import numpy as np
 import optax
@@ -9,9 +10,11 @@ from ps_callers import SESSION
 from ps_rounds import Server, close, contribution, members
 
 from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, decode_gradient, encode_gradient
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, StaleSessionError
+from zstrat.ps.store._decoding import Decoding
 from zstrat.wire import (
     CODED,
+    CloseSession,
     Codec,
     Contribute,
     Done,
@@ -128,3 +131,26 @@ async def test_rows_are_never_the_largest_numbers_only(server):
     _, update, arrays = coded(Codec.TOP_K, (7, SHAPE[1]), of_rows=True)
     with pytest.raises(InvalidArgumentError):
         await server.ask(Push(SESSION, 3, 0, 0, [update], arrays), server.worker)
+
+
+async def test_a_contribution_whose_session_ends_while_it_is_decoded(
+    server, monkeypatch
+):
+    await server.create({0: np.zeros(LARGE, np.float32)})
+    _, update, arrays = coded(Codec.INT8, LARGE)
+    begun, closed = threading.Event(), threading.Event()
+    compute = Decoding.compute
+
+    def wait(self):
+        compute(self)
+        begun.set()
+        assert closed.wait(60)
+
+    monkeypatch.setattr(Decoding, "compute", wait)
+    gradients = Contribute(SESSION, [contribution(3)], [update], arrays)
+    asked = server.later(gradients)
+    await asyncio.to_thread(begun.wait, 60)
+    server.service.handle(server.chief, CloseSession(SESSION, False))
+    closed.set()
+    with pytest.raises(StaleSessionError):
+        await asked
