@@ -84,11 +84,13 @@ def test_some_gradients_travel_as_they_are():
         PsUpdate(1, 5, UpdateOp.OPTIMIZE, 1, (array,)),  # through shared memory
         PsUpdate(0, 6, UpdateOp.OPTIMIZE, 1, (array[:200],)),  # small
         PsUpdate(0, 7, UpdateOp.OPTIMIZE, 1, (array.astype(np.int32),)),
+        PsUpdate(0, 7, UpdateOp.OPTIMIZE, 1, (array.astype(np.complex64),)),
+        PsUpdate(0, 7, UpdateOp.OPTIMIZE, 3, (array.astype(np.float16),)),  # as small
         PsUpdate(0, 8, UpdateOp.OPTIMIZE, 2, (array,)),  # of another optimizer
         PsUpdate(0, 9, UpdateOp.ADD, 0, (array,)),
         PsUpdate(0, 9, UpdateOp.OPERANDS, 1, (array,)),
     ]
-    wires = {1: Wire(push="int8")}
+    wires = {1: Wire(push="int8"), 3: Wire(push="bfloat16")}
     assert encoding.encoded(0, updates, wires) == (updates, [])
     of_rows = [PsUpdate(0, 7, UpdateOp.OPTIMIZE_ROWS, 1, (indices, rows))]
     (coded,), _ = encoding.encoded(0, of_rows, wires)
@@ -101,3 +103,16 @@ def test_some_gradients_travel_as_they_are():
     )
     topk = {1: Wire(push="topk", density=0.1)}
     assert encoding.encoded(0, of_rows, topk) == (of_rows, [])
+
+
+def test_updates_that_cannot_be_encoded_take_no_residual():
+    encoding = PushEncoding(lambda ps: False, {"encoded_from": 0, "encoded_to": 0})
+    wires = {1: Wire(push="topk", density=0.1)}
+    update = PsUpdate(0, 5, UpdateOp.OPTIMIZE, 1, (gradient(0),))
+    _, lent = encoding.encoded(0, [update], wires)
+    encoding.residuals.settle(lent, is_sent=True)
+    kept = encoding.residuals.nbytes
+    wrong = PsUpdate(0, 6, UpdateOp.OPTIMIZE, 1, (np.full(SIZE, "text"),))
+    with pytest.raises(ValueError, match="text"):
+        encoding.encoded(1, [update, wrong], wires)
+    assert encoding.residuals.nbytes == kept > 0

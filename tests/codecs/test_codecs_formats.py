@@ -1,5 +1,6 @@
 """Formats of gradients: bounds, bytes, and what a hostile sender may try."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from zstrat.codecs import (
     GRADIENT_BLOCK,
+    ROW_BLOCK,
     Wire,
     decode_gradient,
     encode_gradient,
@@ -71,6 +73,29 @@ def test_the_same_seed_sends_the_same_bytes(codec):
         for seed in (2**40 + 3, 2**40 + 3, 2**40 + 4)
     )
     assert first == again != other
+
+
+@pytest.mark.parametrize("codec", SCALED)
+@pytest.mark.parametrize("size", [2e-38, 3.4e38])
+def test_the_smallest_and_largest_scales(codec, size):
+    array = np.full(300, size, np.float32)
+    np.testing.assert_allclose(sent(codec, array), array, rtol=1e-6)
+
+
+def test_rows_of_any_number_have_few_programs():
+    compiled = []
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for rows in range(130, 260, 2):
+            sent(Codec.INT8, random_array((rows, 100)), 7, ROW_BLOCK)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(compiled) <= 18
 
 
 def test_bfloat16_is_the_nearest():

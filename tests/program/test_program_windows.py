@@ -231,6 +231,29 @@ def test_a_window_that_runs_again_begins_where_it_began_before():
         np.testing.assert_array_equal(value, ends[1][name])
 
 
+def test_no_step_counts_twice_after_a_window_that_failed():
+    """A step moves each value by -1, and so does its contribution."""
+    values = {name: np.zeros(1, np.float32) for name in "abc"}
+    variables = variables_like(values)
+    optimizer = local_optimizer(optax.sgd(1.0), optax.sgd(1.0), every=3, fragments=3)
+
+    def step():
+        ones = {name: 1.0 + 0.0 * x.value() for name, x in variables.items()}
+        optimizer.apply_gradients(ones, variables)
+
+    servers = Servers(values, optax.sgd(1.0))
+    worker = Worker(optimizer.window(step), servers)
+    worker.run()
+    servers.close()
+    worker.run(step=9, settle=False)
+    servers.waiting.clear()
+    worker.residents.settle(9, failed=True)
+    for steps in range(2, 9):
+        worker.run()
+        servers.close()
+        assert min(x.item() for x in servers.now().values()) >= -steps
+
+
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_schedule_counts_the_steps_of_the_run_and_not_those_of_a_worker(fragments):
     rates = optax.sgd(lambda count: 0.1 + jnp.asarray(count, jnp.float32))

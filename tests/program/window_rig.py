@@ -105,8 +105,8 @@ class Worker:
         """Steps per second, if it is measured."""
 
     def run(self, *args, step=None, settle=True):
-        """Runs one window; its contribution waits on the servers. Returns the
-        result."""
+        """Runs one window; its contribution waits on the servers. Returns the result;
+        None if the worker sends it back."""
         if step is None:
             self.steps += 1
             step = self.steps
@@ -116,7 +116,9 @@ class Worker:
             kwargs = {SEGMENT: place.segment}
         work = prepare(self.window, args, kwargs)
         plan = work.plan
-        assert place is None or self.residents.may_run(place, plan.reads)
+        if place and not self.residents.may_run(step, place, plan.reads):
+            work.unread()
+            return None
         pulled = [self.servers.value(x) for x in plan.reads if x.ps != RESIDENT]
         self.pulled, self.began = len(pulled), work.may_begin
         if work.may_begin:

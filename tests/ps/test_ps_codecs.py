@@ -1,17 +1,20 @@
 """Gradients in the format of a codec: a server applies what they stand for."""
 
 import asyncio
+import threading
 
 import numpy as np
 import optax
 import pytest
 from ps_callers import SESSION
-from ps_rounds import Server, close, members
+from ps_rounds import Server, close, contribution, members
 
 from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, decode_gradient, encode_gradient
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, StaleSessionError
+from zstrat.ps.store._decoding import Decoding
 from zstrat.wire import (
     CODED,
+    CloseSession,
     Codec,
     Contribute,
     Done,
@@ -83,7 +86,7 @@ async def test_a_round_merges_them(server, shape):
     await server.create({0: np.zeros(shape, np.float32)})
     found = [coded(Codec.INT8, shape, seed=seed) for seed in (1, 2)]
     asked = [
-        server.later(Contribute(SESSION, step, 1, [update], arrays))
+        server.later(Contribute(SESSION, [contribution(step)], [update], arrays))
         for step, (_, update, arrays) in enumerate(found)
     ]
     assert await asyncio.gather(*asked) == [Done(), Done()]
@@ -108,8 +111,46 @@ async def test_what_does_not_fit_is_refused(server, op, count):
     push = Push(SESSION, 3, 0, 0, [Update(0, op, 1, count)], arrays[:count])
     with pytest.raises(InvalidArgumentError):
         await server.ask(push, server.worker)
-    gradients = Contribute(SESSION, 3, 1, push.updates, push.arrays)
+    gradients = Contribute(SESSION, [contribution(3)], push.updates, push.arrays)
     with pytest.raises(InvalidArgumentError):
         await server.ask(gradients, server.worker)
     assert not (await server.value()).any()
     assert await server.waiting() == 0
+
+
+async def test_complex_variables_have_no_format(server):
+    await server.create({0: np.zeros(SHAPE, np.complex64)})
+    _, update, arrays = coded(Codec.INT8, SHAPE)
+    with pytest.raises(InvalidArgumentError, match="complex64"):
+        await server.ask(Push(SESSION, 3, 0, 0, [update], arrays), server.worker)
+
+
+async def test_rows_are_never_the_largest_numbers_only(server):
+    """A few bytes would stand for as many rows as there are indices."""
+    await server.create({0: np.zeros(SHAPE, np.float32)})
+    _, update, arrays = coded(Codec.TOP_K, (7, SHAPE[1]), of_rows=True)
+    with pytest.raises(InvalidArgumentError):
+        await server.ask(Push(SESSION, 3, 0, 0, [update], arrays), server.worker)
+
+
+async def test_a_contribution_whose_session_ends_while_it_is_decoded(
+    server, monkeypatch
+):
+    await server.create({0: np.zeros(LARGE, np.float32)})
+    _, update, arrays = coded(Codec.INT8, LARGE)
+    begun, closed = threading.Event(), threading.Event()
+    compute = Decoding.compute
+
+    def wait(self):
+        compute(self)
+        begun.set()
+        assert closed.wait(60)
+
+    monkeypatch.setattr(Decoding, "compute", wait)
+    gradients = Contribute(SESSION, [contribution(3)], [update], arrays)
+    asked = server.later(gradients)
+    await asyncio.to_thread(begun.wait, 60)
+    server.service.handle(server.chief, CloseSession(SESSION, False))
+    closed.set()
+    with pytest.raises(StaleSessionError):
+        await asked

@@ -121,7 +121,34 @@ def test_without_a_copy_the_next_window_takes_all_values():
     residents = Residents()
     residents.take_place(exchanges(3))  # and fails
     place = residents.take_place(exchanges(3))
-    assert not residents.may_run(place, [PULLED, ARRAY])
+    assert not residents.may_run(2, place, [PULLED, ARRAY])
     assert residents.take_place(exchanges(3)).segment.restart
     residents.put(1, left(5.0))
-    assert residents.may_run(place, [PULLED, ARRAY])
+    assert residents.may_run(2, place, [PULLED, ARRAY])
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("ran", [True, False])
+def test_fragments_begin_again_after_a_window_that_failed(fragments, ran):
+    """The failed window has not taken what the round before made of its fragment."""
+    residents = Residents()
+    residents.put(1, left(5.0), residents.take_place(exchanges(fragments)))
+    residents.settle(1, failed=False)
+    failed, queued = (residents.take_place(exchanges(fragments)) for _ in range(2))
+    version = residents.version
+    if ran:
+        residents.put(2, left(6.0), failed)
+        residents.settle(2, failed=True)
+    else:
+        residents.lose_copies(failed)
+    is_whole = fragments == 1
+    assert residents.may_run(3, queued, [PULLED, ARRAY]) == is_whole
+    assert residents.take_place(exchanges(fragments)).segment.restart != is_whole
+    assert is_whole or residents.version != version
+
+
+def test_a_run_of_the_same_step_has_no_copy_of_fragments():
+    residents = Residents()
+    residents.put(1, left(5.0), residents.take_place(exchanges(3)))
+    again = residents.take_place(exchanges(3))
+    assert not residents.may_run(1, again, [PULLED, ARRAY])

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from zstrat.codecs import Wire
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -18,18 +19,26 @@ from zstrat.errors import (
     WorkerLostError,
 )
 from zstrat.program import function
+from zstrat.ps import PsUpdate, Ref
 from zstrat.testing import FakeRemote
 from zstrat.wire import (
+    Batch,
     CancelSteps,
     CloseSession,
+    Completion,
     Dispatch,
     Fetch,
     Inspect,
     Job,
     OpenSession,
+    Outcome,
     Pull,
     PutCode,
+    RoundNumber,
+    StepContribution,
+    UpdateOp,
 )
+from zstrat.worker._closure import Ending, Post, Reads, RoundPush, SharedPull
 
 
 @function
@@ -328,3 +337,47 @@ async def test_a_defect_of_our_own_ends_the_session_and_is_told(closed, caplog):
     await executor.close(20)  # the thread has called us back before it ended
     assert "executor thread failed" in caplog.text
     closed.crashes.clear()
+
+
+def encoded(world, step):
+    encoding = world.worker._session.runner.encoding
+    update = PsUpdate(0, 5, UpdateOp.OPTIMIZE, 1, (np.arange(600, dtype=np.float32),))
+    wire = Wire(push="topk", density=0.1)
+    return encoding.encoded(step, [update], {1: wire})[1]
+
+
+async def test_what_a_format_left_out_is_sent_in_the_next_session(world):
+    session = world.worker._session
+    settle = session.runner.encoding.residuals.settle
+    settle(encoded(world, 1), is_sent=True)
+    ending = Ending(Completion(2, int(Outcome.OK), 1, 0, None), lent=encoded(world, 2))
+    assert session.runner.encoding.residuals.nbytes == 0  # a push has taken it
+    world.remote = world.chief()
+    await world.open()
+    session.carry_out(Post([([], ending)], [None]))
+    assert world.worker._session is not session
+    assert world.worker._session.runner.encoding.residuals.nbytes == 2400
+
+
+async def test_nobody_waits_for_the_round_of_a_push_that_could_not_be_sent(
+    world, monkeypatch
+):
+    session = world.worker._session
+
+    def contribute(self, given, updates):
+        raise ValueError("too large")
+
+    monkeypatch.setattr(type(session.client), "contribute", contribute)
+    asked = []
+    monkeypatch.setattr(
+        type(session.client),
+        "pull_round",
+        lambda self, after, *_, **__: asked.append(after) or asyncio.Future(),
+    )
+    session._reports.opened(Batch(b"", 0, 1, [1], 0))
+    given = StepContribution(1, 1, 7, 3, 1.0, coupled=False)
+    ending = Ending(Completion(1, int(Outcome.OK), 1, 0, None))
+    pull = SharedPull(Reads((Ref(0, 5),), (), (7,)), [], 0.0)
+    push = RoundPush([], [], [given])
+    session.carry_out(Post([(push, ending)], [None], [pull]))
+    assert asked == [[RoundNumber(7, 3)]]

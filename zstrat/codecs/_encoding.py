@@ -51,11 +51,21 @@ def encode_gradient(
         return _largest(flat, density)
     import jax  # here, as parameter servers decode_gradient only
 
+    size = len(flat)
+    if more := _rounded(-(-size // block)) * block - size:
+        flat = np.pad(flat, (0, more))
     with jax.default_device(_cpu()):
         mixed = np.uint32(0 if seed is None else _mixed_seed(seed))
         codes, scales = _program(codec, block, seed is None)(flat, mixed)
-    coded = len(flat) if codec is Codec.INT8 else (len(flat) + 1) // 2
-    return np.asarray(codes)[:coded], np.asarray(scales)
+    coded = size if codec is Codec.INT8 else (size + 1) // 2
+    return np.asarray(codes)[:coded], np.asarray(scales)[: -(-size // block)]
+
+
+def _rounded(blocks: int) -> int:
+    """Rounds up to five significant bits: each size is compiled, and the number of rows
+    differs from step to step."""
+    low = max(0, blocks.bit_length() - 5)
+    return -(-blocks >> low) << low
 
 
 def _largest(flat: np.ndarray, density: float) -> tuple[np.ndarray, ...]:
@@ -128,13 +138,14 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
         return below + up + jnp.where(x < 0, 8, 0)
 
     def program(flat: Any, seed: Any) -> tuple[Any, Any]:
-        size = flat.shape[0]
-        blocks = jnp.pad(flat, (0, -size % block)).reshape(-1, block)
+        blocks = flat.reshape(-1, block)
         scales = jnp.max(jnp.abs(blocks), axis=1)
         scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
         scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
-        factors = jnp.where(scales > 0, 1 / scales, 0)[:, None]
-        x = jnp.where(factors > 0, blocks * factors, 0)
+        # A CPU takes the inverse of the largest scales for 0.
+        shrink = jnp.where(scales > 2.0**64, np.float32(2**-64), 1)
+        factors = jnp.where(scales > 0, 1 / (scales * shrink), 0)[:, None]
+        x = jnp.where(factors > 0, blocks * shrink[:, None] * factors, 0)
         chance = 0 if is_nearest else random(blocks.size, seed).reshape(blocks.shape)
         if codec is Codec.INT8:
             return whole(x, 127, chance).astype(jnp.int8).reshape(-1), scales

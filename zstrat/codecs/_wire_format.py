@@ -25,7 +25,7 @@ class Wire:
 
     A server decodes them to float32 before it adds or applies anything. They travel
     whole to a server in this host's shared memory, in arrays of fewer than 256 numbers,
-    and if they are integers.
+    if they are integers or complex, and if their dtype is as small as the format.
 
     Args:
         push: "bfloat16": half the bytes of float32. "int8", "int4", and "e3m0" (4 bits:

@@ -103,6 +103,7 @@ class RoundRequests:
         async with self._serving.turn([update.key for update in message.updates]):
             self._require_place(message.session)
             plain = await self._run(decode_updates(self._store, message))
+            self._require_place(message.session)  # it may have ended meanwhile
             self._store.contribute(plain)
         return await acknowledged(self._store.log, Done())
 

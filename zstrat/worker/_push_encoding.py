@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MIN_NUMBERS: Final = GRADIENT_BLOCK
 """Gradients with fewer numbers travel as they are: the header costs more."""
 
+_BYTES: Final = {Codec.BFLOAT16: 2, Codec.INT8: 1}
+"""Bytes of a number; gradients whose numbers have no more travel as they are."""
+
 
 class Lent(NamedTuple):
     """The residual of a variable while a push is under way."""
@@ -42,7 +45,8 @@ class Lent(NamedTuple):
 
 @final
 class Residuals:
-    """The residuals of one worker in one session. For any thread."""
+    """The residuals of one worker for one coordinator, in all sessions. For any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,13 +83,17 @@ class PushEncoding:
             which is faster than any format. For any thread.
         counts: Bytes of gradients that were encoded (``encoded_from``), and of what
             stands for them (``encoded_to``).
+        residuals: Those of the coordinator's session before; None: it is its first.
     """
 
     def __init__(
-        self, shares_memory: Callable[[int], bool], counts: Counter[str]
+        self,
+        shares_memory: Callable[[int], bool],
+        counts: Counter[str],
+        residuals: Residuals | None = None,
     ) -> None:
         self._shares_memory, self._counts = shares_memory, counts
-        self.residuals: Final = Residuals()
+        self.residuals: Final = Residuals() if residuals is None else residuals
 
     def encoded(
         self, step: int, updates: Sequence[PsUpdate], wires: Mapping[int, Wire]
@@ -100,7 +108,11 @@ class PushEncoding:
             `residuals` when the push has ended.
         """
         lent: list[Lent] = []
-        sent = [self._encoded(step, update, wires, lent) for update in updates]
+        try:
+            sent = [self._encoded(step, update, wires, lent) for update in updates]
+        except BaseException:  # to the step, which does not push
+            self.residuals.settle(lent, is_sent=False)
+            raise
         return sent, lent
 
     def _encoded(
@@ -116,7 +128,8 @@ class PushEncoding:
             wire is None
             or update.op not in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
             or gradient.size < MIN_NUMBERS
-            or gradient.dtype.kind in "iub"
+            or gradient.dtype.kind in "iubc"
+            or gradient.dtype.itemsize <= _BYTES.get(wire.codec, 0)
             or self._shares_memory(update.ps)
         ):
             return update
@@ -128,6 +141,7 @@ class PushEncoding:
         seed: int | None = step << 32 | update.key
         if wire.has_feedback and not is_of_rows:
             before, seed = self.residuals.take(update.key), None
+            lent.append(Lent(update.key, before, gradient))
             if before is not None:
                 gradient = gradient + before
             coded = encode_gradient(
@@ -140,7 +154,7 @@ class PushEncoding:
             )
             # What is not finite was sent; kept, it would spoil all later steps.
             np.nan_to_num(after, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-            lent.append(Lent(update.key, before, after))
+            lent[-1] = Lent(update.key, before, after)
         else:
             coded = encode_gradient(codec, gradient, block=block, seed=seed)
         self._counts["encoded_from"] += gradient.nbytes

@@ -73,7 +73,11 @@ class Residents:
         self._before: dict[int, np.ndarray | None] = {}
         """Arrays from before the run that is not settled."""
         self._step: int | None = None
-        """The step of that run."""
+        """The step of that run,"""
+        self._place: WindowPlace | None = None
+        """and its place."""
+        self._copies: dict[int, set[int]] = {}
+        """Keys of the copies that there are, by optimizer with fragments."""
         self._turns: dict[int, _Turn] = {}
         self.version = 0
         """Changes whenever the arrays do."""
@@ -83,6 +87,7 @@ class Residents:
         self._arrays, self._turns = other._arrays, other._turns
         self.version += 1
         self._before, self._step = other._before, other._step
+        self._place, self._copies = other._place, other._copies
 
     def filled(
         self,
@@ -93,8 +98,7 @@ class Residents:
     ) -> list[Any]:
         """Returns the values of all reads of a step, of which some were pulled, in the
         round ``at``. An array that is not there yet is zeros."""
-        if step == self._step:
-            self.settle(step, failed=True)
+        self._begin_again(step)
         left = iter(pulled)
         return [
             self._value(spec, at) if spec.ps == RESIDENT else next(left)
@@ -117,9 +121,12 @@ class Residents:
             if place is not None and update.spec.name.endswith(STEPS):
                 self._turns[place.optimizer].every = int(update.arrays[0])
         self._before = {x.spec.key: self._arrays.get(x.spec.key) for x in updates}
-        self._step = step
+        self._step, self._place = step, place
         self.version += 1
         self._arrays.update({x.spec.key: x.arrays[0] for x in updates})
+        if place is not None and not place.is_whole:
+            copies = {x.spec.key for x in updates if x.spec.name.endswith(COPY)}
+            self._copies[place.optimizer] = copies
 
     def settle(self, step: int | None, *, failed: bool) -> None:
         """Notes that the contribution of a step was acknowledged, or has failed: then
@@ -133,7 +140,20 @@ class Residents:
                     self._arrays.pop(key, None)
                 else:
                     self._arrays[key] = array
-        self._before, self._step = {}, None
+            if self._place is not None:
+                self.lose_copies(self._place)
+        self._before, self._step, self._place = {}, None, None
+
+    def lose_copies(self, place: WindowPlace) -> None:
+        """Drops the copies that a window with fragments was to go on with, as it has
+        failed. It would have taken the fragment of the round before: the base of that
+        is from before the worker's contribution, which would be counted twice."""
+        if place.is_whole:
+            return
+        self._turns[place.optimizer].restarts = True
+        self.version += 1
+        for key in self._copies.pop(place.optimizer, ()):
+            self._arrays.pop(key, None)
 
     def take_place(self, exchanges: Exchanges) -> WindowPlace:
         """Returns the place of the next window with these exchanges."""
@@ -156,10 +176,13 @@ class Residents:
         turn.taken -= 1
         turn.restarts = turn.restarts or place.segment.restart
 
-    def may_run(self, place: WindowPlace, reads: Sequence[VariableSpec]) -> bool:
+    def may_run(
+        self, step: int, place: WindowPlace, reads: Sequence[VariableSpec]
+    ) -> bool:
         """Returns whether the worker has the copies that a window continues. It has
-        none if the window that was to take them has failed, or was of other variables;
-        the next one takes them."""
+        none if the window before has failed, or was of other variables; the next one
+        takes them."""
+        self._begin_again(step)
         copies = [x for x in reads if x.ps == RESIDENT and x.name.endswith(COPY)]
         if all(spec.key in self._arrays for spec in copies):
             return True
@@ -183,6 +206,11 @@ class Residents:
         """Notes how long the steps of a window took, without waiting for values."""
         turn, speed = self._turns[place.optimizer], place.steps / max(seconds, 1e-9)
         turn.speed = (turn.speed + speed) / 2 if turn.speed else speed
+
+    def _begin_again(self, step: int) -> None:
+        """Drops what an earlier run of a step has left, if it is not settled."""
+        if step == self._step:
+            self.settle(step, failed=True)
 
     def _value(self, spec: VariableSpec, at: RoundNumber) -> Any:
         if spec.name.endswith(ROUND):

@@ -42,7 +42,7 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
-from ._push_encoding import PushEncoding
+from ._push_encoding import PushEncoding, Residuals
 from ._resources import Load, Resources
 from ._server_links import ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
@@ -222,7 +222,8 @@ class WorkerService:
     def _new_session(
         self, remote: Remote, message: OpenSession, before: WorkerSession | None
     ) -> WorkerSession:
-        """Replaces the present session by a new one, with the code of ``before``."""
+        """Replaces the present session by a new one, with the code, the resident arrays
+        and the residuals of ``before``."""
         timeouts = self._settings.timeouts
         servers = ServerLinks(
             self._make_link,
@@ -246,7 +247,8 @@ class WorkerService:
         session.recorder.start(self._sums(), self._clock())
         if self._tells:
             session.notices = TelemetryNotices(self.telemetry, remote.notify)
-        runner = self._make_runner(session, message, output)
+        residuals = None if before is None else before.runner.encoding.residuals
+        runner = self._make_runner(session, message, output, residuals)
         if before is not None:
             old = before.runner.resources
             self._executor.tell(partial(runner.resources.inherit, old))
@@ -255,11 +257,15 @@ class WorkerService:
         return session
 
     def _make_runner(
-        self, session: WorkerSession, opening: OpenSession, output: StepOutput | None
+        self,
+        session: WorkerSession,
+        opening: OpenSession,
+        output: StepOutput | None,
+        residuals: Residuals | None,
     ) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(asyncio.get_running_loop(), session.client)
-        encoding = PushEncoding(session.client.shares_memory, self._counts)
+        encoding = PushEncoding(session.client.shares_memory, self._counts, residuals)
         return StepRunner(
             Resources(
                 self._task,

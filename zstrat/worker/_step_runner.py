@@ -360,6 +360,8 @@ class StepRunner:
             except BaseException as error:  # to the coordinator, as the outcome
                 ending, push = _closure.failed(step.number, error), None
                 self.encoding.residuals.settle(lent, is_sent=False)
+                if step.place is not None:
+                    self.resources.residents.lose_copies(step.place)
             finally:
                 worker_context.reset(before)
         now = self.clock()
@@ -390,7 +392,8 @@ class StepRunner:
         """Returns whether this worker has what a window continues."""
         if step.place is None:
             return True
-        return self.resources.residents.may_run(step.place, step.work.plan.reads)
+        reads = step.work.plan.reads
+        return self.resources.residents.may_run(step.number, step.place, reads)
 
     def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
         """Computes a step; returns its result, and apart from it the resident arrays
@@ -426,11 +429,6 @@ class StepRunner:
         is_due = place is None or self.resources.residents.has_run(
             place, read.get(place.optimizer, place.round)
         )
-        lent: Sequence[Lent] = ()
-        if needs.wires and is_due:
-            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
-        if not rounds:
-            return updates or None, lent
         found = {rule.id: rule for _, rule in plan.targets if rule is not None}
         attempt = step.task.context.attempt
         contributions = [
@@ -447,6 +445,11 @@ class StepRunner:
             )
             for optimizer in rounds
         ]
+        lent: Sequence[Lent] = ()
+        if needs.wires and is_due:  # last: what fails must not take residuals away
+            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
+        if not rounds:
+            return updates or None, lent
         apart = [update for update in updates if update.optimizer not in rounds]
         gradients = [
             update

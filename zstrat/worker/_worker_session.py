@@ -275,6 +275,8 @@ class WorkerSession:
         """Carries out what the executor thread has posted: pushes first, so that the
         pulls read what they wrote."""
         if self._closed:
+            for _, ending in post.pushes:
+                self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
             return
         pushes, pulls = post.pushes, post.pulls
         self._counts["pushes"] += len(pushes)
@@ -366,26 +368,32 @@ class WorkerSession:
                     )
                 )
         except Exception as error:  # goes to the coordinator as this step's outcome
-            self._settle(step, failed=True)
+            self._not_contributed(ending)
             self._not_sent(ending, error)
         else:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
         error, ending = _error_of(future), push.ending
+        # Also at the end: the next session of the coordinator has them.
+        self.runner.encoding.residuals.settle(ending.lent, is_sent=error is None)
         if self._closed:
             return
-        if ending.lent:
-            self.runner.encoding.residuals.settle(ending.lent, is_sent=error is None)
-        if ending.contributions:
-            self._settle(ending.completion.step, failed=error is not None)
         if error is not None:
-            for each in ending.contributions:
-                self._after[each.optimizer] = each.base
+            self._not_contributed(ending)
             ending = _closure.failed(ending.completion.step, error)
         else:
+            if ending.contributions:
+                self._settle(ending.completion.step, failed=False)
             self._acknowledged(push)
         self._reports.soon(ending)
+
+    def _not_contributed(self, ending: Ending) -> None:
+        """Has later pulls not wait for the rounds of a step that failed."""
+        for each in ending.contributions:
+            self._after[each.optimizer] = each.base
+        if ending.contributions:
+            self._settle(ending.completion.step, failed=True)
 
     def _not_sent(self, ending: Ending, error: Exception) -> None:
         """Reports that the push of a step could not be sent."""

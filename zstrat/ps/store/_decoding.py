@@ -82,7 +82,8 @@ class Decoding:
             codec is None
             or op not in (_OPTIMIZE, _ROWS)
             or len(arrays) != arrays_of(codec) + is_of_rows
-            or held.cell.dtype.kind in "iub"
+            or (is_of_rows and codec is Codec.TOP_K)
+            or held.cell.dtype.kind in "iubc"
         ):
             raise InvalidArgumentError(
                 f"{self.variables.task}: an update of variable {held.entry.name!r}, "
