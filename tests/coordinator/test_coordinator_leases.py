@@ -134,6 +134,21 @@ def test_parked_closures_let_others_pass_and_can_be_cancelled():
     assert run.queue.parked == 0
 
 
+def test_closures_that_wait_for_leases_count_as_queued_ones_for_the_bound():
+    run = Run(size=3)
+    run.queue.max_queued = 3
+    run.put(3)
+    (closure,) = run.take()
+    assert run.queue.parked == 2
+    run.put()
+    assert run.queue.is_full
+    assert not run.queue.put(Closure(None, None))
+    run.end(closure)
+    assert run.take() == []
+    assert len(run.exhausted()) == 3
+    assert not run.queue.is_full
+
+
 def test_several_batches_are_leased_together():
     run = Run(size=12, batch=3)
     run.put(2, draws=3)

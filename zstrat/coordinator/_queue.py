@@ -190,7 +190,7 @@ class Queue:
         """Number of closures cancelled so far."""
         self._fresh: deque[Closure] = deque()
         self._nbytes = 0
-        """Bytes of the fresh closures."""
+        """Bytes of the fresh and the parked closures."""
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
         self._returned: list[_Waiting] = []
@@ -241,7 +241,8 @@ class Queue:
     @property
     def is_full(self) -> bool:
         """Whether too many closures, or bytes, wait for their first worker."""
-        return len(self._fresh) >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
+        waiting = len(self._fresh) + (self.parked if self._parked else 0)
+        return waiting >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
     def is_idle(self) -> bool:
@@ -487,7 +488,6 @@ class Queue:
         if resource in self._parked and not self.leases.books[resource].waits:
             parked = self._parked.pop(resource)
             self._fresh.extendleft(reversed(parked))
-            self._nbytes += sum(closure.nbytes for closure in parked)
 
     def give_leases_back(self, resource: int) -> None:
         """Takes the leases of the dataset back from closures that have not started, for
@@ -527,6 +527,7 @@ class Queue:
             return True
         self.running -= 1
         closure.attempt -= 1
+        self._nbytes += closure.nbytes
         self._parked.setdefault(leased, []).append(closure)
         return False
 
