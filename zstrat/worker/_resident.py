@@ -153,7 +153,7 @@ class Residents:
         self._before, self._step, self._place = {}, None, None
 
     def lose_copies(self, place: WindowPlace) -> None:
-        """Drops the copies that a window with fragments was to go on with, as it has
+        """Drops the copies that a window with fragments was to continue, as it has
         failed. It would have taken the fragment of the round before: the base of that
         is from before the worker's contribution, which would be counted twice."""
         if place.is_whole:
