@@ -1,6 +1,7 @@
 """The worker: runs the closures of one coordinator at a time. Imports jax."""
 
 from ._capture import SessionCapture as SessionCapture
+from ._closure import Catalog as Catalog
 from ._closure import Costs as Costs
 from ._closure import Do as Do
 from ._closure import Ending as Ending
