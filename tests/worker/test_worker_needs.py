@@ -8,7 +8,7 @@ import numpy as np
 
 import zstrat.program as zs
 from zstrat.variables import VariableSpec, handle
-from zstrat.worker._closure import Catalog
+from zstrat.worker import Catalog
 
 
 def variable(key, shape, dtype="float32"):

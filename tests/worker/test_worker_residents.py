@@ -152,3 +152,14 @@ def test_a_run_of_the_same_step_has_no_copy_of_fragments():
     residents.put(1, left(5.0), residents.take_place(exchanges(3)))
     again = residents.take_place(exchanges(3))
     assert not residents.may_run(1, again, [PULLED, ARRAY])
+
+
+@pytest.mark.parametrize("read", [0, 2])
+def test_what_has_begun_with_another_round_begins_again(read):
+    """A schedule counts the steps before the round."""
+    residents = Residents()
+    place = residents.take_place(exchanges(1))
+    assert residents.early([PULLED, NUMBER], 1, place) == [None, 0]
+    version = residents.version
+    residents.filled([PULLED, NUMBER], [None], 1, RoundNumber(7, read))
+    assert (residents.version == version) == (read == 0)

@@ -38,7 +38,7 @@ from zstrat.wire import (
     StepContribution,
     UpdateOp,
 )
-from zstrat.worker._closure import Ending, Post, Reads, RoundPush, SharedPull
+from zstrat.worker import Ending, Post, Reads, RoundPush, SharedPull
 
 
 @function

@@ -1,8 +1,14 @@
 """The worker: runs the closures of one coordinator at a time. Imports jax."""
 
 from ._capture import SessionCapture as SessionCapture
+from ._closure import Catalog as Catalog
 from ._closure import Costs as Costs
 from ._closure import Do as Do
+from ._closure import Ending as Ending
+from ._closure import Post as Post
+from ._closure import Reads as Reads
+from ._closure import RoundPush as RoundPush
+from ._closure import SharedPull as SharedPull
 from ._executor import Executor as Executor
 from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline

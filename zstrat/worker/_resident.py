@@ -79,8 +79,11 @@ class Residents:
         self._copies: dict[int, set[int]] = {}
         """Keys of the copies that there are, by optimizer with fragments."""
         self._turns: dict[int, _Turn] = {}
+        self._expected: RoundNumber | None = None
+        """The round with which a window has begun."""
         self.version = 0
-        """Changes whenever the arrays do."""
+        """Changes whenever the arrays do, or a window reads another round than it has
+        begun with."""
 
     def inherit(self, other: Residents) -> None:
         """Takes over what the same coordinator had before its connection broke."""
@@ -99,6 +102,9 @@ class Residents:
         """Returns the values of all reads of a step, of which some were pulled, in the
         round ``at``. An array that is not there yet is zeros."""
         self._begin_again(step)
+        if self._expected not in (None, at):
+            self._expected = None
+            self.version += 1
         left = iter(pulled)
         return [
             self._value(spec, at) if spec.ps == RESIDENT else next(left)
@@ -111,7 +117,9 @@ class Residents:
         """`filled`, with None for what is to be pulled, and the round that is
         expected."""
         at = RoundNumber(place.optimizer, place.round)
-        return self.filled(reads, [None] * len(reads), step, at)
+        values = self.filled(reads, [None] * len(reads), step, at)
+        self._expected = at
+        return values
 
     def put(
         self, step: int, updates: Sequence[StepUpdate], place: WindowPlace | None = None
@@ -145,7 +153,7 @@ class Residents:
         self._before, self._step, self._place = {}, None, None
 
     def lose_copies(self, place: WindowPlace) -> None:
-        """Drops the copies that a window with fragments was to go on with, as it has
+        """Drops the copies that a window with fragments was to continue, as it has
         failed. It would have taken the fragment of the round before: the base of that
         is from before the worker's contribution, which would be counted twice."""
         if place.is_whole:

@@ -403,12 +403,12 @@ class StepRunner:
         if not needs.has_residents:
             return step.work.run(step.values or ()), []
         residents = self.resources.residents
-        if self._begun_with != residents.version:
-            step.work.forget_begun()
         read = {} if step.notes is None else step.notes.rounds or {}
         optimizer = needs.rounds[0]
         at = RoundNumber(optimizer, read.get(optimizer, 0))
         values = residents.filled(plan.reads, step.values or (), step.number, at)
+        if self._begun_with != residents.version:
+            step.work.forget_begun()
         result = step.work.run(values)
         kept = [update for update in result.updates if update.spec.ps == RESIDENT]
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]
