@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"optimizers", "slow_links", "testing", "which_consistency"}
+ELSEWHERE = {"optimizers", "slow_links", "testing", "tutorial", "which_consistency"}
 """Pages with tests of their own: test_optax_docs, test_testing_clusters, and below."""
 PAGES = [
     page.stem
@@ -31,23 +31,16 @@ PAGES = [
 
 
 class SharedCluster:
-    """Some tasks of a cluster that was started before and lasts longer. What is
-    restarted is ended with it, as a test must leave no process behind."""
+    """Some tasks of a cluster that was started before and lasts longer."""
 
     def __init__(self, cluster, num_ps, num_workers):
         jobs = cluster.spec.as_dict()
         some = {"ps": jobs["ps"][:num_ps], "worker": jobs["worker"][:num_workers]}
         self.resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(some))
-        self.kill = cluster.kill
-        self._restart, self._restarted = cluster.restart, set()
-
-    def restart(self, task):
-        self._restart(task)
-        self._restarted.add(task)
+        self.kill, self.restart = cluster.kill, cluster.restart
 
     def close(self):
-        for task in self._restarted:
-            self.kill(task)
+        pass
 
     def __enter__(self):
         return self
@@ -62,20 +55,33 @@ def daemons():
         yield cluster
 
 
-@pytest.fixture
-def shared(daemons, monkeypatch, tmp_path):
-    """The folder of a program that gets these daemons when it starts a cluster, and
-    finds a file that names them."""
+def share(cluster, monkeypatch, folder):
+    """Gives a program these daemons when it starts a cluster, and a file that names
+    them."""
 
     def started(num_ps, num_workers):
-        return SharedCluster(daemons, num_ps, num_workers)
+        return SharedCluster(cluster, num_ps, num_workers)
 
     monkeypatch.setattr(zs, "LocalCluster", started)
-    monkeypatch.chdir(tmp_path)
-    jobs = daemons.spec.as_dict().items()
+    monkeypatch.chdir(folder)
+    jobs = cluster.spec.as_dict().items()
     lines = [f"{job} = {[*tasks]!r}".replace("'", '"') for job, tasks in jobs]
-    (tmp_path / "cluster.toml").write_text("\n".join(["[cluster]", *lines]))
+    (folder / "cluster.toml").write_text("\n".join(["[cluster]", *lines]))
+
+
+@pytest.fixture
+def shared(daemons, monkeypatch, tmp_path):
+    """The folder of a program that uses the daemons of other tests."""
+    share(daemons, monkeypatch, tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Daemons of a program that kills some."""
+    with LocalCluster(num_ps=2, num_workers=2) as cluster:
+        share(cluster, monkeypatch, tmp_path)
+        yield
 
 
 @pytest.fixture
@@ -180,8 +186,12 @@ def test_the_code_of_a_page_runs(page, shared, request):
     run_page(page, request)
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_tutorial_runs(request):
+    run_page("tutorial", request)
+
+
 def test_rounds_of_two_workers_run(request):
-    """On a cluster of its own: other pages kill a worker of the shared one."""
     run_page("which_consistency", request)
 
 

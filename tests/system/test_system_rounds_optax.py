@@ -165,16 +165,23 @@ def test_rounds_are_steps_of_optax_on_1_2_and_5_servers(cluster, recipes):
                     *[1] * (len(shape) - 1),
                 ],
             ) as strategy:
-                found[servers], rounds = trained(strategy, data)
+                found[servers] = trained(strategy, data)
+        for each, rounds in found.values():
             assert [len(members) for members in rounds] == [WORKERS] * ROUNDS
-        for recipe in recipes:
-            want = expected(RECIPES[recipe](), data.start[recipe], rounds)
-            for name, value in want.items():
-                for each in found.values():
+            # Which step is in which round depends on who was quick.
+            is_alike = _steps_of(rounds) == _steps_of(found[1][1])
+            for recipe in recipes:
+                want = expected(RECIPES[recipe](), data.start[recipe], rounds)
+                for name, value in want.items():
                     got = each[recipe][name]
                     assert got.dtype == np.float64
-                    np.testing.assert_array_equal(got, found[1][recipe][name])
+                    if is_alike:
+                        np.testing.assert_array_equal(got, found[1][0][recipe][name])
                     # Alone, and beside other leaves, XLA computes powers of adam and
                     # the factor of clipping differently.
                     close_to = 1e-14 if recipe in ("adam", "clipped") else 0
                     np.testing.assert_allclose(got, value, close_to, err_msg=recipe)
+
+
+def _steps_of(rounds):
+    return [[id(given) for given in members] for members in rounds]
