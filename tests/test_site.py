@@ -103,9 +103,10 @@ def test_every_public_name_is_in_the_reference_once(site_pages):
 
 DOORS = (
     *("cluster", "cluster_resolver", "collectives", "coordinator", "data", "launch"),
-    "optimizers",
+    *("integrations", "optimizers"),
 )
-"""Packages with names that only other packages need: programs use those on pages."""
+"""Packages with names that only other packages need, or that need other libraries:
+programs use those on pages."""
 
 
 def names_of_modules():

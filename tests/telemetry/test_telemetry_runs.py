@@ -61,8 +61,16 @@ def trained(cluster):
     coordinator.join()
     zs.log_scalar("loss", loss.fetch())
     strategy.weight = weights[0]
+    # Before other tests run steps, or kill the worker.
+    strategy.seen = until(coordinator, all_is_told)
     yield coordinator
     strategy.close()
+
+
+def all_is_told(metrics):
+    pushes = metrics["phases"]["push"]["count"]
+    applied = [metrics["tasks"][f"ps:{n}"]["apply"]["count"] for n in range(2)]
+    return [pushes, *applied] == [STEPS] * 3
 
 
 def until(coordinator, told):
@@ -75,12 +83,7 @@ def until(coordinator, told):
 
 
 def test_the_program_sees_what_its_tasks_do(trained):
-    def all_is_told(metrics):
-        pushes = metrics["phases"]["push"]["count"]
-        applied = [metrics["tasks"][f"ps:{n}"]["apply"]["count"] for n in range(2)]
-        return [pushes, *applied] == [STEPS] * 3
-
-    metrics = until(trained, all_is_told)
+    metrics = trained.strategy.seen
     assert json.loads(json.dumps(metrics)) == metrics
     counts = {name: each["count"] for name, each in metrics["phases"].items()}
     assert counts == dict.fromkeys(("wait", "draw", "pull", "compute", "push"), STEPS)

@@ -62,7 +62,8 @@ class Strikes:
             self._context.strike_at(kind)
             await self._everything(has_struck)
             if not has_struck():
-                if not (kind.startswith("Copy") or kind in RESUMED):
+                is_copied = kind.startswith("Copy") or kind == "HeldRounds"
+                if not (is_copied or kind in RESUMED):
                     self._training.broken(f"no change of a store makes a {kind}")
                 await self._calm()
                 self.at_store(0)
