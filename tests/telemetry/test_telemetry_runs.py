@@ -40,8 +40,8 @@ def batches():
         yield np.ones((BATCH, 4), np.float32)
 
 
-@pytest.fixture(scope="module")
-def trained(cluster):
+@contextlib.contextmanager
+def training(cluster):
     """A coordinator whose one worker has trained two variables, one on each server."""
     strategy = zs.ParameterServerStrategy(cluster.resolver)
     coordinator = zs.ClusterCoordinator(strategy)
@@ -61,10 +61,16 @@ def trained(cluster):
     coordinator.join()
     zs.log_scalar("loss", loss.fetch())
     strategy.weight = weights[0]
-    # Before other tests run steps, or kill the worker.
+    # Before other tests run steps.
     strategy.seen = until(coordinator, all_is_told)
     yield coordinator
     strategy.close()
+
+
+@pytest.fixture(scope="module")
+def trained(cluster):
+    with training(cluster) as coordinator:
+        yield coordinator
 
 
 def all_is_told(metrics):
@@ -125,7 +131,7 @@ def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     assert told.exit_code == 0, told.output
     seen = json.loads(told.stdout)
     assert set(seen["tasks"]) == {"worker:0", "ps:0", "ps:1"}
-    assert seen["tasks"]["worker:0"]["cached_programs"] == 1
+    assert seen["tasks"]["worker:0"]["cached_programs"] >= 1
     assert seen["tasks"]["worker:0"]["transports"]["socket"]["out"] >= transports["out"]
     words = CliRunner().invoke(main, ["top", "--cluster", str(file), "--count", "1"])
     assert "task=worker:0 state=open steps/s=" in words.stdout
@@ -251,7 +257,12 @@ def test_scalars_are_numbers_with_names(name, value, error, words):
 
 
 @pytest.mark.processes
-def test_a_killed_worker_is_seen_to_be_lost(cluster, trained):
+def test_a_killed_worker_is_seen_to_be_lost():
+    with LocalCluster(2, 1) as cluster, training(cluster) as trained:
+        see_a_worker_lost(cluster, trained)
+
+
+def see_a_worker_lost(cluster, trained):
     log = f"{cluster.directory}/worker-0.log"
     before = until(trained, lambda m: m["tasks"]["worker:0"]["cores"])
     assert before["tasks"]["worker:0"]["cpu_seconds"] > 0
@@ -265,4 +276,3 @@ def test_a_killed_worker_is_seen_to_be_lost(cluster, trained):
     assert metrics["slowest"]["task"] == "worker:0"
     assert metrics["slowest"]["why"].startswith("is lost: ")
     assert any(task == "program" for _, task, _, _ in metrics["logs"])
-    cluster.restart("worker:0")  # for other tests, in whatever order they run
