@@ -222,6 +222,15 @@ def test_what_needs_a_coordinator_is_refused(spec, option):
         program(spec, 0, **option)
 
 
+@pytest.mark.parametrize("option", [{"rounds": zs.Rounds()}, {"wire": "int8"}], ids=str)
+def test_optimizers_that_need_scheduled_steps_are_refused(spec, option):
+    (name,) = option
+    with program(spec, 0) as chief, chief.scope():
+        with pytest.raises(ValueError, match=f"{name}=.*ParameterServerStrategy"):
+            zs.Optimizer(optax.sgd(0.5), **option)
+        assert created(chief)
+
+
 def test_there_must_be_a_ps():
     resolver = zs.cluster_resolver.SimpleClusterResolver(
         zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0

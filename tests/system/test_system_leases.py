@@ -262,6 +262,9 @@ def test_evaluation_sums_all_examples_once(local):
         with pytest.raises(TypeError, match="from_indexed"):
             coordinator.create_leased_dataset(rows, epochs=2)
         assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
+        for wrong in (iter([rows]), iter(coordinator.create_per_worker_dataset([1]))):
+            with pytest.raises(TypeError, match="create_leased_dataset"):
+                coordinator.schedule_epoch(sums, wrong)
         total, numbers = asyncio.run(evaluated(strategy))
         assert total == {"loss": 5050.0, "examples": 101}
         assert numbers == list(range(7))

@@ -3,7 +3,6 @@
 `Wire` is what a user asks for; `encode_gradient` and `decode_gradient` are the formats.
 """
 
-from ._encoding import EncodedGradient as EncodedGradient
 from ._encoding import encode_gradient as encode_gradient
 from ._formats import GRADIENT_BLOCK as GRADIENT_BLOCK
 from ._formats import ROW_BLOCK as ROW_BLOCK

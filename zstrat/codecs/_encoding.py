@@ -10,7 +10,7 @@ enough to round with, and much faster than jax's own.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,13 +20,6 @@ from ._formats import BFLOAT16, CHUNK, kept_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class EncodedGradient(NamedTuple):
-    """What stands for a gradient: ``codec`` says how, NONE that it is the array."""
-
-    codec: Codec
-    arrays: tuple[np.ndarray, ...]
 
 
 def encode_gradient(
@@ -49,7 +42,7 @@ def encode_gradient(
     flat = np.ascontiguousarray(array, np.float32).reshape(-1)
     if codec is Codec.TOP_K:
         return _largest(flat, density)
-    import jax  # here, as parameter servers decode_gradient only
+    import jax  # here, as parameter servers only decode
 
     size = len(flat)
     if more := _rounded(-(-size // block)) * block - size:

@@ -1,4 +1,4 @@
-"""`Wire`: in which format an optimizer's gradients and values travel."""
+"""`Wire`: the format in which an optimizer's gradients travel."""
 
 from __future__ import annotations
 

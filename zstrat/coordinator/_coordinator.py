@@ -23,6 +23,7 @@ from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._leased_datasets import (
     LeasedDataset,
     LeasedIterator,
+    current_epoch,
     make_leased_dataset,
     summed,
 )
@@ -338,6 +339,7 @@ class ClusterCoordinator(CoordinatorFace):
             were lost with a parameter server, and ran again.
 
         Raises:
+            TypeError: ``iterator`` is not of a leased dataset.
             OutOfRangeError: All epochs are over.
             ValueError: The step does not draw from the iterator, or several batches
                 that would leave a remainder.
@@ -349,7 +351,7 @@ class ClusterCoordinator(CoordinatorFace):
         core, args = self._core, (iterator,) if args is None else args
         values: list[RemoteValue] = []
         try:
-            epoch = iterator.current_epoch()
+            epoch = current_epoch(iterator)
             call = core.calls.make(fn, args, kwargs)
             while steps := epoch.steps_of(call[0]):
                 values += [core.engine.put(*call, site) for _ in range(steps)]
@@ -558,7 +560,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         core, args = self._core, (iterator,) if args is None else args
         values: list[AsyncRemoteValue] = []
         try:
-            epoch = await asyncio.to_thread(iterator.current_epoch)
+            epoch = await asyncio.to_thread(current_epoch, iterator)
             call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
             while steps := epoch.steps_of(call[0]):
                 values += [

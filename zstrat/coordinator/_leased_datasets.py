@@ -106,17 +106,6 @@ class LeasedIterator(PerWorkerIterator):
         """The epochs from the first one that is not over."""
         return LeasedEpochs(self)
 
-    def current_epoch(self) -> LeasedEpoch:
-        """Returns the first epoch that is not over, after all closures have ended.
-
-        Raises:
-            OutOfRangeError: All are over.
-            Exception: See `ClusterCoordinator.join`.
-        """
-        if (epoch := self._next_epoch()) is None:
-            raise OutOfRangeError(f"End of sequence: {self._book.name} is exhausted")
-        return epoch
-
     async def get_state_async(self) -> dict[str, Any]:
         """Returns the examples that are not done as JSON types, for `set_state_async`:
         after all steps that have ended."""
@@ -300,6 +289,25 @@ class LeasedEpoch:
 
     def __repr__(self) -> str:
         return f"<epoch {self.number} of {self.iterator}>"
+
+
+def current_epoch(iterator: Any) -> LeasedEpoch:
+    """Returns the first epoch of a pass that is not over, when all closures have ended.
+
+    Raises:
+        TypeError: It is not the iterator of a leased dataset.
+        OutOfRangeError: All are over.
+        Exception: See `ClusterCoordinator.join`.
+    """
+    if not isinstance(iterator, LeasedIterator):
+        raise TypeError(
+            f"a {type(iterator).__name__} has no epochs: give the iterator of a leased "
+            "dataset, iter(coordinator.create_leased_dataset(...)), and the dataset "
+            "itself to evaluate()"
+        )
+    if (epoch := iterator._next_epoch()) is None:
+        raise OutOfRangeError(f"End of sequence: {iterator._book.name} is exhausted")
+    return epoch
 
 
 def make_leased_dataset(

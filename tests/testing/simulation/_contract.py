@@ -18,7 +18,7 @@ counted:
 - no step runs twice because a connection to a server broke, and came back;
 - who goes on with what a lost program has left finds that so, and it does not change.
 
-What servers give out is looked at as whoever watches the network sees it (`GivenOut`).
+What servers give out is looked at as one who watches the network sees it (`GivenOut`).
 A reader that has a version of a variable is told "not modified" for as long as the
 server has the same number. So two things have to be so, whichever copy of a server
 answers: a number names one content of a variable in a session, for ever; and what is

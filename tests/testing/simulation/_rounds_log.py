@@ -1,4 +1,4 @@
-"""The log of closed rounds, as whoever watches the network sees it.
+"""The log of closed rounds, as one who watches the network sees it.
 
 An order to close a round names its members. The log has the first order of each round,
 and the world that numpy makes of it (`world_after`). The law of the file: as that of

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def lacks_operands(error: Exception) -> bool:
     """Whether a coupled optimizer waits for a worker that has run one of its steps
-    since it was connected: all such workers were lost, and the program begins anew."""
+    since it was connected: all such workers were lost, and the program begins again."""
     return "no worker could compute" in str(error)
 
 

@@ -325,7 +325,8 @@ class Recovery:
             "steps that had ended after it are lost (including those that failed or "
             "were cancelled), and so is what the program itself assigned since then; "
             "unfinished steps run again, and the datasets of the workers restart, or "
-            "continue where the checkpoint has their iterators",
+            "continue where the checkpoint has their iterators; leased datasets that "
+            "it lacks do not lease again what was lost",
             chosen.point.path,
             lost,
         )

@@ -42,8 +42,15 @@ class Decoding:
 
     @property
     def work(self) -> int:
-        """Estimates the bytes that it moves, as `work_of`."""
-        return 16 * sum(array.nbytes for array in self.arrays)
+        """Estimates the bytes that it moves, as `work_of`.
+
+        Raises:
+            NotFoundError: A variable does not exist.
+        """
+        coded = [self.variables[x.key].cell for x in self.updates if x.op >= CODED]
+        # TOP_K makes a whole array of a few numbers.
+        whole = sum(cell.nbytes for cell in coded)
+        return 4 * whole + 4 * sum(array.nbytes for array in self.arrays)
 
     def compute(self) -> None:
         """Decodes.

@@ -225,6 +225,14 @@ class ServerVariables(StrategyCreator):
             PSUnavailableError: A ps is gone.
         """
         rounds, code = optimizer.rounds, dump_code(optimizer.transformation)
+        if optimizer.wire is not None and self._bind_workers is None:
+            raise ValueError(
+                f"optimizer {optimizer.name!r} has wire={optimizer.wire.push!r}, for "
+                "gradients of scheduled steps, and here every worker runs the whole "
+                "program and sends its gradients as they are: leave out wire=, or "
+                "schedule steps with a zs.ParameterServerStrategy and a "
+                "zs.ClusterCoordinator"
+            )
         if rounds is not None and self._bind_workers is None:
             raise ValueError(
                 f"optimizer {optimizer.name!r} has rounds, which a coordinator closes, "
