@@ -31,7 +31,6 @@ from zstrat.wire import (
     Pushed,
     PushPart,
     UpdateOp,
-    Withdraw,
 )
 
 SESSION, WRITER = 7, 99
@@ -203,7 +202,7 @@ async def test_a_deletion_comes_again_as_one_that_may_be_done_already(rig):
     rig.link.cut()
     await turns()
     await rig.heal()
-    assert rig.link.messages == [Withdraw(SESSION, [4], [])]
+    assert rig.link.messages == [DeleteVariables(SESSION, [4], again=True)]
     rig.answer(Done())
     await deleting
 

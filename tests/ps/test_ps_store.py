@@ -210,6 +210,19 @@ def test_deletion_is_all_or_none_and_versions_never_return(store):
     assert (arrays[0] == 5).all()
 
 
+def test_a_deletion_that_comes_again_deletes_what_is_left(store):
+    """Also what an earlier program had created."""
+    store.change_program()
+    store.delete([2])
+    with pytest.raises(NotFoundError):
+        store.delete([2, 3])
+    store.delete([2, 3], again=True)
+    store.delete([2, 3], again=True)
+    for key in (2, 3):
+        with pytest.raises(NotFoundError):
+            store.read([Read(key, -1)])
+
+
 def test_arrays_must_be_those_that_the_updates_name(store):
     good = push((2, UpdateOp.ADD, (filled(2, 1),)))
     spare = Push(7, -1, 0, 0, good.updates, (*good.arrays, filled(2, 1)))

@@ -212,8 +212,8 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
             return store.plan_optimizer(optimizer, name, code)
         case BindOptimizer(optimizer=optimizer, arrays=arrays):
             return store.plan_binding(optimizer, arrays)
-        case DeleteVariables(keys=keys):
-            store.delete(keys)
+        case DeleteVariables(keys=keys, again=again):
+            store.delete(keys, again=again)
             return Done()
         case Withdraw(keys=keys, optimizers=optimizers):
             store.withdraw(keys, optimizers)

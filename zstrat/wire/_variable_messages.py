@@ -93,11 +93,13 @@ class InitializeVariables:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
-    """Frees the variables of these keys, and their slots. Answered by `Done`."""
+    """Frees the variables of these keys, and their slots. Answered by `Done`. All have
+    to be there, unless it comes ``again``: it may have been carried out."""
 
     kind: ClassVar = 33
     session: int
     keys: list[int]
+    again: bool = False
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)

@@ -355,6 +355,10 @@ def _alone(scenario: Scenario) -> Iterator[None]:
         mock.patch("zstrat.worker._service.bind", bind),
         mock.patch("zstrat.optimizers.Binding.decoded", _decoded_once),
         mock.patch("zstrat.ps.engine._xla.UpdatePrograms", _programs_of),
+        # Else it would depend on the runs before.
+        mock.patch(
+            "zstrat.ps.store._plans.PushPlan.is_compiled", not scenario.threaded
+        ),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
@@ -41,7 +41,6 @@ from zstrat.wire import (
     Push,
     PushPart,
     Repeat,
-    Withdraw,
 )
 
 if TYPE_CHECKING:
@@ -364,7 +363,7 @@ def _repeated(message: Message) -> Message | None:
     None: no message would have the same effect.
     """
     if isinstance(message, DeleteVariables):
-        return Withdraw(message.session, message.keys, [])  # some may be deleted
+        return replace(message, again=True)
     match REQUESTS[type(message)].repeat:
         case Repeat.NEVER:
             return None

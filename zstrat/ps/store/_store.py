@@ -169,12 +169,14 @@ class Store:
         """
         return initialize_plan(entries, code, self.engine.load_code, self.variables)
 
-    def delete(self, keys: Sequence[int]) -> None:
-        """Deletes all or none.
+    def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
+        """Deletes all or none; ``again``: those that are still there.
 
         Raises:
             NotFoundError: No variable has one of the keys.
         """
+        if again:
+            keys = [key for key in keys if key in self.variables]
         self._delete(keys)
         if self.log is not None:
             self.log.append(DeleteVariables(0, list(keys)))
