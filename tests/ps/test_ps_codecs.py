@@ -145,7 +145,7 @@ async def test_a_contribution_whose_session_ends_while_it_is_decoded(
         assert closed.wait(60)
         return decoded
 
-    monkeypatch.setattr("zstrat.ps.store._decoding.decode_gradient", decode)
+    monkeypatch.setattr("zstrat.codecs.decode_gradient", decode)
     gradients = Contribute(SESSION, [contribution(3)], [update], arrays)
     asked = server.later(gradients)
     await asyncio.to_thread(begun.wait, 60)

@@ -158,7 +158,7 @@ def test_one_worker_reads_the_order_of_the_seed(local, tmp_path):
         }  # fmt: skip
         state = asyncio.run(iterator.get_state_async())
         assert state["leases"]["open"] == []
-        other = iter(coordinator.create_leased_dataset(np.arange(9), 2))
+        other = iter(coordinator.create_leased_dataset(np.arange(SIZE), 2))
         with pytest.raises(InvalidArgumentError, match="shuffle_seed"):
             asyncio.run(other.set_state_async(state))
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
-from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, arrays_of, decode_gradient
+from zstrat import codecs
+from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, arrays_of
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import CODED, Codec, Contribute, Push, PushPart, UpdateOp
 
@@ -99,9 +100,9 @@ class Decoding:
             )
         cell = held.cell
         if not is_of_rows:
-            whole = decode_gradient(codec, cell.shape, arrays, GRADIENT_BLOCK)
+            whole = codecs.decode_gradient(codec, cell.shape, arrays, GRADIENT_BLOCK)
             return (whole.astype(cell.dtype, copy=False),)
         indices, *coded = arrays
         shape = (indices.size, *cell.shape[1:])
-        rows = decode_gradient(codec, shape, coded, ROW_BLOCK)
+        rows = codecs.decode_gradient(codec, shape, coded, ROW_BLOCK)
         return (indices, rows.astype(cell.dtype, copy=False))
