@@ -231,7 +231,7 @@ class FakeCluster:
     async def remember(self, point, cut, restores):
         raise AssertionError("nobody fills these servers again")
 
-    async def drop_contributions(self):
+    async def restart_rounds(self, restored):
         """Nothing waits for a round."""
 
     @contextlib.asynccontextmanager

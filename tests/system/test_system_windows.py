@@ -179,3 +179,68 @@ def test_each_worker_has_several_devices():
             wanted = wanted - 0.5 * sum(halves)
         np.testing.assert_allclose(w.numpy(), wanted, rtol=1e-5)
         strategy.close()
+
+
+@pytest.mark.parametrize("options", [{"fragments": 2, "overlap": 1, "mix": 0.5}, {}])
+def test_a_restored_program_goes_on_as_if_it_had_not_stopped(
+    cluster, tmp_path, options
+):
+    """With the moments, the schedules, the copies and the fragments of the cut: the
+    values of a program that stops and of one that does not are equal to the last
+    bit."""
+    windows = 3
+    rates = optax.inject_hyperparams(optax.adam)(
+        lambda count: 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
+    )
+
+    def program(before, path):
+        """Makes ``windows`` on each worker, between a restore and a save."""
+        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+            with strategy.scope():
+                params = zs.create_variables(MODEL)
+                local = zs.LocalOptimizer(
+                    rates,
+                    NESTEROV,
+                    every=4,
+                    rounds=zs.Rounds(workers=WORKERS),
+                    **options,
+                )
+            coordinator = zs.ClusterCoordinator(strategy)
+            iterator = iter(coordinator.create_per_worker_dataset(data))
+            saved = zs.Checkpoint(params=params, local=local, iterator=iterator)
+            if before is not None:
+                saved.restore(before).assert_consumed()
+
+            def step(iterator):
+                loss, grads = zs.value_and_grad(loss_of)(params, next(iterator))
+                local.apply_gradients(grads, params)
+                return loss
+
+            window = local.window(step)
+            for _ in range(windows if path else 2 * windows):
+                for _ in range(WORKERS):
+                    coordinator.schedule(window, args=(iterator,))
+            coordinator.join()
+            if path is None:
+                return {name: x.numpy() for name, x in params.items()}
+            saved = saved.write(path)
+            # What was restored counts, and not what is done until then.
+            for _ in range(WORKERS):
+                coordinator.schedule(window, args=(iterator,))
+            coordinator.join()
+            return saved
+
+    def data(context):
+        return zs.data.Dataset.from_tensor_slices(
+            np.stack([batch_of(context.input_pipeline_id, n) for n in range(40)])
+        )
+
+    whole = program(None, None)
+    first = program(None, tmp_path / "first")
+    second = program(first, tmp_path / "second")
+    with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+        with strategy.scope():
+            params = zs.create_variables(MODEL)
+        zs.Checkpoint(params=params).restore(second, expect_partial=True)
+        for name, value in whole.items():
+            np.testing.assert_array_equal(params[name].numpy(), value)

@@ -8,8 +8,8 @@ from zstrat.variables import RESIDENT, VariableSpec
 from zstrat.wire import RoundNumber, UpdateOp
 from zstrat.worker import Residents
 
-ARRAY = VariableSpec(-(1 << 60), "local/w/copy", (2,), "float32", RESIDENT)
-NUMBER = VariableSpec(-(1 << 60) - 1, "local/round", (), "int32", RESIDENT)
+ARRAY = VariableSpec(-(1 << 60), "/copy 3 7 local/w", (2,), "float32", RESIDENT)
+NUMBER = VariableSpec(-(1 << 60) - 1, "/round 0 7 local", (), "int32", RESIDENT)
 PULLED = VariableSpec(3, "w", (2,), "float32", 0)
 
 
