@@ -51,7 +51,12 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
     with strategy.scope():
         params = zs.create_variables(MODEL)
         optimizer = zs.LocalOptimizer(
-            inner, NESTEROV, every=every, overlap=overlap, name="local"
+            inner,
+            NESTEROV,
+            every=every,
+            overlap=overlap,
+            name="local",
+            wire=zs.Wire(push="int4", pull="bfloat16"),  # not in shared memory
         )
     coordinator = zs.ClusterCoordinator(strategy)
 
@@ -181,35 +186,39 @@ def test_each_worker_has_several_devices():
         strategy.close()
 
 
-@pytest.mark.parametrize("options", [{"fragments": 2, "overlap": 1, "mix": 0.5}, {}])
-def test_a_restored_program_goes_on_as_if_it_had_not_stopped(
-    cluster, tmp_path, options
+@pytest.mark.parametrize("is_same_program", [False, True])
+def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
+    cluster, tmp_path, is_same_program
 ):
-    """With the moments, the schedules, the copies and the fragments of the cut: the
-    values of a program that stops and of one that does not are equal to the last
-    bit."""
-    windows = 3
-    rates = optax.inject_hyperparams(optax.adam)(
-        lambda count: 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
-    )
+    """With the moments, the copies and the fragments of the cut, and in another program
+    with its place in schedules: values are equal to the last bit."""
 
-    def program(before, path):
-        """Makes ``windows`` on each worker, between a restore and a save."""
+    def rates(count):
+        return 0.1 / (1.0 + jnp.asarray(count * (not is_same_program), jnp.float32))
+
+    def data(context):
+        batches = [batch_of(context.input_pipeline_id, n) for n in range(16)]
+        return zs.data.Dataset.from_tensor_slices(np.stack(batches))
+
+    def program(then, restored=None):
+        """Runs ``then`` with what trains, saves, and tells the values."""
         with zs.ParameterServerStrategy(cluster.resolver) as strategy:
             with strategy.scope():
                 params = zs.create_variables(MODEL)
                 local = zs.LocalOptimizer(
-                    rates,
+                    optax.adam(rates),
                     NESTEROV,
                     every=4,
+                    fragments=2,
+                    overlap=1,
+                    mix=0.5,
                     rounds=zs.Rounds(workers=WORKERS),
-                    **options,
                 )
             coordinator = zs.ClusterCoordinator(strategy)
             iterator = iter(coordinator.create_per_worker_dataset(data))
             saved = zs.Checkpoint(params=params, local=local, iterator=iterator)
-            if before is not None:
-                saved.restore(before).assert_consumed()
+            if restored is not None:
+                saved.restore(restored).assert_consumed()
 
             def step(iterator):
                 loss, grads = zs.value_and_grad(loss_of)(params, next(iterator))
@@ -217,30 +226,30 @@ def test_a_restored_program_goes_on_as_if_it_had_not_stopped(
                 return loss
 
             window = local.window(step)
-            for _ in range(windows if path else 2 * windows):
-                for _ in range(WORKERS):
+
+            def train(count):
+                for _ in range(count * WORKERS):
                     coordinator.schedule(window, args=(iterator,))
-            coordinator.join()
-            if path is None:
-                return {name: x.numpy() for name, x in params.items()}
-            saved = saved.write(path)
-            # What was restored counts, and not what is done until then.
-            for _ in range(WORKERS):
-                coordinator.schedule(window, args=(iterator,))
-            coordinator.join()
-            return saved
+                coordinator.join()
 
-    def data(context):
-        return zs.data.Dataset.from_tensor_slices(
-            np.stack([batch_of(context.input_pipeline_id, n) for n in range(40)])
-        )
+            path = then(train, saved)
+            return path, {name: x.numpy() for name, x in params.items()}
 
-    whole = program(None, None)
-    first = program(None, tmp_path / "first")
-    second = program(first, tmp_path / "second")
-    with zs.ParameterServerStrategy(cluster.resolver) as strategy:
-        with strategy.scope():
-            params = zs.create_variables(MODEL)
-        zs.Checkpoint(params=params).restore(second, expect_partial=True)
-        for name, value in whole.items():
-            np.testing.assert_array_equal(params[name].numpy(), value)
+    def begins(train, saved):
+        train(3)
+        path = saved.write(tmp_path / "c")
+        train(2)
+        if is_same_program:
+            saved.restore(path)
+            train(3)
+        return path
+
+    def goes_on(train, saved):
+        train(3)
+
+    _, wanted = program(lambda train, saved: train(6))
+    path, found = program(begins)
+    if not is_same_program:
+        _, found = program(goes_on, path)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)

@@ -61,6 +61,8 @@ class WindowPlace(NamedTuple):
     """Whether the tree is one fragment, so that any round will do."""
     steps: int
     """How many steps the window makes."""
+    adapts: bool = False
+    """Whether workers make different numbers of steps."""
 
 
 @final
@@ -253,7 +255,8 @@ class Residents:
         every = turn.every if turn.every < exchanges.every else 0
         segment = Segment(number % exchanges.fragments, restarts, every)
         steps = exchanges.steps_in(segment)
-        return WindowPlace(optimizer, index, number, segment, is_whole, steps)
+        adapts = exchanges.pace is not None
+        return WindowPlace(optimizer, index, number, segment, is_whole, steps, adapts)
 
     def give_back(self, place: WindowPlace) -> None:
         """Gives the place to the next window, as this one will not run; of several the

@@ -138,6 +138,7 @@ class WorkerSession:
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)
         self._servers, self._counts = servers, counts
+        self.client.counts = counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._after: dict[int, int] = {}
