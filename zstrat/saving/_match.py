@@ -307,8 +307,8 @@ class Matching:
                     self._slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: Found) -> None:
-        """What workers keep for each optimizer of windows that is new. Workers begin
-        anew beside variables that are found later."""
+        """What workers keep for each optimizer of windows that is new. Workers start
+        from scratch beside variables that are found later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):

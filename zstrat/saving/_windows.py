@@ -3,7 +3,7 @@
 A `LocalOptimizer` in a checkpoint has the number of its open round and, beside each
 variable, the arrays of each worker, such as "0/.mu" of the first one. They are pinned
 on the worker and fetched while training continues. A restore gives them to the workers
-at the same places; workers that the checkpoint does not have begin anew.
+at the same places; workers that the checkpoint does not have start from scratch.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ async def restore_windows(
     files: CheckpointFiles,
     disk: FileThread,
 ) -> None:
-    """Gives the arrays to the connected workers. A worker that is lost meanwhile begins
-    anew, and so does a component of a variable that is cut at other rows now.
+    """Gives the arrays to the connected workers. A worker that is lost meanwhile starts
+    from scratch, and so does a component of a variable that is cut at other rows now.
 
     Raises:
         DataLossError, OSError: A file has changed or cannot be read.
