@@ -9,10 +9,13 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from .scale_model import Exchange
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "diloco.py"
 WORKERS = 2
@@ -20,6 +23,39 @@ SIZE = 128
 """Rows and columns of each of `LEAVES` variables, 256 KiB in all."""
 LEAVES = 4
 ROUND_TRIP = 0.05
+
+
+class Checked(NamedTuple):
+    """A measured share of the time that workers compute, and what it was measured
+    with: see `scale_model.utilization`."""
+
+    megabits: float
+    round_trip: float
+    compute: float
+    nbytes: float
+    how: Exchange
+    measured: float
+
+
+POINTS = (
+    (20.0, Exchange(20)),
+    (20.0, Exchange(80, 4, 18)),
+    (100.0, Exchange(20)),
+)
+"""Megabits per second of the link of each worker."""
+
+
+def checked_points(step: float = 0.02) -> list[Checked]:
+    """Measures some points of the formula, with steps of so many seconds."""
+    found = []
+    for megabits, how in POINTS:
+        with Run(megabits * WORKERS, ROUND_TRIP) as run:
+            alone = run.alone(200, step, 20)
+            made = run.train(3 * how.every, step, **asdict(how))
+            share = alone / made["seconds"]
+            nbytes = 4.0 * LEAVES * SIZE**2
+            found.append(Checked(megabits, ROUND_TRIP, alone, nbytes, how, share))
+    return found
 
 
 def _slept(value: Any, seconds: float) -> Any:
