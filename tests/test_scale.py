@@ -126,7 +126,7 @@ def test_a_page_and_its_pictures():
     expected = (1 - 8e-5) / share
     assert f"| 10 ms | {round(expected, -1):,.0f} |" in text
     # 2 MiB at 1 MB/s, two round trips: 2.2 s beside half a second.
-    assert "| 8 Mbit/s, 50 ms | 1, 1, 0 | 0.18 | 0.25 |" in text
+    assert "| 8 Mbit/s, 50 ms | 1, 1, 0 | 0.19 | 0.25 |" in text
     for name, drawing in files.items():
         if name != PAGE:
             assert name in text

@@ -1,5 +1,7 @@
 """What windows keep on a worker: arrays that count once, and the place of a window."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -81,6 +83,17 @@ def test_places_are_of_successive_rounds_and_the_first_takes_all_values():
     residents = Residents()
     segments = [residents.take_place(exchanges(3)).segment for _ in range(4)]
     assert segments == [Segment(n % 3, restart=n == 0) for n in range(4)]
+
+
+def test_windows_of_different_lengths_weigh_examples_times_those_of_a_step():
+    residents = Residents()
+    assert residents.take_place(exchanges(1)).weight(12) == 1.0
+    pace = Outer()
+    place = residents.take_place(replace(exchanges(1), pace=pace))
+    assert (place.steps, place.weight(12), place.weight(0)) == (6, 24.0, 6.0)
+    # Half as many steps with as many examples in each: half the weight.
+    shorter = place._replace(steps=3)
+    assert (shorter.weight(6), shorter.weight(0)) == (12.0, 3.0)
 
 
 def test_a_window_that_will_not_run_gives_its_place_back():

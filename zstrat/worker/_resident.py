@@ -64,6 +64,11 @@ class WindowPlace(NamedTuple):
     adapts: bool = False
     """Whether workers make different numbers of steps."""
 
+    def weight(self, examples: int) -> float:
+        """Returns the weight of the window in a round, if the user gives none: its
+        examples times those of a step where windows differ (Douillard et al., 2026)."""
+        return float((examples or self.steps) ** 2 / self.steps if self.adapts else 1)
+
 
 @final
 @dataclass(slots=True)

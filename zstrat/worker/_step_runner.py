@@ -535,9 +535,7 @@ class _Refusing:
 
 
 def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> float:
-    """Returns the weight of a step's gradients in a round, by the user's function. That
-    of a window with fewer steps than others is, as that of Douillard et al. (2026), its
-    examples times those of a step.
+    """Returns the weight of a step's gradients in a round, by the user's function.
 
     Raises:
         ValueError: It is not a finite number, or negative.
@@ -545,11 +543,9 @@ def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> flo
     assert rule.rounds is not None
     plan: Plan = step.work.plan
     if rule.rounds.weights is None:
-        is_sum = rule.rounds.rule is MergeRule.SUM
-        if is_sum or step.place is None or not step.place.adapts:
+        if step.place is None or rule.rounds.rule is MergeRule.SUM:
             return 1.0
-        steps = step.place.steps
-        return float((step.work.examples or steps) ** 2 / steps)
+        return step.place.weight(step.work.examples)
     weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
     if not 0 <= weight < math.inf:
         raise ValueError(
