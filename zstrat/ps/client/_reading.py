@@ -175,12 +175,11 @@ class Reading:
     def _asked(self, ps: int, whole: list[int], parts: list[int]) -> ServerPull:
         refs, rows, known = self._refs, self._rows, self._known
         values = [known.get(refs[place]) for place in whole]
-        coded = not self._shares_memory(ps)
         reads = [
             Read(
                 refs[place][1],
                 -1 if value is None else value.version,
-                refs[place][2] if coded else 0,
+                0 if refs[place][2] and self._shares_memory(ps) else refs[place][2],
             )
             for place, value in zip(whole, values, strict=True)
         ]
