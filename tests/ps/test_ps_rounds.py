@@ -182,6 +182,18 @@ async def test_rda_keeps_the_mean_length_in_the_mean_direction(server):
     assert found[0].tolist() == [8.0, 0.0]
 
 
+async def test_rounds_without_members_may_be_skipped(server):
+    await server.create({0: np.zeros(2)})
+    await server.contribute(1, {0: np.ones(2)})
+    assert await server.ask(close(6, [])) == Done()
+    assert await server.ask(close(3, [])) == Done()  # it was closed with those
+    assert not (await server.value()).any()
+    with pytest.raises(ProtocolError):
+        await server.ask(close(9, members(1)))
+    assert await server.ask(close(7, members(1))) == Done()
+    assert (await server.value()).all()
+
+
 async def test_delayed_nesterov_runs_on_a_server():
     transformation = delayed_nesterov(0.1, momentum=0.9, period=2)
     server = Server(transformation)
