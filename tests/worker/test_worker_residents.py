@@ -87,12 +87,16 @@ def test_another_session_of_the_same_program_takes_the_arrays_over():
     assert kept(after) == [0.0] * 2
 
 
-def test_copies_of_values_that_were_rolled_back_are_dropped():
+@pytest.mark.parametrize("is_by_session", [True, False])
+def test_copies_of_values_that_were_rolled_back_are_dropped(is_by_session):
     before, after = Residents(), Residents()
     for _ in range(2):
         before.take_place(exchanges(3))
     before.put(1, left(5.0))
-    after.inherit(before, is_restored=True)
+    after.inherit(before, is_restored=is_by_session)
+    if not is_by_session:
+        after.restart(8, -1)  # that of rounds without windows
+        after.restart(7, -1)
     place = after.take_place(exchanges(3))
     assert place.segment == Segment(2, restart=True)
     assert kept(after) == [0.0] * 2

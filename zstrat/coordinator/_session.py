@@ -211,10 +211,11 @@ class ClusterSession:
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
         """Drops what waits for rounds, while the session is `at_rest`: it would move
-        values that were restored. Windows on workers begin again, with nothing.
+        values that were restored. Windows on workers drop their copies, too.
 
         Args:
-            restored: By outer optimizer of windows: the rounds to go on with.
+            restored: By outer optimizer: the rounds that its windows, which begin again
+                with nothing, go on with.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
@@ -223,10 +224,10 @@ class ClusterSession:
         """
         work = self.cluster.rounds.drop(restored)
         await self.run_async(work, "dropping what waits for rounds")
-        for optimizer in restored:
-            number = self.open_round(optimizer)
+        for each in self.cluster.rounds.rounds:
+            number = each.number if each.optimizer in restored else -1
             for worker in self.workers:
-                await self.ask_worker(worker, RestartWindows, optimizer, number)
+                await self.ask_worker(worker, RestartWindows, each.optimizer, number)
 
     def open_round(self, optimizer: int) -> int | None:
         """Returns how many rounds of an optimizer were closed, or restored; None: it

@@ -140,7 +140,8 @@ class MergeOperands:
 class RestartWindows:
     """Has a worker drop what windows of an optimizer keep there, as its values were
     restored, and count from round ``number``; sent by a coordinator. `StoreTensors`
-    follow, with the arrays of a checkpoint. Answered by `Done`."""
+    follow, with the arrays of a checkpoint. Answered by `Done`. A ``number`` of -1: it
+    drops the copies alone, as variables were restored without the optimizer."""
 
     kind: ClassVar = 127
     session: int

@@ -163,7 +163,12 @@ class Residents:
         self._pins.pop(snapshot, None)
 
     def restart(self, optimizer: int, number: int) -> None:
-        """Drops all arrays of an optimizer, whose open round is ``number``."""
+        """Drops all arrays of an optimizer, whose open round is ``number``; -1: its
+        copies alone."""
+        if number < 0:
+            if optimizer in self._turns:
+                self._drop_copies(optimizer)
+            return
         self._before, self._step, self._place = {}, None, None
         self._turns[optimizer] = _Turn(offset=number)
         for name in [name for name in self._arrays if name.optimizer == optimizer]:

@@ -545,7 +545,8 @@ def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> flo
     if rule.rounds.weights is None:
         if step.place is None or rule.rounds.rule is MergeRule.SUM:
             return 1.0
-        return step.place.weight(step.work.examples)
+        own: float = step.place.weight(step.work.examples)
+        return own
     weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
     if not 0 <= weight < math.inf:
         raise ValueError(
