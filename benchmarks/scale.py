@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import scale_model as model
 from .scale_costs import LINKS, measured, simulated
+from .scale_model import Exchange, Link
 from .scale_plot import Curve, drawn
+from .slow_links import checked_points
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from .scale_model import Costs
+    from .slow_links import Checked
 
 PAGE: Final = "scale.md"
 COMPUTES: Final = (1e-5, 1e-4, 1e-3, 1e-2, 5e-2)
@@ -30,6 +33,19 @@ WORKERS: Final = (10, 30, 100, 300, 1000, 3000, 10_000)
 SERVERS: Final = (1, 10, 100, 1000)
 SIZES: Final = (4096, 2**20, 16 * 2**20)
 """Bytes that a step reads and pushes."""
+MODEL_BYTES: Final = 4e8
+MODEL_STEP: Final = 1.0
+ROUND_TRIP: Final = 0.05
+"""Seconds of a step of the model on slow links, and of its links."""
+MEGABITS: Final = (10, 100, 1000, 10_000)
+EXCHANGES: Final = (
+    Exchange(),
+    Exchange(10),
+    Exchange(50),
+    Exchange(500),
+    Exchange(50, 4, 10),
+    Exchange(500, 4, 100),
+)
 TEMPLATE: Final = Path(__file__).with_name("scale_page.md")
 
 
@@ -44,7 +60,9 @@ class Largest(NamedTuple):
     """Of them on the program's loop."""
 
 
-def page(costs: Costs, largest: Largest, machine: str) -> dict[str, str]:
+def page(
+    costs: Costs, largest: Largest, machine: str, checked: Sequence[Checked]
+) -> dict[str, str]:
     """The files of the page, by name."""
     words = {
         "machine": machine,
@@ -56,6 +74,8 @@ def page(costs: Costs, largest: Largest, machine: str) -> dict[str, str]:
         "beats": "\n".join(_beats(costs)),
         "connections": "\n".join(_connections(costs)),
         "ledger": _ledger(costs),
+        "links_used": "\n".join(_links_used(costs)),
+        "checked": "\n".join(_checked(costs, checked)),
         "workers": f"{largest.workers:,}",
         "steps": f"{largest.steps:,}",
         "seconds": f"{largest.seconds:.0f}",
@@ -176,6 +196,35 @@ def _ledger(costs: Costs) -> str:
     )
 
 
+def _used(costs: Costs, megabits: float, how: Exchange) -> float:
+    link = Link(1e6 * megabits, ROUND_TRIP)
+    return model.utilization(costs, link, MODEL_STEP, MODEL_BYTES, how)
+
+
+def _links_used(costs: Costs) -> Iterator[str]:
+    head = ("`every`, `fragments`, `overlap`", *[f"{n:,} Mbit/s" for n in MEGABITS])
+    rows = [
+        (_how(how), *[f"{_used(costs, n, how):.1%}" for n in MEGABITS])
+        for how in EXCHANGES
+    ]
+    yield from _table(head, rows)
+
+
+def _checked(costs: Costs, checked: Sequence[Checked]) -> Iterator[str]:
+    head = ("link", "`every`, `fragments`, `overlap`", "computed", "measured")
+    rows = []
+    for case in checked:
+        link = Link(1e6 * case.megabits, case.round_trip)
+        used = model.utilization(costs, link, case.compute, case.nbytes, case.how)
+        words = f"{case.megabits:g} Mbit/s, {_time(case.round_trip)}"
+        rows.append((words, _how(case.how), f"{used:.2f}", f"{case.measured:.2f}"))
+    yield from _table(head, rows)
+
+
+def _how(how: Exchange) -> str:
+    return f"{how.every}, {how.fragments}, {how.overlap}"
+
+
 def _pictures(costs: Costs) -> dict[str, str]:
     many = [float(round(10 ** (1 + power / 10))) for power in range(31)]
     steps = [
@@ -213,6 +262,11 @@ def _pictures(costs: Costs) -> dict[str, str]:
         )
         for count in SERVERS
     ]
+    speeds = [10 ** (1 + power / 20) for power in range(61)]
+    used = [
+        Curve(_how(how), [(n, _used(costs, n, how)) for n in speeds], how.overlap > 0)
+        for how in EXCHANGES
+    ]
     across = ("workers", 10.0, 1e4)
     return {
         "scale_program.svg": drawn(
@@ -223,6 +277,12 @@ def _pictures(costs: Costs) -> dict[str, str]:
         ),
         "scale_beats.svg": drawn(
             "beats on the program's loop", across, ("of a core", 1e-4, 1e1), beats
+        ),
+        "scale_links.svg": drawn(
+            "100 million parameters, 1 s a step, 50 ms",
+            ("Mbit/s", 10.0, 1e4),
+            ("of the time", 1e-3, 1.0),
+            used,
         ),
         "scale_connections.svg": drawn(
             "connections", across, ("in all", 1e1, 1e8), connected
@@ -274,7 +334,8 @@ def main() -> None:
     program = simulated(given.workers, steps)
     spent = time.process_time() - began
     largest = Largest(given.workers, steps, spent, program)
-    for name, text in page(costs, largest, _machine()).items():
+    checked = checked_points()
+    for name, text in page(costs, largest, _machine(), checked).items():
         (given.folder / name).write_text(text, "utf-8")
         print(given.folder / name)
 

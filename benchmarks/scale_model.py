@@ -144,6 +144,46 @@ def server_workers(
     return max(0.0, 1.0 - beats) / (step + beats)
 
 
+@dataclass(frozen=True)
+class Link:
+    """Between a worker and its servers."""
+
+    bits: float
+    """Per second, each way."""
+    round_trip: float
+    """Seconds."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """`zstrat.LocalOptimizer` with its ``every``, ``fragments`` and ``overlap``;
+    ``every`` of 1: synchronous rounds."""
+
+    every: int = 1
+    fragments: int = 1
+    overlap: int = 0
+
+
+def exchange_seconds(costs: Costs, link: Link, nbytes: float, how: Exchange) -> float:
+    """From the end of a window until the values are there that it leads to: difference
+    and values on the link, a round trip for the push, and one for the order to close
+    the round and the answer of the pull, which waits there."""
+    part = nbytes / how.fragments
+    return 2 * (8 * part / link.bits + link.round_trip) + (
+        costs.exchange + costs.byte * part
+    )
+
+
+def utilization(
+    costs: Costs, link: Link, compute: float, nbytes: float, how: Exchange
+) -> float:
+    """The share of its time that a worker computes steps of ``compute`` seconds, if all
+    are equally fast and the link of a server is as wide as those of all workers."""
+    window = compute * how.every / how.fragments
+    waits = exchange_seconds(costs, link, nbytes, how) - compute * how.overlap
+    return window / (window + max(0.0, waits) + costs.own + costs.call)
+
+
 def connections(workers: int, servers: int) -> dict[str, int]:
     """Of one process of each kind, and in all."""
     return {

@@ -10,6 +10,7 @@ from benchmarks import scale_model as model
 from benchmarks.scale import COMPUTES, PAGE, Largest, page
 from benchmarks.scale_costs import scanned, simulated
 from benchmarks.scale_plot import Axis
+from benchmarks.slow_links import Checked
 
 COSTS = model.Costs(
     step=1e-4,
@@ -88,6 +89,21 @@ def test_the_slowest_part_says_how_many_steps_there_are():
         assert rate == min(found)
 
 
+def test_a_link_is_hidden_behind_the_steps_that_do_not_wait_for_it():
+    costs = replace(COSTS, exchange=0.0, byte=0.0, own=0.0, call=0.0)
+    link = model.Link(8e6, 0.1)  # 1 MB/s
+
+    def used(*how):
+        return model.utilization(costs, link, 0.01, 1e6, model.Exchange(*how))
+
+    assert used() == pytest.approx(0.01 / (0.01 + 2.2))
+    assert used(100) == pytest.approx(1.0 / (1.0 + 2.2))
+    # A quarter of the bytes, two round trips: 0.7 s.
+    assert used(400, 4) == pytest.approx(1.0 / (1.0 + 0.7))
+    assert used(400, 4, 50) == pytest.approx(1.0 / (1.0 + 0.2))
+    assert used(400, 4, 70) == 1.0
+
+
 def test_connections_are_those_of_a_bipartite_graph_and_the_program():
     workers, servers = 7, 3
     edges = {("program", n) for n in range(workers + servers)}
@@ -99,7 +115,8 @@ def test_connections_are_those_of_a_bipartite_graph_and_the_program():
 
 
 def test_a_page_and_its_pictures():
-    files = page(COSTS, Largest(1000, 3000, 12.0, 6.0), "2 cores")
+    checked = Checked(8.0, 0.05, 0.5, 2.0**20, model.Exchange(1), 0.25)
+    files = page(COSTS, Largest(1000, 3000, 12.0, 6.0), "2 cores", [checked])
     text = files[PAGE]
     assert "@" not in text
     assert "1,000 workers and one server made 3,000 steps" in text
@@ -108,6 +125,8 @@ def test_a_page_and_its_pictures():
     share = 1e-4 / 0.01015 + 8e-5
     expected = (1 - 8e-5) / share
     assert f"| 10 ms | {round(expected, -1):,.0f} |" in text
+    # 2 MiB at 1 MB/s, two round trips: 2.2 s beside half a second.
+    assert "| 8 Mbit/s, 50 ms | 1, 1, 0 | 0.19 | 0.25 |" in text
     for name, drawing in files.items():
         if name != PAGE:
             assert name in text

@@ -190,6 +190,10 @@ def test_places_outside_of_a_chunk_are_refused():
         {"push": "topk", "density": 0.1, "error_feedback": False},
         {"push": "bfloat16", "error_feedback": True},
         {"push": "int8", "error_feedback": 1.5},
+        {},
+        {"pull": "int8"},
+        {"pull": "bfloat16", "error_feedback": True},
+        {"pull": "bfloat16", "density": 0.5},
     ],
 )
 def test_formats_that_make_no_sense_are_refused(wrong):

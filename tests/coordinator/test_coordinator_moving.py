@@ -375,6 +375,7 @@ class Checkpoint:
 
     path, variables, optimizers, lacks = "ckpt-1", frozenset(), frozenset(), []
     places = {}  # noqa: RUF012
+    rounds = {}  # noqa: RUF012
 
     def __init__(self):
         self.may_fill = asyncio.Event()

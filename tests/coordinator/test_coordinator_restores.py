@@ -20,7 +20,8 @@ class Point:
 
     def __init__(self, path="ckpt-1", variables=(), on_check=None, on_fill=None):
         self.path, self.variables = path, frozenset(variables)
-        self.optimizers, self.lacks, self.places = frozenset(), [], {}
+        self.optimizers, self.lacks = frozenset(), []
+        self.places, self.rounds = {}, {}
         self.on_check, self.on_fill = on_check, on_fill
         self.fills = []
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.coordinator import RestoredRounds
 from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
 from zstrat.errors import (
     ClosedError,
@@ -230,6 +231,33 @@ async def test_what_waits_is_dropped_when_a_checkpoint_is_restored():
     await rig.contribute(1, 2, 1)
     await rig.contribute(0, 3, 1)
     assert rig.closed == [(0, [], []), (1, [2, 3], [])]
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize(
+    ("made", "saved", "cycle", "opens"),
+    [
+        (0, 0, 3, 0),  # a new program
+        (0, 1, 3, 1),
+        (0, 7, 3, 7),
+        (5, 7, 3, 7),
+        (6, 7, 3, 10),  # a worker may be in round 7 already
+        (8, 2, 3, 11),
+        (8, 2, 1, 10),
+    ],
+)
+async def test_rounds_go_on_with_those_of_a_checkpoint(made, saved, cycle, opens):
+    rig = Rig(1, zs.Rounds())
+    for number in range(made):
+        await rig.contribute(0, 1 + number, number)
+    await rig.closing.hold()
+    rig.queue.steps.next = 50
+    await rig.closing.drop({OPTIMIZER: RestoredRounds(saved, cycle)})
+    rig.closing.release()
+    await rig.contribute(0, 100, opens)
+    assert rig.closed[-1] == (opens, [100], [])
+    skips = rig.closed[made:-1]
+    assert skips == ([(opens - 1, [], [])] if opens > made else [])
     await rig.closing.stop()
 
 

@@ -88,6 +88,26 @@ def test_windows_of_several_workers_are_diloco():
         close(servers.now(), params)
 
 
+def test_a_global_norm_of_the_inner_optimizer_is_that_of_the_worker():
+    """Also with fragments: a step moves all of the worker's copy."""
+    inner = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5))
+    data = x, y = batches_of(1, 6)
+    servers, ((worker, iterator),) = training(
+        MODEL, inner, optax.sgd(1.0), 1, data, every=6, fragments=3
+    )
+    params = jax.tree.map(jnp.asarray, MODEL)
+    state, wanted = inner.init(params), {}
+    for n in range(6):
+        grads = jax.grad(loss_of)(params, x[0, n], y[0, n])
+        moved, state = inner.update(grads, state, params)
+        params = optax.apply_updates(params, moved)
+        if n % 2:  # the largest fragment first
+            wanted |= {name: params[name] for name in [("w", "v", "b")[n // 2]]}
+            worker.run(iterator)
+            servers.close()
+    close(servers.now(), wanted)
+
+
 def test_one_worker_and_a_plain_exchange_are_training_without_an_exchange():
     """To the last bit: Δ is exact where a step moves a value by less than a half."""
     rng = np.random.default_rng(3)

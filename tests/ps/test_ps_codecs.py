@@ -18,6 +18,8 @@ from zstrat.wire import (
     Contribute,
     Done,
     Exchange,
+    Pull,
+    PullRound,
     Push,
     Read,
     Update,
@@ -122,6 +124,29 @@ async def test_complex_variables_have_no_format(server):
     _, update, arrays = coded(Codec.INT8, SHAPE)
     with pytest.raises(InvalidArgumentError, match="complex64"):
         await server.ask(Push(SESSION, 3, 0, 0, [update], arrays), server.worker)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LARGE])
+@pytest.mark.parametrize("in_round", [False, True])
+async def test_values_are_read_as_bfloat16(server, shape, in_round):
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    await server.create({0: value, 1: value})
+    reads = [Read(0, -1, Codec.BFLOAT16), Read(1, -1), Read(0, 0, Codec.BFLOAT16)]
+    asked = PullRound(SESSION, [], reads, [], ()) if in_round else Pull(SESSION, reads)
+    narrow, whole = (await server.ask(asked, server.worker)).arrays
+    assert np.array_equal(narrow, value.astype(narrow.dtype))
+    assert (narrow.dtype.name, narrow.nbytes) == ("bfloat16", value.nbytes / 2)
+    assert np.array_equal(whole, value)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(Codec.INT8, np.float32), (Codec.BFLOAT16, np.float64), (99, "f")],
+)
+async def test_values_are_read_in_no_other_format(server, codec, dtype):
+    await server.create({0: np.zeros(SHAPE, dtype)})
+    with pytest.raises(InvalidArgumentError):
+        await server.ask(Pull(SESSION, [Read(0, -1, codec)]), server.worker)
 
 
 async def test_rows_are_never_the_largest_numbers_only(server):

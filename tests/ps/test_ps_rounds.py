@@ -32,6 +32,7 @@ from zstrat.errors import (
     StaleSessionError,
     UnavailableError,
 )
+from zstrat.optimizers import delayed_nesterov
 from zstrat.wire import (
     CloseSession,
     Contribute,
@@ -176,6 +177,37 @@ async def test_rda_keeps_the_mean_length_in_the_mean_direction(server):
     await server.contribute(3, {0: np.array([-8.0, 0.0])})
     found = await server.merged(0, members(1, 3), rule="rda")
     assert found[0].tolist() == [0.0, 0.0]  # no direction is left
+    await server.contribute(4, {0: np.array([8.0, 0.0])})
+    found = await server.merged(0, members(1, 4), rule="rda")
+    assert found[0].tolist() == [8.0, 0.0]
+
+
+async def test_rounds_without_members_may_be_skipped(server):
+    await server.create({0: np.zeros(2)})
+    await server.contribute(1, {0: np.ones(2)})
+    assert await server.ask(close(6, [])) == Done()
+    assert await server.ask(close(3, [])) == Done()  # it was closed with those
+    assert not (await server.value()).any()
+    with pytest.raises(ProtocolError):
+        await server.ask(close(9, members(1)))
+    assert await server.ask(close(7, members(1))) == Done()
+    assert (await server.value()).all()
+
+
+async def test_delayed_nesterov_runs_on_a_server():
+    transformation = delayed_nesterov(0.1, momentum=0.9, period=2)
+    server = Server(transformation)
+    value = np.ones(3, np.float32)
+    await server.create({0: value})
+    state = transformation.init(value)
+    for number in range(5):
+        gradient = np.float32([number, 1.0, -2.0])
+        await server.contribute(number + 1, {0: gradient})
+        assert await server.ask(close(number, members(number + 1))) == Done()
+        moved, state = transformation.update(gradient, state, value)
+        value = optax.apply_updates(value, moved)
+        np.testing.assert_allclose(await server.value(), value, rtol=1e-6)
+    assert await server.service.drain()
 
 
 async def test_a_round_is_one_update_of_the_optimizer():

@@ -65,7 +65,7 @@ class Servers:
         assert snapshot not in self.snapshots
         mine = self.snapshots[snapshot] = {}
         found = []
-        for ps, key in refs:
+        for ps, key, _ in refs:
             _, storage = self.storages[key]
             value, slots = storage.taken()
             tensors = [(0, "", value, bool(value.ndim))]
@@ -231,7 +231,7 @@ class FakeCluster:
     async def remember(self, point, cut, restores):
         raise AssertionError("nobody fills these servers again")
 
-    async def drop_contributions(self):
+    async def restart_rounds(self, restored):
         """Nothing waits for a round."""
 
     @contextlib.asynccontextmanager

@@ -21,6 +21,13 @@ def cluster():
         yield running
 
 
+@pytest.fixture(scope="module")
+def other_cluster():
+    """One whose workers have encoded no gradients."""
+    with LocalCluster(1, 1, transport="tcp") as running:
+        yield running
+
+
 @pytest.fixture
 def strategy(cluster):
     with zs.ParameterServerStrategy(
@@ -34,7 +41,7 @@ def encoded(coordinator, table, least):
     deadline = time.monotonic() + 60
     while True:
         task = coordinator.metrics()["tasks"]["worker:0"]
-        if task["encoded_from"] >= least:
+        if task.get("encoded_from", -1) >= least:
             return task["encoded_from"], task["encoded_to"]
         assert time.monotonic() < deadline, task
         np.asarray(table)  # takes a moment
@@ -89,6 +96,48 @@ def test_rows_of_tables_in_rounds(strategy):
     value = np.asarray(table) / -STEPS
     assert not value[1::2].any()
     assert np.abs(value[::2] - np.arange(20)).max() <= 19 / 127
+
+
+@pytest.mark.parametrize("fragments", [0, 1, 2])
+def test_values_that_are_trained_are_pulled_as_bfloat16(other_cluster, fragments):
+    """By plain steps, and by windows, also where those continue with a copy."""
+    first = np.random.default_rng(0).uniform(-1, 1, (100, 20)).astype(np.float32)
+    wire, sgd = zs.Wire(pull="bfloat16"), optax.sgd(1.0)
+    strategy = zs.ParameterServerStrategy(other_cluster.resolver)
+    with strategy.scope():
+        table, more = (zs.Variable(first, name=name) for name in ("table", "more"))
+        scale = zs.Variable(first, trainable=False, name="scale")
+        if fragments:
+            optimizer = zs.LocalOptimizer(
+                sgd, sgd, every=2, fragments=fragments, wire=wire
+            )
+        else:
+            optimizer = zs.Optimizer(sgd, wire=wire)
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    def step(x):
+        given = table.value(), more.value(), scale.value()
+        optimizer.apply_gradients([(x, table), (2 * x, more)])
+        return given
+
+    step = optimizer.window(step) if fragments else zs.function(step)
+    gradient = np.full((100, 20), 0.25, np.float32)
+    values = [coordinator.schedule(step, args=(gradient,)) for _ in range(3)]
+    coordinator.join()
+    found = values[0].fetch()
+    if fragments:
+        found = [x[0] for x in found]
+    narrow = first.astype(jnp.bfloat16).astype(np.float32)
+    for value, wanted in zip(found, (narrow, narrow, first), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    # Servers have not rounded what they keep.
+    moves = (first - np.asarray(table)) / 0.25
+    np.testing.assert_allclose(moves, np.full_like(moves, moves.mean().round()), 1e-4)
+    assert moves.mean().round() >= 1
+    # Both at first, and later at least those that the step goes on with.
+    before, after = encoded(coordinator, table, 4 * first.nbytes)
+    assert after == before / 2
+    strategy.close()
 
 
 def test_a_format_is_for_gradients_that_travel():

@@ -51,7 +51,12 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
     with strategy.scope():
         params = zs.create_variables(MODEL)
         optimizer = zs.LocalOptimizer(
-            inner, NESTEROV, every=every, overlap=overlap, name="local"
+            inner,
+            NESTEROV,
+            every=every,
+            overlap=overlap,
+            name="local",
+            wire=zs.Wire(push="int4", pull="bfloat16"),  # not in shared memory
         )
     coordinator = zs.ClusterCoordinator(strategy)
 
@@ -179,3 +184,72 @@ def test_each_worker_has_several_devices():
             wanted = wanted - 0.5 * sum(halves)
         np.testing.assert_allclose(w.numpy(), wanted, rtol=1e-5)
         strategy.close()
+
+
+@pytest.mark.parametrize("is_same_program", [False, True])
+def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
+    cluster, tmp_path, is_same_program
+):
+    """With the moments, the copies and the fragments of the cut, and in another program
+    with its place in schedules: values are equal to the last bit."""
+
+    def rates(count):
+        return 0.1 / (1.0 + jnp.asarray(count * (not is_same_program), jnp.float32))
+
+    def data(context):
+        batches = [batch_of(context.input_pipeline_id, n) for n in range(16)]
+        return zs.data.Dataset.from_tensor_slices(np.stack(batches))
+
+    def program(then, restored=None):
+        """Runs ``then`` with what trains, saves, and tells the values."""
+        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+            with strategy.scope():
+                params = zs.create_variables(MODEL)
+                local = zs.LocalOptimizer(
+                    optax.adam(rates),
+                    NESTEROV,
+                    every=4,
+                    fragments=2,
+                    overlap=1,
+                    mix=0.5,
+                    rounds=zs.Rounds(workers=WORKERS),
+                )
+            coordinator = zs.ClusterCoordinator(strategy)
+            iterator = iter(coordinator.create_per_worker_dataset(data))
+            saved = zs.Checkpoint(params=params, local=local, iterator=iterator)
+            if restored is not None:
+                saved.restore(restored).assert_consumed()
+
+            def step(iterator):
+                loss, grads = zs.value_and_grad(loss_of)(params, next(iterator))
+                local.apply_gradients(grads, params)
+                return loss
+
+            window = local.window(step)
+
+            def train(count):
+                for _ in range(count * WORKERS):
+                    coordinator.schedule(window, args=(iterator,))
+                coordinator.join()
+
+            path = then(train, saved)
+            return path, {name: x.numpy() for name, x in params.items()}
+
+    def begins(train, saved):
+        train(3)
+        path = saved.write(tmp_path / "c")
+        train(2)
+        if is_same_program:
+            saved.restore(path)
+            train(3)
+        return path
+
+    def goes_on(train, saved):
+        train(3)
+
+    _, wanted = program(lambda train, saved: train(6))
+    path, found = program(begins)
+    if not is_same_program:
+        _, found = program(goes_on, path)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)

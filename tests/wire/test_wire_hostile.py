@@ -226,10 +226,10 @@ def test_a_large_header_of_small_things_is_bounded_too() -> None:
 
 
 def test_a_loop_is_not_held_up_by_what_is_made_of_one_header() -> None:
-    reads = [[1, 1]] * 2**13
+    reads = [[1, 1, 0]] * 2**13
     assert len(decode(pack(Pull, 1, reads), [], LIMITS)[1].reads) == 2**13
     with pytest.raises(ProtocolError, match=r"Pull\.reads.*\b8192\b"):
-        decode(pack(Pull, 1, [*reads, [1, 1]]), [], LIMITS)
+        decode(pack(Pull, 1, [*reads, [1, 1, 0]]), [], LIMITS)
     with pytest.raises(ValueError, match=r"Pull\.reads.*\b8193\b.*\b8192\b"):
         encode(Pull(1, [Read(1, 1)] * (2**13 + 1)))
     with pytest.raises(ProtocolError, match=r"Dispatch\.batches.*\b2048\b"):
@@ -270,14 +270,14 @@ def deep(depth: int) -> list[Any]:
         (pack(Beat, 1), r"Beat\.wanted.*\b1\b"),
         (pack(Pull, True, []), r"Pull\.session"),
         (
-            pack(Pull, 1, [[1, 2], [1, "x"]]),
+            pack(Pull, 1, [[1, 2, 0], [1, "x", 0]]),
             r"Pull\.reads.*\[1\]",
         ),
         (
-            pack(Pull, 1, [[1, 2], [1]]),
+            pack(Pull, 1, [[1, 2, 0], [1]]),
             r"Pull\.reads.*\[1\].*\b1\b",
         ),
-        (pack(Pull, 1, [[1, 2], "ab"]), r"Pull\.reads.*\[1\]"),
+        (pack(Pull, 1, [[1, 2, 0], "ab"]), r"Pull\.reads.*\[1\]"),
         (pack(Pull, 1, {"a": 1}), r"Pull\.reads.*\b1\b"),
         (pack(Pull, 1.0, []), r"Pull\.session.*\b1\.0\b"),
         (

@@ -1,15 +1,25 @@
 """What windows keep on a worker: arrays that count once, and the place of a window."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from zstrat.errors import NotFoundError
 from zstrat.program import Exchanges, Segment, StepUpdate
 from zstrat.variables import RESIDENT, VariableSpec
-from zstrat.wire import RoundNumber, UpdateOp
+from zstrat.wire import (
+    PinSnapshot,
+    ReadSnapshot,
+    RoundNumber,
+    StoreEntry,
+    StoreTensors,
+    UpdateOp,
+)
 from zstrat.worker import Residents
 
-ARRAY = VariableSpec(-(1 << 60), "local/w/copy", (2,), "float32", RESIDENT)
-NUMBER = VariableSpec(-(1 << 60) - 1, "local/round", (), "int32", RESIDENT)
+ARRAY = VariableSpec(-(1 << 60), "/copy 3 7 local/w", (2,), "float32", RESIDENT)
+NUMBER = VariableSpec(-(1 << 60) - 1, "/round 0 7 local", (), "int32", RESIDENT)
 PULLED = VariableSpec(3, "w", (2,), "float32", 0)
 
 
@@ -77,10 +87,67 @@ def test_another_session_of_the_same_program_takes_the_arrays_over():
     assert kept(after) == [0.0] * 2
 
 
+@pytest.mark.parametrize("is_by_session", [True, False])
+def test_copies_of_values_that_were_rolled_back_are_dropped(is_by_session):
+    before, after = Residents(), Residents()
+    for _ in range(2):
+        before.take_place(exchanges(3))
+    before.put(1, left(5.0))
+    after.inherit(before, is_restored=is_by_session)
+    if not is_by_session:
+        after.restart(8, -1)  # that of rounds without windows
+        after.restart(7, -1)
+    place = after.take_place(exchanges(3))
+    assert place.segment == Segment(2, restart=True)
+    assert kept(after) == [0.0] * 2
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_what_a_checkpoint_has_takes_the_place_of_all_else(has_copy):
+    residents, restored = Residents(), Residents()
+    moment = VariableSpec(-(1 << 60) - 2, "/.mu 3 7 local/w", (2,), "f4", RESIDENT)
+    arrays = np.arange(2, dtype=np.float32), np.ones(2, np.float32)
+    saved = [moment, ARRAY][: 1 + has_copy]
+    pairs = zip(saved, arrays, strict=False)
+    residents.put(1, [StepUpdate(spec, UpdateOp.ASSIGN, 0, (x,)) for spec, x in pairs])
+    pinned = residents.pin(PinSnapshot(1, 5, [], [7]))
+    residents.put(2, left(9.0))  # an array is replaced, and not written to
+    assert pinned.total == len(saved)
+    assert residents.pin(PinSnapshot(1, 6, [], [8])).total == 0
+
+    restored.take_place(exchanges(3))
+    restored.put(3, left(8.0))
+    restored.restart(7, 4)
+    for place, entry in enumerate(pinned.tensors):
+        parts = [residents.read(ReadSnapshot(1, 5, place, at, 4)) for at in (0, 4)]
+        array = np.concatenate(parts).view(entry.dtype).reshape(entry.shape)
+        to = StoreEntry(entry.key, 7, entry.leaf, 0)
+        restored.store(StoreTensors(1, [to], (array,)))
+    found = restored.filled([moment, ARRAY], [], 4, RoundNumber(7, 4))
+    assert found[0].tolist() == [0.0, 1.0]
+    assert found[1].tolist() == [1.0 * has_copy] * 2
+    place = restored.take_place(exchanges(3))
+    assert (place.round, place.segment) == (4, Segment(1, restart=not has_copy))
+    residents.release(5)
+    with pytest.raises(NotFoundError):
+        residents.read(ReadSnapshot(1, 5, 0, 0, 4))
+
+
 def test_places_are_of_successive_rounds_and_the_first_takes_all_values():
     residents = Residents()
     segments = [residents.take_place(exchanges(3)).segment for _ in range(4)]
     assert segments == [Segment(n % 3, restart=n == 0) for n in range(4)]
+
+
+def test_windows_of_different_lengths_weigh_examples_times_those_of_a_step():
+    residents = Residents()
+    assert residents.take_place(exchanges(1)).weight(12) == 1.0
+    pace = Outer()
+    place = residents.take_place(replace(exchanges(1), pace=pace))
+    assert (place.steps, place.weight(12), place.weight(0)) == (6, 24.0, 6.0)
+    # Half as many steps with as many examples in each: half the weight.
+    shorter = place._replace(steps=3)
+    assert (shorter.weight(6), shorter.weight(0)) == (12.0, 3.0)
 
 
 def test_a_window_that_will_not_run_gives_its_place_back():

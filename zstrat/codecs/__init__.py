@@ -4,6 +4,7 @@
 """
 
 from ._encoding import encode_gradient as encode_gradient
+from ._formats import BFLOAT16 as BFLOAT16
 from ._formats import GRADIENT_BLOCK as GRADIENT_BLOCK
 from ._formats import ROW_BLOCK as ROW_BLOCK
 from ._formats import arrays_of as arrays_of

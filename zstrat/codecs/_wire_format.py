@@ -21,33 +21,43 @@ _PUSH: Final = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The format in which the gradients of an optimizer travel to parameter servers.
+    """The format in which the gradients of an optimizer travel to parameter servers,
+    and the values that it trains come back.
 
     A server decodes them to float32 before it adds or applies anything. They travel
     whole to a server in this host's shared memory, in arrays of fewer than 256 numbers,
     if they are integers or complex, and if their dtype is as small as the format.
 
     Args:
-        push: "bfloat16": half the bytes of float32. "int8", "int4", and "e3m0" (4 bits:
-            a sign and a power of two): one float32 scale for each 256 numbers, of rows
-            for each 128; 0.25 and 0.13 of the bytes. "topk": the largest numbers only.
+        push: Of gradients. "bfloat16": half the bytes of float32. "int8", "int4", and
+            "e3m0" (4 bits: a sign and a power of two): one float32 scale for each 256
+            numbers, of rows for each 128; 0.25 and 0.13 of the bytes. "topk": the
+            largest numbers only.
         error_feedback: What rounding leaves out of a gradient is added to that of the
             worker's next step. True needs memory of the worker, one float32 for each
             number of the variables. False: numbers are rounded up or down at random, so
             that they are right in the mean. Default: only for "topk", which needs it.
             Rows of tables are rounded at random in any case.
         density: The share of the numbers that "topk" sends.
+        pull: Of values, in steps that apply the optimizer. "bfloat16": such a step
+            reads a float32 variable that it trains rounded to the nearest bfloat16.
+            Rows of tables travel whole. Servers keep float32.
 
     Raises:
         ValueError: An argument is not valid.
     """
 
-    push: str
+    push: str | None = None
     error_feedback: bool | None = None
     density: float | None = None
+    pull: str | None = None
 
     def __post_init__(self) -> None:
-        if self.push not in _PUSH:
+        if self.pull not in (None, "bfloat16"):
+            raise ValueError(
+                f"Wire(pull={self.pull!r:.80}): expected 'bfloat16' or None"
+            )
+        if self.push not in (_PUSH if self.pull is None else {None, *_PUSH}):
             raise ValueError(
                 f"Wire(push={self.push!r:.80}): expected one of "
                 f"{', '.join(map(repr, _PUSH))}"
@@ -57,7 +67,9 @@ class Wire:
             raise ValueError(
                 f"Wire(error_feedback={feeds!r:.80}): expected True, False, or None"
             )
-        if (feeds and self.codec is Codec.BFLOAT16) or (feeds is False and is_top):
+        if (feeds and self.codec in (Codec.NONE, Codec.BFLOAT16)) or (
+            feeds is False and is_top
+        ):
             want = "True: what is not sent would be lost" if is_top else "False"
             raise ValueError(
                 f"Wire(push={self.push!r}, error_feedback={feeds}): expected {want}"
@@ -74,7 +86,7 @@ class Wire:
     @property
     def codec(self) -> Codec:
         """The format of gradients."""
-        return _PUSH[self.push]
+        return Codec.NONE if self.push is None else _PUSH[self.push]
 
     @property
     def has_feedback(self) -> bool:

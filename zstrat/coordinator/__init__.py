@@ -32,6 +32,7 @@ from .profiling._span_export import OpenTelemetryExport as OpenTelemetryExport
 from .recovery._inventory import RestorePoint as RestorePoint
 from .recovery._recovery import PS_WAIT as PS_WAIT
 from .recovery._recovery import until_settled as until_settled
+from .rounds._optimizer_rounds import RestoredRounds as RestoredRounds
 
 PerWorkerValue = PerWorkerValues
 experimental_get_current_worker_index = get_current_worker_index

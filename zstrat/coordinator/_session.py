@@ -6,6 +6,7 @@ on the loop, has no reference to it: dropping the strategy closes the session.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -14,23 +15,33 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast, final
 
-from zstrat.errors import BusyError, ClosedError, ForkedError, PSUnavailableError
+from zstrat.errors import (
+    BusyError,
+    ClosedError,
+    ForkedError,
+    PeerLostError,
+    PSUnavailableError,
+    StaleSessionError,
+)
 from zstrat.program import hide_frames
+from zstrat.wire import RestartWindows
 
+from ._resources import BUILD_DEADLINE
 from ._servers import ParameterServers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from zstrat.config import Settings
     from zstrat.errors import ZstratError
     from zstrat.ps import PsClient
     from zstrat.transport import Portal
-    from zstrat.wire import PlainTree
+    from zstrat.wire import Message, PlainTree
 
     from ._cluster import Cluster
     from ._session_pause import SessionCut
     from .recovery import RestorePoint
+    from .rounds import RestoredRounds
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -198,17 +209,59 @@ class ClusterSession:
         any thread."""
         self.portal.call_soon(self.cluster.rounds.rounds.remove, optimizer)
 
-    async def drop_contributions(self) -> None:
+    async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
         """Drops what waits for rounds, while the session is `at_rest`: it would move
-        values that were restored.
+        values that were restored. Windows on workers drop their copies, too.
+
+        Args:
+            restored: By outer optimizer: the rounds that its windows, which begin again
+                with nothing, go on with.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
 
         Cancellation: some of it may be dropped.
         """
-        work = self.cluster.rounds.drop()
+        work = self.cluster.rounds.drop(restored)
         await self.run_async(work, "dropping what waits for rounds")
+        for each in self.cluster.rounds.rounds:
+            number = each.number if each.optimizer in restored else -1
+            for worker in self.workers:
+                await self.ask_worker(worker, RestartWindows, each.optimizer, number)
+
+    def open_round(self, optimizer: int) -> int | None:
+        """Returns how many rounds of an optimizer were closed, or restored; None: it
+        has none here."""
+        rounds = self.cluster.rounds.rounds.get(optimizer)
+        return None if rounds is None else rounds.number
+
+    @property
+    def workers(self) -> list[int]:
+        """The places of the workers that are connected."""
+        return [worker.place for worker in self.cluster.workers if worker.is_ready]
+
+    async def ask_worker(
+        self, worker: int, message: Callable[..., Message], *fields: Any
+    ) -> Any:
+        """Sends a message of this session to the worker at a place; returns the answer,
+        or None if the worker is lost.
+
+        Raises:
+            DeadlineExceededError: It did not answer in ten minutes.
+
+        Cancellation: it may be carried out.
+        """
+
+        async def ask() -> Message | None:
+            deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+            sent = message(self.cluster.renewal.worker_session, *fields)
+            try:
+                link = self.cluster.workers[worker].link
+                return await link.submit(sent, deadline=deadline)
+            except (PeerLostError, StaleSessionError):
+                return None
+
+        return await self.run_async(ask(), "asking a worker for its windows")
 
     def recover(self, timeout: float) -> None:
         """Has lost parameter servers restored from the last checkpoint of `remember`

@@ -69,4 +69,6 @@ from .windows._fragments import STEPS as STEPS
 from .windows._fragments import Exchanges as Exchanges
 from .windows._fragments import Segment as Segment
 from .windows._local_optimizer import LocalOptimizer as LocalOptimizer
+from .windows._resident import ResidentName as ResidentName
+from .windows._resident import resident_name as resident_name
 from .windows._window import window_of as window_of

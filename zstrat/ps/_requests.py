@@ -9,6 +9,7 @@ request's names locked meanwhile, and then calls `advance`.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
     Final,
@@ -40,7 +41,7 @@ from zstrat.wire import (
 )
 
 from .store._creating import CreatePlan
-from .store._decoding import Decoding, is_coded
+from .store._decoding import Decoding, Narrowing, is_coded, is_narrow
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 from .store._lookups import RowsPlan
@@ -134,6 +135,8 @@ def serve(
     """
     if isinstance(message, Push | PushPart) and is_coded(message.updates):
         return advance(_decoded(store, message))
+    if isinstance(message, Pull | PullRows) and is_narrow(message.reads):
+        return advance(_narrowed(store, message))
     begun = begin(store, message, fold)
     if isinstance(begun, _OUTCOMES):
         return begun
@@ -171,6 +174,12 @@ def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
     if not compute_short(store, begun, INLINE):
         yield begun
     return store.commit(begun)
+
+
+def _narrowed(store: Store, message: Pull | PullRows) -> Running[Outcome]:
+    if isinstance(message, Pull):
+        return (yield from pull(store, message.reads, (), ()))
+    return (yield from pull(store, message.reads, message.rows, message.arrays))
 
 
 def compute_short(store: Store, plan: Plan, limit: int) -> bool:
@@ -302,6 +311,13 @@ def pull(
             yield pulled
         pulled = store.commit(pulled)
     assert isinstance(pulled, Pulled)
+    if is_narrow(reads):
+        narrowing = Narrowing(store.variables.task, reads, pulled)
+        if narrowing.nbytes > INLINE:
+            yield narrowing
+        else:
+            narrowing.compute()
+        pulled = replace(pulled, arrays=narrowing.arrays)
     return pulled
 
 

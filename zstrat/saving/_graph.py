@@ -80,6 +80,10 @@ class Graph:
         return [node for node in self.nodes if node.kind == "optimizer"]
 
     @property
+    def local_optimizers(self) -> list[ObjectNode]:
+        return [node for node in self.nodes if isinstance(node.value, LocalOptimizer)]
+
+    @property
     def iterators(self) -> list[ObjectNode]:
         return [node for node in self.nodes if node.kind == "iterator"]
 

@@ -32,12 +32,13 @@ from ._match import Matching
 from ._operation import FileThread, ProgressBar
 from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
+from ._windows import restore_windows
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 
     from zstrat.checkpoint import StoredTensor, TensorReader
-    from zstrat.coordinator import ClusterSession
+    from zstrat.coordinator import ClusterSession, RestoredRounds
     from zstrat.ps import PsClient
     from zstrat.variables import OptimizerHandle, VariableHandle
 
@@ -103,7 +104,15 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
         # values of the checkpoint.
         async with at_rest(clusters) as moments:
             for cluster in {id(each): each for each, _ in servers}.values():
-                await cluster.drop_contributions()
+                windows = [
+                    each
+                    for each in found.windows
+                    if cluster.open_round(each.optimizer.outer.id) is not None
+                ]
+                rounds = {each.optimizer.outer.id: each.rounds for each in windows}
+                await cluster.restart_rounds(rounds)
+                for each in windows:
+                    await restore_windows(cluster, each, files, disk)
             await disk(_load_local, local, files)
             await _all(load_server(*asked, files, disk) for asked in servers)
             for iterator, _, state in found.places:
@@ -361,6 +370,7 @@ class SavedServers:
     lacks: Sequence[str]
     servers: Sequence[LoadingServer] = field(repr=False)
     places: Mapping[int, Sequence[str]] = field(repr=False)
+    rounds: Mapping[int, RestoredRounds] = field(repr=False)
 
     async def check(self) -> None:
         async with FileThread() as disk:
@@ -451,4 +461,5 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
         lacks,
         [server for _, server in servers],
         found.worker_places,
+        {each.optimizer.outer.id: each.rounds for each in found.windows},
     )

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.program import LocalOptimizer
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
 from ._slot_names import matched_slots
+from ._windows import RestoredWindows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,6 +65,7 @@ class Found:
         default_factory=list
     )
     """Iterators, each with its stored node and its place in its data."""
+    windows: list[RestoredWindows] = field(default_factory=list)
     worker_places: dict[int, list[str]] = field(default_factory=dict)
     """Of per-worker iterators: by number, for each input pipeline."""
 
@@ -84,6 +87,7 @@ class Found:
         self.wrong += other.wrong
         self.left |= other.left
         self.loads += other.loads
+        self.windows += other.windows
         self.worker_places |= other.worker_places
 
     def require_right(self, path: str) -> None:
@@ -142,6 +146,7 @@ class Matching:
         self._walk(value, place, path, found, set(), named)
         self._find_twice(found)
         self._find_slots(found)
+        self._find_windows(found)
         return found
 
     def accept(self, found: Found) -> list[Module]:
@@ -300,6 +305,21 @@ class Matching:
                 if {(id(optimizer), at), (id(variable), place)} & new:
                     leaves = stored.get(place, {})
                     self._slots(optimizer, variable, leaves, classes, found)
+
+    def _find_windows(self, found: Found) -> None:
+        """What workers keep for each optimizer of windows that is new. Workers start
+        from scratch beside variables that are found later."""
+        variables = self._by_kind(found, AbstractVariable)
+        for value, at in found.pairs:
+            if isinstance(value, LocalOptimizer):
+                node = self._nodes[at]
+                arrays = [
+                    (variable, leaf, self._tensors[name])
+                    for variable, place in variables
+                    for leaf, name in node.slots.get(place, {}).items()
+                ]
+                number = int(node.state.get("round", 0))
+                found.windows.append(RestoredWindows(value, number, arrays))
 
     def _by_kind(self, found: Found, kind: type[Any]) -> list[tuple[Any, int]]:
         taken = ((v, at) for at, values in self._taken.items() for v in values.values())

@@ -20,9 +20,10 @@ from zstrat.transport import to_its_end
 
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar
-from ._servers import steadily
+from ._servers import clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, plain_graph
+from ._windows import PinnedWindows, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +77,12 @@ async def save(
     commit, the new checkpoint is there.
     """
     variables = saved_components(graph)
-    await steadily(variables, lambda: _save(graph, variables, path, metadata))
+    while True:
+        try:
+            await steadily(variables, lambda: _save(graph, variables, path, metadata))
+            return
+        except WorkerLostError as error:  # whose windows are not in the next one
+            log.warning("checkpoint %s is written again: %s", path, error)
 
 
 async def _save(
@@ -87,6 +93,8 @@ async def _save(
 ) -> None:
     async with FileThread() as disk:
         folder = await disk.make(CheckpointFolder.close, CheckpointFolder, path)
+        windows = [node.value for node in graph.local_optimizers]
+        kept = PinnedWindows(clusters_of(components), windows, components)
         try:
             optimizers = [node.value for node in graph.optimizers]
             about: dict[str, Any] = {}
@@ -95,6 +103,9 @@ async def _save(
                 states[node.path] = await disk(getattr, node.value, "state_classes")
 
             async def note() -> None:
+                for node in graph.local_optimizers:
+                    states[node.path] = {"round": kept.open_round(node.value)}
+                await kept.pin()
                 for node in graph.iterators:
                     states[node.path] = await _state_of(node)
                 about.update(await disk(metadata))
@@ -110,7 +121,8 @@ async def _save(
                 about["steps"] = [_plain_cut(cut) for cut in cuts]
                 if None in cuts:
                     log.warning(_NO_CUT, path)
-                manifest = await _write(graph, pinned, states, folder, disk, about)
+                found = [*pinned, *kept.pinned]
+                manifest = await _write(graph, found, states, folder, disk, about)
             for moment in snapshot.moments:
                 moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
@@ -120,6 +132,7 @@ async def _save(
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
+            await to_its_end(kept.release())
             await to_its_end(disk(folder.close))
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
 from zstrat.errors import DataLossError
+from zstrat.program import LocalOptimizer
+
+from ._windows import number_in_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,10 +74,10 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
         key, number, leaf = each.entry[:3]
         at.setdefault(key, {}).setdefault(number, {})[leaf] = each
     found = [_logical(node, None, "", at) for node in graph.variables]
-    for optimizer in graph.optimizers:
+    for optimizer in [*graph.optimizers, *graph.local_optimizers]:
         for variable in graph.variables:
             slots = [
-                at[component.spec.key].get(optimizer.value.id, {})
+                at[component.spec.key].get(_number(optimizer), {})
                 for component in variable.value.components
             ]
             leaves = dict.fromkeys(leaf for each in slots for leaf in each)
@@ -86,6 +89,12 @@ def slot_name(optimizer: str, variable: str, leaf: str) -> str:
     return f"{optimizer}/.slots/{variable}/{leaf}".removeprefix("/")
 
 
+def _number(optimizer: ObjectNode) -> int:
+    value = optimizer.value
+    is_local = isinstance(value, LocalOptimizer)
+    return number_in_checkpoints(value) if is_local else value.id
+
+
 def _logical(
     variable: ObjectNode,
     optimizer: ObjectNode | None,
@@ -95,7 +104,7 @@ def _logical(
     name = variable.path
     number = 0
     if optimizer is not None:
-        name, number = slot_name(optimizer.path, name, leaf), optimizer.value.id
+        name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
     components = variable.value.components
     pieces, start = [], 0
     for index, component in enumerate(components):
@@ -121,7 +130,8 @@ class StoredNode(NamedTuple):
 
     ``children``: places in the list of all. ``slots`` of an optimizer: place of a
     variable -> path in its state -> tensor. ``state`` of an iterator: its place; of an
-    optimizer: `Optimizer.state_classes`, which checkpoints of before do not have.
+    optimizer: `Optimizer.state_classes`, which checkpoints of before do not have; of a
+    `LocalOptimizer`: its ``round``.
     """
 
     kind: str

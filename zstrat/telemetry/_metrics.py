@@ -181,8 +181,8 @@ cached_programs worker_programs Compiled programs of steps.
 +traces worker_traces Traces of step functions.
 +compilations worker_compilations Compilations by XLA.
 +compile_seconds:seconds worker_compile_seconds Seconds of compilations by XLA.
-+encoded_from:bytes worker_encoded_from_bytes Bytes of gradients that wire= encoded.
-+encoded_to:bytes worker_encoded_to_bytes Bytes that were sent for these gradients.
++encoded_from:bytes worker_encoded_from_bytes Bytes of arrays that wire= encoded.
++encoded_to:bytes worker_encoded_to_bytes Bytes that were sent for these arrays.
 residual_bytes:bytes worker_residual_bytes Bytes that error feedback has not sent.
 +retries worker_retries Requests to parameter servers that were sent again.
 [chief program] coordinator

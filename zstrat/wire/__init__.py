@@ -72,6 +72,7 @@ from ._round_messages import MergeRule as MergeRule
 from ._round_messages import PulledRound as PulledRound
 from ._round_messages import PullMerged as PullMerged
 from ._round_messages import PullRound as PullRound
+from ._round_messages import RestartWindows as RestartWindows
 from ._round_messages import RoundMember as RoundMember
 from ._round_messages import RoundNumber as RoundNumber
 from ._round_messages import RoundOrder as RoundOrder

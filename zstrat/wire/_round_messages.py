@@ -66,7 +66,7 @@ class Contribute:
 class CloseRound:
     """Applies the contributions of the members as one update of the optimizer; sent by
     a coordinator. Answered by `Done`, also if it was closed before. Without members it
-    changes no variable.
+    changes no variable, and may skip rounds.
 
     Drops contributions of steps below ``over`` that are neither members nor ``kept``
     for a later round. ``arrays`` are the operands that the optimizer computes from all
@@ -136,6 +136,19 @@ class MergeOperands:
     order: RoundOrder
 
 
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
+class RestartWindows:
+    """Has a worker drop what windows of an optimizer keep there, as its values were
+    restored, and count from round ``number``; sent by a coordinator. `StoreTensors`
+    follow, with the arrays of a checkpoint. Answered by `Done`. A ``number`` of -1: it
+    drops the copies alone, as variables were restored without the optimizer."""
+
+    kind: ClassVar = 127
+    session: int
+    optimizer: int
+    number: int
+
+
 @message
 class MergedOperands:
     """Answers `MergeOperands`."""
@@ -174,6 +187,7 @@ RoundMessage = (
     | PullRound
     | PulledRound
     | MergeOperands
+    | RestartWindows
     | MergedOperands
     | AskRounds
     | HeldRounds

@@ -1,4 +1,5 @@
-"""Messages from a coordinator to a parameter server to save and to restore.
+"""Messages from a coordinator to a parameter server to save and to restore. A worker
+takes them for what windows of an optimizer keep there.
 
 A snapshot has the values and slots of one moment. It is pinned, then written to a file
 or read, and released. Loading reads values and slots from files or from messages.

@@ -139,10 +139,12 @@ class Withdraw:
 
 class Read(NamedTuple):
     """One variable of a `Pull`. ``known`` is the version that the reader has, whose
-    value is not sent again; -1: none."""
+    value is not sent again; -1: none. ``codec``: a `Codec` in which a float32 value is
+    sent, NONE or BFLOAT16."""
 
     key: int
     known: int
+    codec: int = 0
 
 
 @request(by=READING, repeat=Repeat.SAFE)

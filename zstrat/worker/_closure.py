@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 from weakref import WeakKeyDictionary
 
 from zstrat import errors
-from zstrat.program import FLAGS_ARE_NOT_HERE, Plan, trim
+from zstrat.program import COPY, FLAGS_ARE_NOT_HERE, Plan, resident_name, trim
 from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.telemetry import StepTimes
 from zstrat.variables import RESIDENT
 from zstrat.wire import (
+    Codec,
     Completion,
     Completions,
     Fetched,
@@ -366,6 +367,8 @@ class Needs:
     """Optimizers with rounds."""
     wires: Mapping[int, Wire]
     """The formats of gradients, by number of the optimizer."""
+    narrow: frozenset[int]
+    """Keys of variables whose values are read as bfloat16."""
     has_residents: bool
     """Whether the step reads or leaves resident arrays."""
     advances: int
@@ -395,11 +398,14 @@ class Catalog:
         """Returns the pull for what one step wants now, and the bytes of its answer;
         None: there is nothing to pull."""
         if not wanted.rows:
-            return self._whole(wanted.reads, needs.rounds), _nbytes(wanted.reads)
+            return (
+                self._whole(wanted.reads, needs.rounds, needs.narrow),
+                _nbytes(wanted.reads),
+            )
         if needs.specs == wanted.reads:
             refs, nbytes = () if needs.reads is None else needs.reads.refs, needs.nbytes
         else:
-            refs, nbytes = _refs(wanted.reads), _nbytes(wanted.reads)
+            refs, nbytes = _refs(wanted.reads, needs.narrow), _nbytes(wanted.reads)
         rows = tuple(
             [RowsRef(spec.ps, spec.key, indices) for spec, indices in wanted.rows]
         )
@@ -412,14 +418,17 @@ class Catalog:
         shared = tuple([spec for spec in plan.reads if spec.ps != RESIDENT])
         optimizers = {rule.id: rule for _, rule in plan.targets if rule is not None}
         rounds = tuple([n for n, rule in optimizers.items() if rule.rounds is not None])
+        wires = {n: each.wire for n, each in optimizers.items() if each.wire}
+        narrow = _narrow(plan)
         return Needs(
             shared,
-            self._whole(shared, rounds),
+            self._whole(shared, rounds, narrow),
             _nbytes(shared),
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
             rounds,
-            {n: each.wire for n, each in optimizers.items() if each.wire is not None},
+            wires,
+            narrow,
             len(shared) < len(plan.reads) or any(map(_is_kept, plan.updates)),
             plan.levels - 1,
             tuple(
@@ -435,9 +444,12 @@ class Catalog:
         )
 
     def _whole(
-        self, specs: Sequence[VariableSpec], rounds: tuple[int, ...]
+        self,
+        specs: Sequence[VariableSpec],
+        rounds: tuple[int, ...],
+        narrow: frozenset[int],
     ) -> Reads | None:
-        refs = _refs(specs)
+        refs = _refs(specs, narrow)
         if not refs:
             return None
         return self._reads.setdefault((refs, rounds), Reads(refs, (), rounds))
@@ -454,8 +466,22 @@ def _is_kept(update: PlannedUpdate) -> bool:
     return update.op is UpdateOp.ASSIGN and update.spec.ps == RESIDENT
 
 
-def _refs(specs: Sequence[VariableSpec]) -> tuple[Ref, ...]:
-    return tuple([Ref(spec.ps, spec.key) for spec in specs])
+def _refs(specs: Sequence[VariableSpec], narrow: frozenset[int]) -> tuple[Ref, ...]:
+    code = int(Codec.BFLOAT16)
+    return tuple([Ref(x.ps, x.key, code if x.key in narrow else 0) for x in specs])
+
+
+def _narrow(plan: Plan) -> frozenset[int]:
+    """Returns the keys of the variables of a plan that are read as bfloat16: what an
+    optimizer with that format trains, in this segment of a window or another."""
+    found: set[int] = set()
+    for handles, rule in plan.targets:
+        if rule is not None and rule.wire is not None and rule.wire.pull is not None:
+            found |= {handle.spec.key for handle in handles}
+            names = [resident_name(x.spec.name) for x in plan.updates if _is_kept(x)]
+            found |= {name.variable for name in names if name.what == COPY}
+    floats = {spec.key for spec in plan.reads if spec.dtype == "float32"}
+    return frozenset(found & floats)
 
 
 def _nbytes(specs: Sequence[VariableSpec]) -> int:

@@ -126,6 +126,7 @@ class PushEncoding:
         gradient = update.arrays[-1]
         if (
             wire is None
+            or wire.push is None
             or update.op not in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
             or gradient.size < MIN_NUMBERS
             or gradient.dtype.kind in "iubc"

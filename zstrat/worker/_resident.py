@@ -12,24 +12,40 @@ successive rounds. By the values that a window has read it is known which round 
 open; if that is another one (the worker has joined, or was late), the window
 contributes nothing, and the worker counts from there. Nothing is lost, as the
 difference that it contributes next counts from the value that it has last taken.
+
+A checkpoint has the arrays of its cut. As they are never written to, holding them is
+pinning them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
-from zstrat.program import COPY, ROUND, SPEED, STEPS, Segment
+from zstrat.errors import NotFoundError
+from zstrat.program import (
+    COPY,
+    ROUND,
+    SPEED,
+    STEPS,
+    ResidentName,
+    Segment,
+    resident_name,
+)
 from zstrat.variables import RESIDENT
-from zstrat.wire import RoundNumber
+from zstrat.wire import RoundNumber, SnapshotPinned, TensorEntry, raw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.program import Exchanges, StepUpdate
     from zstrat.variables import VariableSpec
+    from zstrat.wire import PinSnapshot, ReadSnapshot, StoreTensors
+
+_PAGE: Final = 500
+"""Entries in one answer: their names travel in its header."""
 
 
 class WindowPlace(NamedTuple):
@@ -45,6 +61,13 @@ class WindowPlace(NamedTuple):
     """Whether the tree is one fragment, so that any round will do."""
     steps: int
     """How many steps the window makes."""
+    adapts: bool = False
+    """Whether workers make different numbers of steps."""
+
+    def weight(self, examples: int) -> float:
+        """Returns the weight of the window in a round, if the user gives none: its
+        examples times those of a step where windows differ (Douillard et al., 2026)."""
+        return float((examples or self.steps) ** 2 / self.steps if self.adapts else 1)
 
 
 @final
@@ -69,15 +92,14 @@ class Residents:
     """See the module's docstring. Only the executor thread uses it."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, np.ndarray] = {}
-        self._before: dict[int, np.ndarray | None] = {}
+        self._arrays: dict[ResidentName, np.ndarray] = {}
+        self._before: dict[ResidentName, np.ndarray | None] = {}
         """Arrays from before the run that is not settled."""
         self._step: int | None = None
         """The step of that run,"""
         self._place: WindowPlace | None = None
         """and its place."""
-        self._copies: dict[int, set[int]] = {}
-        """Keys of the copies that there are, by optimizer with fragments."""
+        self._pins: dict[int, list[tuple[ResidentName, np.ndarray]]] = {}
         self._turns: dict[int, _Turn] = {}
         self._expected: RoundNumber | None = None
         """The round with which a window has begun."""
@@ -85,12 +107,84 @@ class Residents:
         """Changes whenever the arrays do, or a window reads another round than it has
         begun with."""
 
-    def inherit(self, other: Residents) -> None:
-        """Takes over what the same coordinator had before its connection broke."""
+    def inherit(self, other: Residents, *, is_restored: bool = False) -> None:
+        """Takes over what the same coordinator had before its connection broke.
+
+        Args:
+            is_restored: Servers were restored from a checkpoint, so copies are of
+                values that they do not have.
+        """
         self._arrays, self._turns = other._arrays, other._turns
         self.version += 1
         self._before, self._step = other._before, other._step
-        self._place, self._copies = other._place, other._copies
+        self._place = other._place
+        if is_restored:
+            for optimizer in self._turns:
+                self._drop_copies(optimizer)
+
+    # Checkpoints
+
+    def pin(self, message: PinSnapshot) -> SnapshotPinned:
+        """Keeps the arrays of some optimizers as they are now, until `release`."""
+        if not message.first:
+            self._pins[message.snapshot] = [
+                each
+                for each in self._arrays.items()
+                if each[0].variable and each[0].optimizer in message.optimizers
+            ]
+        pinned = self._pins[message.snapshot]
+        entries = [
+            TensorEntry(
+                name.variable,
+                name.optimizer,
+                name.what,
+                array.dtype.name,
+                list(array.shape),
+                False,
+            )
+            for name, array in pinned[message.first : message.first + _PAGE]
+        ]
+        return SnapshotPinned(entries, len(pinned))
+
+    def read(self, message: ReadSnapshot) -> np.ndarray:
+        """Returns bytes of a pinned array. From any thread.
+
+        Raises:
+            NotFoundError: The snapshot is not here.
+        """
+        pinned = self._pins.get(message.snapshot)
+        if pinned is None:
+            raise NotFoundError(f"there is no snapshot {message.snapshot}")
+        data = np.frombuffer(raw(pinned[message.tensor][1]), np.uint8)
+        return data[message.offset : message.offset + message.size]
+
+    def release(self, snapshot: int) -> None:
+        """Releases what was pinned, if it is there. From any thread."""
+        self._pins.pop(snapshot, None)
+
+    def restart(self, optimizer: int, number: int) -> None:
+        """Drops all arrays of an optimizer, whose open round is ``number``; -1: its
+        copies alone."""
+        if number < 0:
+            if optimizer in self._turns:
+                self._drop_copies(optimizer)
+            return
+        self._before, self._step, self._place = {}, None, None
+        self._turns[optimizer] = _Turn(offset=number)
+        for name in [name for name in self._arrays if name.optimizer == optimizer]:
+            del self._arrays[name]
+        self.version += 1
+
+    def store(self, message: StoreTensors) -> None:
+        """Puts arrays of a checkpoint, after `restart`."""
+        for entry, array in zip(message.entries, message.arrays, strict=True):
+            name = ResidentName(entry.leaf, entry.key, entry.optimizer)
+            self._arrays[name] = np.array(array)  # not the memory of the message
+            if name.what == COPY:
+                self._turns[entry.optimizer].restarts = False
+        self.version += 1
+
+    # Windows
 
     def filled(
         self,
@@ -125,16 +219,16 @@ class Residents:
         self, step: int, updates: Sequence[StepUpdate], place: WindowPlace | None = None
     ) -> None:
         """Keeps the arrays that a step leaves."""
+        arrays: dict[ResidentName, np.ndarray] = {}
         for update in updates:
-            if place is not None and update.spec.name.endswith(STEPS):
+            name = resident_name(update.spec.name)
+            if place is not None and name.what == STEPS:
                 self._turns[place.optimizer].every = int(update.arrays[0])
-        self._before = {x.spec.key: self._arrays.get(x.spec.key) for x in updates}
+            arrays[name] = update.arrays[0]
+        self._before = {name: self._arrays.get(name) for name in arrays}
         self._step, self._place = step, place
         self.version += 1
-        self._arrays.update({x.spec.key: x.arrays[0] for x in updates})
-        if place is not None and not place.is_whole:
-            copies = {x.spec.key for x in updates if x.spec.name.endswith(COPY)}
-            self._copies[place.optimizer] = copies
+        self._arrays.update(arrays)
 
     def settle(self, step: int | None, *, failed: bool) -> None:
         """Notes that the contribution of a step was acknowledged, or has failed: then
@@ -143,11 +237,11 @@ class Residents:
             return
         if failed:
             self.version += 1
-            for key, array in self._before.items():
+            for name, array in self._before.items():
                 if array is None:
-                    self._arrays.pop(key, None)
+                    self._arrays.pop(name, None)
                 else:
-                    self._arrays[key] = array
+                    self._arrays[name] = array
             if self._place is not None:
                 self.lose_copies(self._place)
         self._before, self._step, self._place = {}, None, None
@@ -156,12 +250,8 @@ class Residents:
         """Drops the copies that a window with fragments was to continue, as it has
         failed. It would have taken the fragment of the round before: the base of that
         is from before the worker's contribution, which would be counted twice."""
-        if place.is_whole:
-            return
-        self._turns[place.optimizer].restarts = True
-        self.version += 1
-        for key in self._copies.pop(place.optimizer, ()):
-            self._arrays.pop(key, None)
+        if not place.is_whole:
+            self._drop_copies(place.optimizer)
 
     def take_place(self, exchanges: Exchanges) -> WindowPlace:
         """Returns the place of the next window with these exchanges."""
@@ -175,7 +265,8 @@ class Residents:
         every = turn.every if turn.every < exchanges.every else 0
         segment = Segment(number % exchanges.fragments, restarts, every)
         steps = exchanges.steps_in(segment)
-        return WindowPlace(optimizer, index, number, segment, is_whole, steps)
+        adapts = exchanges.pace is not None
+        return WindowPlace(optimizer, index, number, segment, is_whole, steps, adapts)
 
     def give_back(self, place: WindowPlace) -> None:
         """Gives the place to the next window, as this one will not run; of several the
@@ -191,8 +282,8 @@ class Residents:
         none if the window before has failed, or was of other variables; the next one
         takes them."""
         self._begin_again(step)
-        copies = [x for x in reads if x.ps == RESIDENT and x.name.endswith(COPY)]
-        if all(spec.key in self._arrays for spec in copies):
+        names = [resident_name(x.name) for x in reads if x.ps == RESIDENT]
+        if all(name in self._arrays for name in names if name.what == COPY):
             return True
         self._turns[place.optimizer].restarts = True
         return False
@@ -220,12 +311,21 @@ class Residents:
         if step == self._step:
             self.settle(step, failed=True)
 
+    def _drop_copies(self, optimizer: int) -> None:
+        """Has the next window take all values from the servers."""
+        self._turns[optimizer].restarts = True
+        self.version += 1
+        for name in list(self._arrays):
+            if name.optimizer == optimizer and name.what == COPY:
+                del self._arrays[name]
+
     def _value(self, spec: VariableSpec, at: RoundNumber) -> Any:
-        if spec.name.endswith(ROUND):
+        name = resident_name(spec.name)
+        if name.what == ROUND:
             return np.int32(at.number)
-        if spec.name.endswith(SPEED):
+        if name.what == SPEED:
             return np.float32(self._turns[at.optimizer].speed)
-        array = self._arrays.get(spec.key)
+        array = self._arrays.get(name)
         if array is not None and array.shape == spec.shape:
             return array
         return np.zeros(spec.shape, spec.numpy_dtype)

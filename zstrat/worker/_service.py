@@ -251,7 +251,10 @@ class WorkerService:
         runner = self._make_runner(session, message, output, residuals)
         if before is not None:
             old = before.runner.resources
-            self._executor.tell(partial(runner.resources.inherit, old))
+            # Another number: the session was renewed, on servers that were restored.
+            restored = before.session != message.session
+            inherit = partial(runner.resources.inherit, old, is_restored=restored)
+            self._executor.tell(inherit)
         self._drop("its coordinator opened a new session", is_over=before is None)
         session.start(self._executor, runner, self._listen or unheard)
         return session

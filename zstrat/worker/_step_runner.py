@@ -30,7 +30,7 @@ from zstrat.program import (
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import RESIDENT, Storage, creator, merged_operands
-from zstrat.wire import LEASE, RoundNumber, StepContribution, UpdateOp
+from zstrat.wire import LEASE, MergeRule, RoundNumber, StepContribution, UpdateOp
 
 from . import _closure
 from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
@@ -437,7 +437,7 @@ class StepRunner:
                 attempt,
                 optimizer,
                 read.get(optimizer, -1),  # -1: it has read nothing
-                _weight(found[optimizer], plan, result) if is_due else 0.0,
+                _weight(found[optimizer], step, result) if is_due else 0.0,
                 any(
                     update.optimizer == optimizer and update.op == UpdateOp.OPERANDS
                     for update in updates
@@ -534,15 +534,19 @@ class _Refusing:
         raise ValueError(f"optimizer {optimizer} was not created on this worker")
 
 
-def _weight(rule: OptimizerHandle, plan: Plan, result: StepResult) -> float:
+def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> float:
     """Returns the weight of a step's gradients in a round, by the user's function.
 
     Raises:
         ValueError: It is not a finite number, or negative.
     """
     assert rule.rounds is not None
+    plan: Plan = step.work.plan
     if rule.rounds.weights is None:
-        return 1.0
+        if step.place is None or rule.rounds.rule is MergeRule.SUM:
+            return 1.0
+        own: float = step.place.weight(step.work.examples)
+        return own
     weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
     if not 0 <= weight < math.inf:
         raise ValueError(

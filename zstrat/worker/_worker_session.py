@@ -37,9 +37,15 @@ from zstrat.wire import (
     MergeOperands,
     Message,
     MoveServer,
+    PinSnapshot,
     PutArguments,
     PutCode,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    RestartWindows,
     RoundNumber,
+    SnapshotPart,
+    StoreTensors,
 )
 
 from . import _closure
@@ -85,6 +91,11 @@ Owned = (
     | DropResources
     | MoveServer
     | MergeOperands
+    | RestartWindows
+    | StoreTensors
+    | PinSnapshot
+    | ReadSnapshot
+    | ReleaseSnapshot
     | AskClock
     | BeginCapture
     | EndCapture
@@ -127,6 +138,7 @@ class WorkerSession:
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)
         self._servers, self._counts = servers, counts
+        self.client.counts = counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._after: dict[int, int] = {}
@@ -199,6 +211,7 @@ class WorkerSession:
             NotFoundError: The worker does not have the result.
         """
         executor, resources = self._executor, self.runner.resources
+        residents = resources.residents
         match message:
             case Dispatch():
                 self.dispatch(message)
@@ -227,6 +240,16 @@ class WorkerSession:
                 return executor.submit(partial(iterator_fit, resources, number, state))
             case MergeOperands():
                 return self._merged_operands(message)
+            case RestartWindows(optimizer=number, number=first):
+                executor.tell(partial(residents.restart, number, first))
+            case StoreTensors():
+                executor.tell(partial(residents.store, message))
+            case PinSnapshot():
+                return executor.submit(partial(residents.pin, message))
+            case ReadSnapshot():
+                return SnapshotPart((residents.read(message),))
+            case ReleaseSnapshot(snapshot=number):
+                residents.release(number)
             case AskClock() | BeginCapture() | EndCapture():
                 return self._capture.serve(message)
             case _:

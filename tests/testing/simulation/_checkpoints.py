@@ -85,6 +85,7 @@ class MemoryPoint:
         self.optimizers = optimizers
         self.lacks: Sequence[str] = ()
         self.places: Mapping[int, Sequence[str]] = {}
+        self.rounds: Mapping[int, object] = {}
 
     async def check(self) -> None:
         """Does nothing: what is in memory is whole."""

@@ -282,7 +282,7 @@ class RoundsLog:
                 return
             numbers[after.optimizer] = number
         arrays = iter(answer.arrays)
-        for (key, known), version in zip(asked.reads, answer.versions, strict=True):
+        for (key, known, _), version in zip(asked.reads, answer.versions, strict=True):
             if version != known:
                 session.contents[key, version] = np.array(next(arrays))
             optimizer = self._keys.get(key)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.coordinator.rounds import RestoredRounds
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
 
@@ -46,6 +47,11 @@ class RestorePoint(Protocol):
     @property
     def places(self) -> Mapping[int, Sequence[str]]:
         """Positions of per-worker iterators, by number, one for each input pipeline."""
+        ...
+
+    @property
+    def rounds(self) -> Mapping[int, RestoredRounds]:
+        """The rounds that windows of local steps go on with, by outer optimizer."""
         ...
 
     async def check(self) -> None:

@@ -306,7 +306,7 @@ class Recovery:
         await asyncio.gather(*(task.wait_ready(deadline) for task in cluster.ps))
         await self.inventory.create_again(cluster.client, self._filling)
         await point.fill(cluster.client)
-        await self._renewal.close_ended_steps()
+        await self._renewal.close_ended_steps(point.rounds)
         for task in cluster.ps:
             if not task.is_ready:
                 raise PSUnavailableError(task.name, "it was lost again")

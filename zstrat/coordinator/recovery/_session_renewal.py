@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator._fences import Fences
     from zstrat.coordinator.replication import Replication
-    from zstrat.coordinator.rounds import RoundClosing
+    from zstrat.coordinator.rounds import RestoredRounds, RoundClosing
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -167,14 +167,15 @@ class SessionRenewal:
         for task in cluster.ps:
             task.renew(self.session, self.close_messages)
 
-    async def close_ended_steps(self) -> None:
-        """Sends the servers the steps that have ended.
+    async def close_ended_steps(self, rounds: Mapping[int, RestoredRounds]) -> None:
+        """Sends the servers the steps that have ended, and the rounds to go on with.
 
         Raises:
             PSUnavailableError, DeadlineExceededError: One does not answer.
         """
         cut = self.ended_steps
         await self._cluster.fences.up_to(cut.end, cut.besides)
+        await self._cluster.rounds.drop(rounds)
 
     def renew_workers(self, places: Mapping[int, Sequence[str]]) -> None:
         """Moves workers to the session of the servers. Their unfinished closures run

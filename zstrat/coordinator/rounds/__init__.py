@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._optimizer_rounds import RestoredRounds as RestoredRounds
 from ._optimizer_rounds import SessionRounds as SessionRounds
 from ._optimizer_rounds import first_free_step as first_free_step
 from ._optimizer_rounds import inherited_rounds as inherited_rounds

@@ -44,6 +44,14 @@ class Contributed(NamedTuple):
     is_late: bool
 
 
+class RestoredRounds(NamedTuple):
+    """The open round in a checkpoint. Another one does, too, if it is ``cycle`` or
+    several times that later: what was done since has made rounds as well."""
+
+    number: int
+    cycle: int
+
+
 @dataclass(slots=True)
 class ClosingRound:
     """A round that is to be closed."""
@@ -156,16 +164,22 @@ class OptimizerRounds:
         self.is_closing = False
         self.statistics.applied(now)
 
-    @property
-    def order_to_drop(self) -> RoundOrder | None:
-        """The order to close the open round without what waits; None: nothing does."""
-        if not self._members and not self._inherited:
+    def order_to_drop(self, restored: RestoredRounds | None) -> RoundOrder | None:
+        """Returns the order to close the open round without what waits, and to go on
+        with one that is restored; None: there is nothing to do."""
+        last, waits = self.number, bool(self._members or self._inherited)
+        if restored is not None:
+            # Not the next one, which a worker may have begun.
+            least = self.number + 2 if self.number or waits else 0
+            behind = max(0, least - restored.number)
+            last = restored.number + -(-behind // restored.cycle) * restored.cycle - 1
+        if not waits and (restored is None or last < self.number):
             return None
-        return RoundOrder(self.optimizer, self.number, int(self.policy.rule), [])
+        return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
-    def dropped(self) -> None:
-        """Notes that all servers have dropped what waits."""
-        self.number += 1
+    def dropped(self, number: int) -> None:
+        """Notes that all servers have dropped what waits for rounds up to this one."""
+        self.number = number + 1
         self._members, self._enough_at, self._inherited = {}, None, ()
 
     def restart(self) -> None:
@@ -232,22 +246,24 @@ class SessionRounds:
         """Removes an optimizer that has no handle, if it is there."""
         self._rounds.pop(optimizer, None)
 
-    @property
-    def orders_to_drop(self) -> list[RoundOrder]:
-        """The orders to close open rounds without what waits for them."""
+    def orders_to_drop(
+        self, restored: Mapping[int, RestoredRounds]
+    ) -> list[RoundOrder]:
+        """Returns the orders to close open rounds without what waits for them."""
         orders = [
             RoundOrder(optimizer, left.closed.number + 1, 0, [])
             for optimizer, left in self.inherited.items()
             if left.contributions and optimizer not in self._rounds
         ]
-        return orders + [o for each in self if (o := each.order_to_drop) is not None]
+        more = [each.order_to_drop(restored.get(each.optimizer)) for each in self]
+        return [*orders, *[order for order in more if order is not None]]
 
     def dropped(self, order: RoundOrder) -> None:
         """Notes that all servers have dropped what waited."""
         left = HeldRounds(order, [], ())
         self.inherited = {**self.inherited, order.optimizer: left}
         if order.optimizer in self._rounds:
-            self._rounds[order.optimizer].dropped()
+            self._rounds[order.optimizer].dropped(order.number)
 
     def restart(self) -> None:
         """Begins again on servers that are empty."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Rounds
     from zstrat.wire import RoundOrder, StepContribution
 
-    from ._optimizer_rounds import ClosingRound, OptimizerRounds
+    from ._optimizer_rounds import ClosingRound, OptimizerRounds, RestoredRounds
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -186,9 +187,14 @@ class RoundClosing:
         self._is_held = False
         self.look(asyncio.get_running_loop().time())
 
-    async def drop(self) -> None:
+    async def drop(
+        self, restored: Mapping[int, RestoredRounds] = MappingProxyType({})
+    ) -> None:
         """Drops what waits for rounds, on all servers. Only between `hold` and
         `release`, as no round may be closed meanwhile.
+
+        Args:
+            restored: By optimizer: the rounds to go on with.
 
         Raises:
             ZstratError: As `PsClient.close_round`.
@@ -198,7 +204,7 @@ class RoundClosing:
         over = self.first_step
         if self._coordinator is not None:
             over = self._coordinator.engine.queue.steps.next
-        for order in self.rounds.orders_to_drop:
+        for order in self.rounds.orders_to_drop(restored):
             await self._client.close_round(order, (), over)
             self.rounds.dropped(order)
 

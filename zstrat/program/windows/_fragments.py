@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Variable
 
 COPY: Final = "/copy"
-"""The end of the names of resident arrays that are copies of variables."""
+"""What resident arrays are that are copies of variables."""
 
 ROUND: Final = "/round"
-"""The end of the name of the number of the round whose values a window has read."""
+"""The number of the round whose values a window has read."""
 
 SPEED: Final = "/speed"
-"""The end of the name of the steps per second that this worker makes."""
+"""The steps per second that this worker makes."""
+
 STEPS: Final = "/steps"
-"""The end of the name of the number of steps that the next window is to make."""
+"""The number of steps that the next window is to make."""
 
 SEGMENT: Final = "zstrat_segment"
 """The keyword with which a worker gives a window its `Segment`."""

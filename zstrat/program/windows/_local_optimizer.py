@@ -45,7 +45,8 @@ class LocalOptimizer:
         overlap: Number of steps that a window makes before it needs the result of the
             round before; less than ``every / fragments``.
         adapt: A worker that is slower than the fastest one makes fewer steps in a
-            window, so that all windows take about as long (Liu et al., 2024).
+            window, so that all windows take about as long (Liu et al., 2024). Without
+            `Rounds.weights` its weight is examples times examples per step.
         mix: The part of the worker's own copy that it keeps at an exchange, in [0, 1).
         rounds: Which windows become one update of ``outer``. Default: one of each
             worker.

@@ -2,13 +2,14 @@
 
 To a trace they are variables that it reads and assigns; they have keys of their own and
 are at no parameter server. The worker gives the values and keeps the new ones (see
-`zstrat.worker`). A worker that has none yet gives zeros.
+`zstrat.worker`), also those of a checkpoint. A worker that has none yet gives zeros.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from zstrat.variables import (
     RESIDENT,
@@ -28,6 +29,22 @@ if TYPE_CHECKING:
 
     from zstrat.program.trace._capture import Capture
     from zstrat.variables import VariableHandle
+
+
+class ResidentName(NamedTuple):
+    """What a resident array is: ``what``, beside the variable of a key (0: none), of
+    the outer optimizer of an id."""
+
+    what: str
+    variable: int
+    optimizer: int
+
+
+@functools.lru_cache(1 << 14)
+def resident_name(name: str) -> ResidentName:
+    """Returns what the array is whose `VariableSpec` has this name."""
+    what, variable, optimizer, _ = name.split(" ", 3)
+    return ResidentName(what, int(variable), int(optimizer))
 
 
 class _KeptByWorkers(UnboundStorage):
@@ -58,39 +75,39 @@ class ResidentArrays:
         self, variable: VariableHandle, what: str, shape: Sequence[int], dtype: Any
     ) -> jax.Array:
         """Returns the array that is kept beside a variable under the name ``what``."""
-        return self._outer.read(self._handle(variable, what, shape, dtype))
+        return self._outer.read(self._at(variable, what, shape, dtype))
 
     def round(self) -> jax.Array:
         """Returns the number of the round whose values the window has read, int32."""
-        return self._outer.read(self._at("", ROUND, (), "int32"))
+        return self._outer.read(self._at(None, ROUND, (), "int32"))
 
     def speed(self) -> jax.Array:
         """Returns the steps per second of this worker, float32; 0 if not known."""
-        return self._outer.read(self._at("", SPEED, (), "float32"))
+        return self._outer.read(self._at(None, SPEED, (), "float32"))
 
-    def keep_own(self, what: str, array: jax.Array) -> None:
-        """Keeps an array that belongs to no variable."""
-        to = self._at("", what, array.shape, array.dtype)
+    def keep(
+        self, variable: VariableHandle | None, what: str, array: jax.Array
+    ) -> None:
+        """Keeps an array for the next closure; None: it belongs to no variable."""
+        to = self._at(variable, what, array.shape, array.dtype)
         self._outer.update(VariableUpdate(to, UpdateOp.ASSIGN, (array,), None))
-
-    def keep(self, variable: VariableHandle, what: str, array: jax.Array) -> None:
-        """Keeps an array for the next closure."""
-        to = self._handle(variable, what, array.shape, array.dtype)
-        self._outer.update(VariableUpdate(to, UpdateOp.ASSIGN, (array,), None))
-
-    def _handle(
-        self, variable: VariableHandle, what: str, shape: Sequence[int], dtype: Any
-    ) -> VariableHandle:
-        return self._at(f"/{variable.name} {variable.spec.key}", what, shape, dtype)
 
     def _at(
-        self, place: str, what: str, shape: Sequence[int], dtype: Any
+        self,
+        variable: VariableHandle | None,
+        what: str,
+        shape: Sequence[int],
+        dtype: Any,
     ) -> VariableHandle:
+        what = what.replace(" ", "_")
+        place = 0 if variable is None else variable.spec.key
         # A digest: each trace has to find the same key, on whatever worker.
-        words = f"{self._optimizer} {place} {what}".encode()
-        digest = hashlib.blake2b(words, digest_size=7).digest()
+        words = f"{what} {place} {self._optimizer}"
+        digest = hashlib.blake2b(words.encode(), digest_size=7).digest()
         key = -(1 << 60) - int.from_bytes(digest, "big")
-        name = f"{self._name}{place}{what}"
+        name = f"{words} {self._name}"
+        if variable is not None:
+            name = f"{name}/{variable.name}"
         return handle(
             VariableSpec(key, name, tuple(shape), str(dtype), RESIDENT), _NOWHERE
         )

@@ -17,6 +17,7 @@ then the contribution of the next fragment.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ class _Window:
         # Few numbers, as each is another program.
         unit = -(-every // _PROGRAMS)
         steps = jnp.where(steps < unit, steps, steps // unit * unit)
-        resident.keep_own(STEPS, jnp.maximum(steps, 1))
+        resident.keep(None, STEPS, jnp.maximum(steps, 1))
         now, later = jnp.reshape(epoch % size, 1), jnp.reshape((epoch + 2) % size, 1)
         pace.scatter_max(IndexedSlices(jnp.reshape(speed, 1), now))
         pace.scatter_update(IndexedSlices(jnp.zeros(1, speed.dtype), later))
@@ -282,7 +283,7 @@ class _Window:
             if not rule.names:
                 found[key] = []
                 continue
-            has_some = self._resident.read(variable, "/begun", (), "bool")
+            has_some = self._resident.read(variable, _begun(rule), (), "bool")
             kept = [
                 self._resident.read(variable, name, kind.shape, kind.dtype)
                 for name, kind in zip(rule.names, rule.kinds, strict=True)
@@ -317,7 +318,7 @@ class _Window:
             for name, array in zip(rule.names, slots[key], strict=True):
                 self._resident.keep(variable, name, array)
             if rule.names:
-                self._resident.keep(variable, "/begun", jnp.ones((), jnp.bool_))
+                self._resident.keep(variable, _begun(rule), jnp.ones((), jnp.bool_))
 
     def _contribute(
         self,
@@ -462,6 +463,14 @@ class _Steps:
         }
         kept = {key: list(leaves) for key, (_, _, leaves) in moves.slots.items()}
         return (moved, kept), (arrays, rows)
+
+
+def _begun(rule: SlotRule) -> str:
+    """Returns the name of what says that a worker has these slots: another name for
+    others, so that those of another optimizer, in a checkpoint, do not count."""
+    kinds = [(kind.shape, str(kind.dtype)) for kind in rule.kinds]
+    words = repr((rule.names, kinds)).encode()
+    return f"/begun-{hashlib.blake2b(words, digest_size=6).hexdigest()}"
 
 
 def _mixed(copy: jax.Array, value: jax.Array, mix: float) -> jax.Array:

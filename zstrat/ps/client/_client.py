@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.ps.store._parts import named
-from zstrat.wire import AppliedParts, AskParts, Pulled, Pushed
+from zstrat.wire import AppliedParts, AskParts, Codec, Pulled, Pushed
 
 from ._asking import CallPart, nothing
 from ._line import REQUEST_TIMEOUT
@@ -27,6 +27,7 @@ from ._variable_client import VariableCalls
 
 if TYPE_CHECKING:
     import asyncio
+    from collections import Counter
     from collections.abc import Iterable, Sequence
 
     import numpy as np
@@ -68,6 +69,9 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         super().__init__(links, session, request_timeout)
         self._own = OwnUpdates(writer)
         self._memory = memory
+        self.counts: Counter[str] | None = None
+        """Gets the bytes of values that were encoded (``encoded_from``), and of what
+        was sent for them (``encoded_to``)."""
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self.lines)
 
@@ -260,7 +264,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         self, refs: Sequence[Ref], rows: Sequence[RowsRef], clocks: Clocks | None
     ) -> Reading:
         self._forget_restarted()
-        return Reading(refs, rows, self._known, clocks)
+        return Reading(refs, rows, self._known, clocks, self.shares_memory, self.counts)
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [
@@ -272,6 +276,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     def _forget(self, refs: Iterable[Ref]) -> None:
         for ref in refs:
             self._known.drop(ref)
+            self._known.drop(ref._replace(codec=int(Codec.BFLOAT16)))
 
     def _forget_restarted(self) -> None:
         """Versions are counted from the start in a new process."""

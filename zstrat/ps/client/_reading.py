@@ -11,12 +11,14 @@ from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
+import numpy as np
+
+from zstrat.codecs import BFLOAT16
 from zstrat.wire import Pull, PullRows, Read
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Hashable, Iterator, Sequence
-
-    import numpy as np
 
     from zstrat.wire import Exchanged, Pulled, PulledRound
 
@@ -85,10 +87,12 @@ ROWS: Final = 1024
 
 
 class Ref(NamedTuple):
-    """A variable: which parameter server, and its key there."""
+    """A variable: which parameter server, and its key there; a `Codec` for a float32
+    value on a network."""
 
     ps: int
     key: int
+    codec: int = 0
 
 
 class RowsRef(NamedTuple):
@@ -120,7 +124,15 @@ class ServerPull(NamedTuple):
 class Reading:
     """Fills in values from the answers, whichever comes first."""
 
-    __slots__ = ("_clocks", "_known", "_refs", "_rows", "_values")
+    __slots__ = (
+        "_clocks",
+        "_counts",
+        "_known",
+        "_refs",
+        "_rows",
+        "_shares_memory",
+        "_values",
+    )
 
     def __init__(
         self,
@@ -128,8 +140,11 @@ class Reading:
         rows: Sequence[RowsRef],
         known: Known,
         clocks: Clocks | None = None,
+        shares_memory: Callable[[int], bool] = lambda ps: False,
+        counts: Counter[str] | None = None,
     ) -> None:
         self._refs, self._rows, self._known = refs, rows, known
+        self._shares_memory, self._counts = shares_memory, counts
         self._clocks = {} if clocks is None else clocks
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
@@ -161,7 +176,11 @@ class Reading:
         refs, rows, known = self._refs, self._rows, self._known
         values = [known.get(refs[place]) for place in whole]
         reads = [
-            Read(refs[place][1], -1 if value is None else value.version)
+            Read(
+                refs[place][1],
+                -1 if value is None else value.version,
+                0 if refs[place][2] and self._shares_memory(ps) else refs[place][2],
+            )
             for place, value in zip(whole, values, strict=True)
         ]
         keys = [rows[place].key for place in parts]
@@ -193,6 +212,12 @@ class Reading:
                 continue
             values[place] = array = next(arrays)
             changed -= 1
+            if self._refs[place][2] and array.dtype == BFLOAT16:
+                if self._counts is not None:
+                    self._counts["encoded_from"] += 2 * array.nbytes
+                    self._counts["encoded_to"] += array.nbytes
+                array = values[place] = array.astype(np.float32)
+                array.flags.writeable = False
             if array.nbytes < copy_below:
                 array = values[place] = array.copy()
                 array.flags.writeable = False

@@ -78,7 +78,7 @@ class SnapshotCalls(AskedServers):
 
         Cancellation: it may have been pinned: `release` it.
         """
-        keys_of, wanted = by_server(refs), list(optimizers)
+        keys_of, wanted = by_server(ref[:2] for ref in refs), list(optimizers)
         messages = [
             (ps, PinSnapshot(self.session, snapshot, keys, wanted))
             for ps, keys in keys_of.items()

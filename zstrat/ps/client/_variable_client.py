@@ -106,7 +106,7 @@ class VariableCalls(AskedServers, abc.ABC):
         self._forget(refs)
         messages = [
             (ps, DeleteVariables(self.session, keys))
-            for ps, keys in by_server(refs).items()
+            for ps, keys in by_server(ref[:2] for ref in refs).items()
         ]
         await self.each(messages, object)
 
@@ -117,7 +117,7 @@ class VariableCalls(AskedServers, abc.ABC):
         Cancellation: it may have been dropped.
         """
         self._forget(refs)
-        numbers, keys_of = list(optimizers), by_server(refs)
+        numbers, keys_of = list(optimizers), by_server(ref[:2] for ref in refs)
         # A variable is on one server, an optimizer on all.
         asked = range(self.count) if numbers else keys_of
         messages = [

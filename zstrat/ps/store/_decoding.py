@@ -1,5 +1,5 @@
-"""Gradients that come in the format of a codec: decoded before anything else looks at
-them, so that logs, copies and rounds have arrays."""
+"""Formats on the wire. Gradients are decoded before anything else looks at them, so
+that logs, copies and rounds have arrays; values are encoded when all else is done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat import codecs
-from zstrat.codecs import GRADIENT_BLOCK, ROW_BLOCK, arrays_of
+from zstrat.codecs import BFLOAT16, GRADIENT_BLOCK, ROW_BLOCK, arrays_of
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import CODED, Codec, Contribute, Push, PushPart, UpdateOp
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import Update
+    from zstrat.wire import Pulled, Read, Update
 
     from ._variables import HeldVariables
 
@@ -29,6 +29,11 @@ _OPTIMIZE, _ROWS = int(UpdateOp.OPTIMIZE), int(UpdateOp.OPTIMIZE_ROWS)
 def is_coded(updates: Sequence[Update]) -> bool:
     """Returns whether a gradient is in the format of a codec."""
     return any(update.op >= CODED for update in updates)
+
+
+def is_narrow(reads: Sequence[Read]) -> bool:
+    """Returns whether a value is to be sent in the format of a codec."""
+    return any([read.codec for read in reads])  # noqa: C419 (a generator is slower)
 
 
 @final
@@ -106,3 +111,32 @@ class Decoding:
         shape = (indices.size, *cell.shape[1:])
         rows = codecs.decode_gradient(codec, shape, coded, ROW_BLOCK)
         return (indices, rows.astype(cell.dtype, copy=False))
+
+
+@final
+class Narrowing:
+    """The arrays of an answer, in the formats that its reads ask for. `compute` may run
+    on any thread."""
+
+    def __init__(self, task: str, reads: Sequence[Read], pulled: Pulled) -> None:
+        self.arrays = pulled.arrays
+        versions = zip(reads, pulled.versions, strict=True)
+        sent = [read for read, version in versions if read.known != version]
+        self._coded = [at for at, read in enumerate(sent) if read.codec]
+        for at in self._coded:
+            codec, dtype = sent[at].codec, self.arrays[at].dtype
+            if codec != Codec.BFLOAT16 or dtype != "float32":
+                raise InvalidArgumentError(
+                    f"{task}: variable {sent[at].key}, {dtype}, is read by codec "
+                    f"{codec}: expected float32, and codec {int(Codec.BFLOAT16)}"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.arrays[at].nbytes for at in self._coded)
+
+    def compute(self) -> None:
+        arrays = list(self.arrays)
+        for at in self._coded:
+            arrays[at] = arrays[at].astype(BFLOAT16)
+        self.arrays = (*arrays,)

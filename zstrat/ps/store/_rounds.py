@@ -260,7 +260,7 @@ class OpenRounds:
 
     def merging(self, order: RoundOrder) -> Merging | None:
         """Returns how the members of the open round are merged; None if that round was
-        closed before.
+        closed before. Without members the rounds before are closed, too.
 
         Raises:
             ProtocolError: An earlier round is open, or the rule is unknown.
@@ -270,7 +270,7 @@ class OpenRounds:
         rule, open_now = _RULES.get(rule_number), self.number(optimizer)
         if number < open_now:
             return None
-        if number > open_now or rule is None:
+        if (members and number > open_now) or rule is None:
             raise ProtocolError(
                 f"{self._task}: round {number} of optimizer {optimizer} is to be "
                 f"merged by rule {rule_number}, and round {open_now} is open"

@@ -119,7 +119,7 @@ class Store:
         if len(reads) > READS:
             raise too_many(self._task, "reads", len(reads), READS)
         variables, versions, arrays = self.variables, [], []
-        for key, known in reads:
+        for key, known, _ in reads:
             held = variables[key]
             versions.append(held.version)
             if held.version != known:

@@ -227,7 +227,7 @@ class ServerVariables(StrategyCreator):
         rounds, code = optimizer.rounds, dump_code(optimizer.transformation)
         if optimizer.wire is not None and self._bind_workers is None:
             raise ValueError(
-                f"optimizer {optimizer.name!r} has wire={optimizer.wire.push!r}, for "
+                f"optimizer {optimizer.name!r} has wire={optimizer.wire!r}, for "
                 "gradients of scheduled steps, and here every worker runs the whole "
                 "program and sends its gradients as they are: leave out wire=, or "
                 "schedule steps with a zs.ParameterServerStrategy and a "

@@ -119,7 +119,7 @@ class Optimizer:
                 )
             if self.wire is not None and self.id < 0:
                 raise ValueError(
-                    f"optimizer {self.name!r} has wire={self.wire.push!r}, for "
+                    f"optimizer {self.name!r} has wire={self.wire!r}, for "
                     "gradients that travel to parameter servers: create it in the "
                     "scope of a zs.ParameterServerStrategy, or leave out wire="
                 )
