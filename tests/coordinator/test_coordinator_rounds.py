@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.coordinator.parts import Code
 from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
 from zstrat.errors import (
     ClosedError,
-    NotFoundError,
+    InvalidArgumentError,
     PSUnavailableError,
     UnavailableError,
 )
@@ -29,7 +30,7 @@ class Rig:
     """A coordinator with so many workers, and servers that fail as often as said."""
 
     def __init__(self, workers, policy, *, failures=0, timeout=0.0):
-        self.closed, self.asked, self.raised = [], 0, []
+        self.closed, self.asked, self.raised, self.codes = [], 0, [], []
         self.failures, self.refusal = failures, None
         self.queue = SimpleNamespace(
             is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
@@ -51,14 +52,18 @@ class Rig:
         )
         link = SimpleNamespace(submit=self.submit)
         self.task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
-        channel = SimpleNamespace(task=self.task, session=1)
+        channel = SimpleNamespace(task=self.task, session=1, put_code=self.put_code)
         self.closing = RoundClosing(self, timeout)
         parts = CoordinatorParts(engine, members, {0: channel}, lambda: None)
         self.attach = functools.partial(self.closing.attach, parts)
         self.attach()
-        self.closing.add(OPTIMIZER, "mine", policy)
+        self.closing.add(OPTIMIZER, "mine", policy, Code(b"optax"))
+
+    def put_code(self, code):
+        self.codes.append(code.digest)
 
     async def submit(self, order):
+        assert self.codes[-1] == order.code
         self.asked += 1
         if self.refusal is not None:
             raise self.refusal
@@ -117,7 +122,7 @@ async def test_operands_are_computed_once_though_the_order_comes_twice():
 @pytest.mark.parametrize("refusal", [None, ClosedError("it left")])
 async def test_operands_wait_for_a_worker_that_is_away(refusal):
     """It is not connected; or the program lets it go meanwhile."""
-    rig = Rig(1, zs.Rounds(), timeout=10.0)
+    rig = Rig(1, zs.Rounds())
     rig.task.is_ready, rig.refusal = refusal is not None, refusal
     loop = asyncio.get_running_loop()
     given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
@@ -146,13 +151,14 @@ async def test_an_order_waits_while_a_restore_waits_for_a_server():
     await rig.closing.stop()
 
 
-async def test_operands_that_no_worker_can_compute_are_an_error():
+async def test_operands_that_cannot_be_computed_are_an_error():
     rig = Rig(1, zs.Rounds())
-    rig.refusal = NotFoundError("no step of optimizer 7 has run on this worker")
+    rig.refusal = InvalidArgumentError("of two trees")
     await rig.contribute(0, 1, 0, coupled=True)
     (error,) = rig.raised
     assert isinstance(error, UnavailableError)
-    assert "worker:0" in str(error)
+    assert "of two trees" in str(error)
+    assert not rig.closed
     await rig.closing.stop()
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar, final
 
+import numpy as np
+
 from zstrat.wire import (
     AskRounds,
     CloseRound,
@@ -122,9 +124,14 @@ class RoundRequests:
             self._require_place(message.session)
             merging = self._store.rounds.merging(message.order)
             if merging is None:
-                return Merged([], ())
+                return Merged(0, [], ())
             await self._thread.submit(merging.compute)
-            return Merged(*updates_of(message.order.optimizer, merging.merged))
+            optimizer, trees = message.order.optimizer, list[np.ndarray]()
+            if message.trees:
+                known = self._store.engine.get(optimizer).bindings.encoded
+                trees = [np.frombuffer(data, np.uint8) for data, _ in known]
+            updates, arrays = updates_of(optimizer, merging.merged)
+            return Merged(len(trees), updates, (*trees, *arrays))
 
     async def _pull(self, message: PullRound) -> Message:
         rounds = self._store.rounds

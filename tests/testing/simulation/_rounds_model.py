@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -177,25 +176,6 @@ class CoupledMomentum:
         by = 1.0 + 1.0 / (1.0 + total * total)
         scaled = {name: gradient * by for name, gradient in gradients.items()}
         return Momentum().update(scaled, state, params)
-
-
-class ScriptedCall:
-    """Stands for `zstrat.variables.GradientCall` on a worker."""
-
-    def __init__(self, drawn: DrawnRounds) -> None:
-        self.optimizer = SimpleNamespace(id=drawn.number)
-
-
-def bind(ask: object, call: ScriptedCall) -> None:
-    """Stands for what a worker does once: the program has sent the tree."""
-
-
-def merged_operands(
-    call: ScriptedCall, merged: Mapping[int, tuple[np.ndarray, ...]]
-) -> list[np.ndarray]:
-    """Stands for `zstrat.variables.merged_operands`: it computes `factor`."""
-    del call
-    return [np.asarray(factor([arrays[0] for arrays in merged.values()]))]
 
 
 @cache

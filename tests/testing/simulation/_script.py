@@ -33,7 +33,7 @@ from zstrat.program import (
 )
 from zstrat.wire import UpdateOp
 
-from ._rounds_model import DrawnRounds, ScriptedCall, gradient_of
+from ._rounds_model import DrawnRounds, gradient_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +125,6 @@ class ScriptedFunction:
         reads = self.marks + tuple([spec for specs in self.moved for spec in specs])
         self.plan = ScriptedPlan(reads, updates, self.by_rows, draws=draws)
         self.plan.targets = tuple([((), _handle_of(each)) for each in self.rounds])
-        self.plan.calls = tuple([ScriptedCall(each) for each in self.rounds])
         small = ResultLayout(("int64",), ((),), 0)
         self.layouts = small, replace(small, shapes=((LARGE,),))
 

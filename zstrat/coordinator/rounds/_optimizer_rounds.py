@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.coordinator._calls import Code
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
 
@@ -61,6 +62,7 @@ class OptimizerRounds:
     optimizer: int
     name: str
     policy: Rounds
+    code: Code
     number: int = 0
     """The open round: how many were closed."""
     is_closing: bool = False
@@ -222,9 +224,10 @@ class SessionRounds:
                 f"{name!r} wait on the parameter servers: give it rounds="
             )
 
-    def add(self, optimizer: int, name: str, policy: Rounds) -> None:
+    def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
         """Adds an optimizer that was created on the servers."""
-        rounds = self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
+        rounds = OptimizerRounds(optimizer, name, policy, code)
+        self._rounds[optimizer] = rounds
         if optimizer in self.inherited:
             rounds.inherit(self.inherited[optimizer])
 

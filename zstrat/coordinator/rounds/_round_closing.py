@@ -15,11 +15,14 @@ import logging
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
+    BusyError,
+    ClosedError,
     DeadlineExceededError,
+    PeerLostError,
     ProtocolError,
     PSUnavailableError,
+    StaleSessionError,
     UnavailableError,
-    ZstratError,
 )
 from zstrat.wire import MergedOperands, MergeOperands
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.coordinator._calls import Code
     from zstrat.coordinator._engine import ClosureEngine
     from zstrat.coordinator._members import Members
     from zstrat.coordinator._shipping import WorkerChannel
@@ -70,8 +74,8 @@ class RoundClosing:
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
         """Rounds whose order a lost server may not have. They are closed again when all
         servers are back."""
-        self._looked: set[asyncio.Future[None]] = set()
-        """Done by the next look, of orders that wait for a worker."""
+        self._news = asyncio.Event()
+        """Set by the next look, which replaces it."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_held = False
         self._left_open: set[int] = set()
@@ -97,9 +101,9 @@ class RoundClosing:
             if each.closed.number >= 0:  # servers that have closed it do nothing
                 await self._client.close_round(each.closed, [], 0, each.arrays)
 
-    def add(self, optimizer: int, name: str, policy: Rounds) -> None:
+    def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
         """Adds an optimizer that was created on the servers."""
-        self.rounds.add(optimizer, name, policy)
+        self.rounds.add(optimizer, name, policy, code)
         if self._coordinator is not None:
             self._coordinator.members.pace()
 
@@ -135,10 +139,8 @@ class RoundClosing:
         if coordinator is None or not self.rounds or self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
-        for looked in self._looked:
-            if not looked.done():
-                looked.set_result(None)
-        self._looked.clear()
+        self._news.set()
+        self._news = asyncio.Event()
         # While a restore waits for a server there is no outage, and it is away.
         is_away = queue.suspended or coordinator.engine.outage_error is not None
         if self._failed and not is_away:
@@ -238,67 +240,39 @@ class RoundClosing:
         assert self._coordinator is not None
         if closing.operands is None:
             # Once: a server that has closed the round no longer has its gradients.
-            closing.operands = await self._operands(closing.order)
+            closing.operands = await self._operands(rounds, closing.order)
         over = self._coordinator.engine.queue.steps.low_water
         await self._client.close_round(
             closing.order, rounds.steps, over, closing.operands
         )
         rounds.closed(asyncio.get_running_loop().time())
 
-    async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
-        """Has a worker compute what the optimizer needs of all merged gradients. Waits
-        for one if there is none.
-
-        Raises:
-            UnavailableError: Workers are there, and none could.
-        """
-        loop = asyncio.get_running_loop()
-        deadline: float | None = None
-        while True:
-            tried: list[str] = []
-            operands = await self._operands_of_any(order, tried)
-            if operands is not None:
-                return operands
-            if not tried:
-                deadline = None  # closures wait for a worker, too (`Dispatcher`)
-            elif deadline is None:
-                deadline = loop.time() + self._timeout
-            looked: asyncio.Future[None] = loop.create_future()
-            self._looked.add(looked)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await looked
-            except TimeoutError:
-                raise UnavailableError(
-                    f"round {order.number}: no worker could compute what the "
-                    f"optimizer needs of all gradients ({'; '.join(tried)}): start "
-                    "one, or add one with strategy.workers.add"
-                ) from None
-
-    async def _operands_of_any(
-        self, order: RoundOrder, tried: list[str]
-    ) -> Sequence[np.ndarray] | None:
-        """Asks one worker after the other; ``tried`` gets why one could not. Returns
-        None if none could."""
+    async def _operands(
+        self, rounds: OptimizerRounds, order: RoundOrder
+    ) -> Sequence[np.ndarray]:
+        """Has a worker compute what the optimizer needs of all merged gradients. Any
+        worker can; waits for one if there is none, as closures do (`Dispatcher`)."""
         assert self._coordinator is not None
-        for channel in list(self._coordinator.channels.values()):
-            if not channel.task.is_ready:
-                continue
-            asked = MergeOperands(channel.session, order)
-            try:
-                answer = await channel.task.link.submit(asked)
-            except PSUnavailableError:
-                raise  # the round is closed when the server is back
-            except ZstratError as error:  # this worker is lost, leaves, or ran no step
-                tried.append(f"{channel.task.name}: {error}")
-                continue
-            if not isinstance(answer, MergedOperands):
-                raise ProtocolError(
-                    f"{channel.task.name} answered MergeOperands with "
-                    f"{type(answer).__name__}"
-                )
-            return answer.arrays
-        return None
+        while True:
+            news = self._news
+            for channel in list(self._coordinator.channels.values()):
+                if not channel.task.is_ready:
+                    continue
+                asked = MergeOperands(channel.session, order, rounds.code.digest)
+                try:
+                    channel.put_code(rounds.code)
+                    answer = await channel.task.link.submit(asked)
+                except PSUnavailableError:
+                    raise  # the round is closed when the server is back
+                except (PeerLostError, ClosedError, BusyError, StaleSessionError):
+                    continue  # this worker is lost, or leaves
+                if not isinstance(answer, MergedOperands):
+                    raise ProtocolError(
+                        f"{channel.task.name} answered MergeOperands with "
+                        f"{type(answer).__name__}"
+                    )
+                return answer.arrays
+            await news.wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
