@@ -32,6 +32,7 @@ class Rig:
     def __init__(self, workers, policy, *, failures=0, timeout=0.0):
         self.closed, self.asked, self.raised, self.codes = [], 0, [], []
         self.failures, self.refusal = failures, None
+        self.failure = PSUnavailableError("ps:0", "its connection broke")
         self.queue = SimpleNamespace(
             is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
         )
@@ -73,7 +74,7 @@ class Rig:
         """Of the client."""
         if self.failures:
             self.failures -= 1
-            raise PSUnavailableError("ps:0", "its connection broke")
+            raise self.failure
         steps = [member.step for member in closed.members]
         self.closed.append((closed.number, steps, [float(x[0]) for x in operands]))
 
@@ -112,6 +113,7 @@ async def test_operands_are_computed_once_though_the_order_comes_twice():
     """A server that has closed the round has none of its gradients any more."""
     rig = Rig(1, zs.Rounds(), failures=1)
     await rig.contribute(0, 1, 0, coupled=True)
+    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
     await rig.closing.settle()
     assert rig.closed == [(0, [1], [1.0])]
     assert rig.asked == 1
@@ -138,14 +140,39 @@ async def test_operands_wait_for_a_worker_that_is_away(refusal):
     await rig.closing.stop()
 
 
-async def test_an_order_waits_while_a_restore_waits_for_a_server():
+async def test_a_checkpoint_waits_for_a_round_that_waits_for_a_worker():
+    rig = Rig(1, zs.Rounds())
+    rig.task.is_ready = False
+    loop = asyncio.get_running_loop()
+    given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
+    rig.closing.contributed(0, [given], loop.time())
+    held = asyncio.ensure_future(rig.closing.hold())
+    await asyncio.sleep(0)
+    rig.task.is_ready = True
+    rig.closing.look(loop.time())
+    await held
+    assert rig.closed == [(0, [1], [1.0])]
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PSUnavailableError("ps:0", "its connection broke"),
+        UnavailableError("ps:0 is shutting down"),
+    ],
+)
+async def test_an_order_waits_while_a_restore_waits_for_a_server(error):
     rig = Rig(1, zs.Rounds(), failures=3)
-    rig.queue.suspended = True
+    rig.queue.suspended, rig.failure = True, error
     await rig.contribute(0, 1, 0)
-    await rig.closing.settle()
     assert rig.failures == 2
+    assert not rig.raised
+    with pytest.raises(UnavailableError):  # one server may have closed it
+        await rig.closing.hold()
+    rig.closing.release()
     rig.queue.suspended, rig.failures = False, 0
-    rig.closing.look(asyncio.get_running_loop().time())
+    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
     await rig.closing.settle()
     assert rig.closed == [(0, [1], [])]
     await rig.closing.stop()

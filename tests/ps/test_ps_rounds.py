@@ -218,6 +218,16 @@ async def test_the_newest_run_of_a_step_counts_whenever_it_comes(server):
     assert (await server.value()).tolist() == [-7.0]
 
 
+async def test_a_run_of_a_member_that_comes_later_is_dropped(server):
+    """Of a worker that was taken for lost: the next program would count it again."""
+    await server.create({0: np.zeros(2, np.float32)})
+    await server.contribute(5, {0: np.ones(2, np.float32)}, attempt=2)
+    await server.ask(close(0, members(5, attempt=2)))
+    await server.contribute(5, {0: np.ones(2, np.float32)}, attempt=1)
+    assert await server.waiting() == 0
+    np.testing.assert_array_equal(await server.value(), [-1.0, -1.0])
+
+
 async def test_a_contribution_of_a_step_that_is_over_is_dropped(server):
     await server.create({0: np.zeros(1)})
     await server.ask(RaiseMark(SESSION, 4))

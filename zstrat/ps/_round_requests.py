@@ -1,5 +1,5 @@
 """Requests about rounds: contributions, the orders that close rounds, and pulls that
-wait for them.
+wait for them. They take turns with all other requests of the store (`Serving`).
 
 Law of the file: a pull that waits for a round holds no name, so no other request waits
 for it; it is checked again when the round is closed, as another process may serve the
@@ -9,7 +9,7 @@ store by then.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, assert_never, final
 
 import numpy as np
 
@@ -25,30 +25,22 @@ from zstrat.wire import (
     PullRound,
 )
 
-from ._requests import (
-    INLINE,
-    PendingRequest,
-    advance,
-    compute_short,
-    decode_updates,
-    pull,
-)
-from .store._changes import acknowledged
+from ._requests import INLINE, compute_short, decode_updates, pull
 from .store._decoding import is_coded
 from .store._plans import push_plan
 from .store._rounds import merged_push, updates_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Hashable
 
     from ._requests import Running
     from ._serving import Serving
-    from ._thread import JobThread
     from .store._store import Store
 
-RoundRequest = Contribute | CloseRound | PullMerged | PullRound | AskRounds
+RoundStored = Contribute | CloseRound | PullMerged | PullRound
+"""Requests that use the store, and so take turns."""
 
-T = TypeVar("T")
+RoundRequest = RoundStored | AskRounds
 
 
 @final
@@ -61,14 +53,11 @@ class RoundRequests:
     """
 
     def __init__(
-        self,
-        store: Store,
-        serving: Serving,
-        thread: JobThread,
-        require_place: Callable[[int], None],
+        self, store: Store, serving: Serving, require_place: Callable[[int], None]
     ) -> None:
-        self._store, self._serving, self._thread = store, serving, thread
+        self._store, self._serving = store, serving
         self._require_place = require_place
+        serving.round_closed = self.wake
         self._waiting: list[asyncio.Future[None]] = []
         """Of the pulls that wait for a round."""
 
@@ -79,20 +68,12 @@ class RoundRequests:
             ZstratError: It is refused; nothing has changed.
         """
         match message:
-            case Contribute(updates=updates):
-                if is_coded(updates):
-                    return self._contribute(message)
-                self._store.contribute(message)
-                log = self._store.log
-                return Done() if log is None else log.hold(Done())
-            case CloseRound():
-                return self._close(message)
-            case PullMerged():
-                return self._merge(message)
-            case PullRound():
-                return self._pull(message)
             case AskRounds():
                 return self._store.rounds.held(message.after)
+            case PullRound() if self._has_to_wait(message):
+                return self._pull_later(message)
+            case _:
+                return self._serving.take(message)
 
     def wake(self) -> None:
         """Has all waiting pulls checked again."""
@@ -101,65 +82,65 @@ class RoundRequests:
             if not each.done():
                 each.set_result(None)
 
-    async def _contribute(self, message: Contribute) -> Message:
-        async with self._serving.turn([update.key for update in message.updates]):
-            self._require_place(message.session)
-            plain = await self._run(decode_updates(self._store, message))
-            self._require_place(message.session)  # it may have ended meanwhile
-            self._store.contribute(plain)
-        return await acknowledged(self._store.log, Done())
-
-    async def _close(self, message: CloseRound) -> Message:
-        keys = self._store.rounds.keys(message.order)
-        async with self._serving.turn(keys):
-            self._require_place(message.session)
-            with self._serving.applying_round():
-                await self._run(close_round(self._store, message))
-        self.wake()
-        return await acknowledged(self._store.log, Done())
-
-    async def _merge(self, message: PullMerged) -> Message:
-        keys = self._store.rounds.keys(message.order)
-        async with self._serving.turn(keys):
-            self._require_place(message.session)
-            merging = self._store.rounds.merging(message.order)
-            if merging is None:
-                return Merged(0, [], ())
-            await self._thread.submit(merging.compute)
-            optimizer, trees = message.order.optimizer, list[np.ndarray]()
-            if message.trees:
-                known = self._store.engine.get(optimizer).bindings.encoded
-                trees = [np.frombuffer(data, np.uint8) for data, _ in known]
-            updates, arrays = updates_of(optimizer, merging.merged)
-            return Merged(len(trees), updates, (*trees, *arrays))
-
-    async def _pull(self, message: PullRound) -> Message:
+    def _has_to_wait(self, message: PullRound) -> bool:
         rounds = self._store.rounds
-        while any(rounds.number(o) < number for o, number in message.after):
+        return any(rounds.number(o) < number for o, number in message.after)
+
+    async def _pull_later(self, message: PullRound) -> Message:
+        while self._has_to_wait(message):
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(woken)
             await woken
             self._require_place(message.session)
-            rounds = self._store.rounds
-        names = [*(read.key for read in message.reads), *message.rows]
-        async with self._serving.turn(names):
-            self._require_place(message.session)
-            numbers = [rounds.number(each.optimizer) for each in message.after]
-            reads, rows, arrays = message.reads, message.rows, message.arrays
-            pulled = await self._run(pull(self._store, reads, rows, arrays))
-        return PulledRound(numbers, pulled.versions, pulled.arrays, pulled.clock)
+        answer = self._serving.take(message)
+        return answer if isinstance(answer, Message) else await answer
 
-    async def _run(self, running: Running[T]) -> T:
-        served = advance(running)
-        while isinstance(served, PendingRequest):
-            error: BaseException | None = None
-            try:
-                await self._thread.submit(served.plan.compute)
-            except Exception as raised:  # goes to the request
-                self._store.gave_up(served.plan)
-                error = raised
-            served = advance(served.running, error)
-        return served
+
+def names_of_round(store: Store, message: RoundStored) -> list[Hashable]:
+    """Returns the names that a request uses; see `names_of`."""
+    match message:
+        case Contribute():  # changes no variable
+            return []
+        case PullRound(reads=reads, rows=rows):
+            return [*(read.key for read in reads), *rows]
+        case CloseRound(order=order) | PullMerged(order=order):
+            return store.rounds.keys(order)
+
+
+def serve_round(
+    store: Store,
+    message: RoundStored,
+    require_place: Callable[[int], None],
+    closed: Callable[[], None],
+) -> Running[Message]:
+    """Serves a request.
+
+    Args:
+        require_place: As in `RoundRequests`.
+        closed: Called when a round was closed.
+
+    Raises:
+        ZstratError: It is refused; nothing has changed.
+    """
+    match message:
+        case Contribute():
+            if is_coded(message.updates):
+                message = yield from decode_updates(store, message)
+                require_place(message.session)  # it may have ended meanwhile
+            store.contribute(message)
+            return Done()
+        case CloseRound():
+            done = yield from close_round(store, message)
+            closed()
+            return done
+        case PullMerged():
+            return (yield from _merge(store, message))
+        case PullRound():
+            numbers = [store.rounds.number(each.optimizer) for each in message.after]
+            pulled = yield from pull(store, message.reads, message.rows, message.arrays)
+            return PulledRound(numbers, pulled.versions, pulled.arrays, pulled.clock)
+        case _:
+            assert_never(message)
 
 
 def close_round(store: Store, message: CloseRound) -> Running[Done]:
@@ -183,3 +164,16 @@ def close_round(store: Store, message: CloseRound) -> Running[Done]:
         yield plan
     store.commit_round(message, plan)
     return Done()
+
+
+def _merge(store: Store, message: PullMerged) -> Running[Merged]:
+    merging, optimizer = store.rounds.merging(message.order), message.order.optimizer
+    if merging is None:
+        return Merged(0, [], ())
+    yield merging
+    trees: list[np.ndarray] = []
+    if message.trees:
+        known = store.engine.get(optimizer).bindings.encoded
+        trees = [np.frombuffer(data, np.uint8) for data, _ in known]
+    updates, arrays = updates_of(optimizer, merging.merged)
+    return Merged(len(trees), updates, (*trees, *arrays))

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 from zstrat.errors import (
     BusyError,
     ClosedError,
-    DeadlineExceededError,
     PeerLostError,
     ProtocolError,
     PSUnavailableError,
     StaleSessionError,
     UnavailableError,
+    ZstratError,
 )
 from zstrat.wire import MergedOperands, MergeOperands
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from ._optimizer_rounds import ClosingRound, OptimizerRounds
 
 log = logging.getLogger("zstrat.coordinator")
+
+PAUSE: Final = 0.05
+"""Seconds until an order to close a round that has failed is sent again."""
 
 
 class CoordinatorParts(NamedTuple):
@@ -73,7 +76,9 @@ class RoundClosing:
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
         """Rounds whose order a lost server may not have. They are closed again when all
-        servers are back."""
+        servers are back,"""
+        self._again_at = 0.0
+        """and not before this time."""
         self._news = asyncio.Event()
         """Set by the next look, which replaces it."""
         self._timer: asyncio.TimerHandle | None = None
@@ -136,19 +141,22 @@ class RoundClosing:
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
         coordinator = self._coordinator
+        self._news.set()  # also while it is held: `hold` waits for what is being closed
+        self._news = asyncio.Event()
         if coordinator is None or not self.rounds or self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
-        self._news.set()
-        self._news = asyncio.Event()
         # While a restore waits for a server there is no outage, and it is away.
         is_away = queue.suspended or coordinator.engine.outage_error is not None
-        if self._failed and not is_away:
-            failed, self._failed = self._failed, []
-            for each in failed:
-                self._send(*each)
-        there = [member.place for member in members.usable]
         next_due: list[float] = []
+        if self._failed and not is_away:
+            if now < self._again_at:
+                next_due.append(self._again_at)
+            else:
+                failed, self._failed = self._failed, []
+                for each in failed:
+                    self._send(*each)
+        there = [member.place for member in members.usable]
         for rounds in self.rounds:
             self._warn_of_small(rounds, len(there))
             due = rounds.due(len(there), now)
@@ -170,10 +178,19 @@ class RoundClosing:
     async def hold(self) -> None:
         """Closes no round until `release`; waits until none is being closed.
 
+        Raises:
+            UnavailableError: A server is away that may not have closed one.
+
         Cancellation: they are closed all the same.
         """
         self._is_held = True
         await self.settle()
+        if self._failed:
+            rounds, closing = self._failed[0]
+            raise UnavailableError(
+                f"round {closing.order.number} of optimizer {rounds.name!r} is not "
+                "closed on all parameter servers yet, as one is away"
+            )
 
     async def settle(self) -> None:
         """Waits until no round is being closed.
@@ -225,10 +242,13 @@ class RoundClosing:
         async def close() -> None:
             try:
                 await self._close(rounds, closing)
-            except (PSUnavailableError, DeadlineExceededError) as error:
+            except ZstratError as error:
+                if not error.retryable:
+                    raise
                 number = closing.order.number
                 log.warning("round %d of %r: %s", number, rounds.name, error)
                 self._failed.append((rounds, closing))
+                self._again_at = asyncio.get_running_loop().time() + PAUSE
 
         task = asyncio.get_running_loop().create_task(
             close(), name=f"round {closing.order.number}"
