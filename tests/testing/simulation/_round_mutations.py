@@ -109,6 +109,7 @@ def _closed_apart(count: Callable[..., Any], self: Any, *args: Any) -> None:
 
 _CLIENT: Final = "zstrat.ps.client._round_client.RoundCalls.close_round"
 _ROUNDS: Final = "zstrat.coordinator.rounds._optimizer_rounds.OptimizerRounds"
+_SESSION: Final = "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds"
 _STATISTICS: Final = "zstrat.coordinator.rounds._round_statistics.RoundStatistics"
 _OPEN: Final = "zstrat.ps.store._rounds.OpenRounds"
 _CONTRIBUTE: Final = "zstrat.worker._worker_session.WorkerSession._contribute"
@@ -136,7 +137,7 @@ ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a backup lacks contributions": {_REPLAY: _without(Contribute)},
     "a backup closes no rounds": {_REPLAY: _without(CloseRound)},
     "rounds go on counting on servers that were emptied": {
-        f"{_ROUNDS}.restart": nothing
+        f"{_SESSION}.restart": nothing
     },
     "a worker forgets that it has contributed": {
         _CONTRIBUTE: around(_CONTRIBUTE, _forgetful)
@@ -145,11 +146,7 @@ ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_ROUNDS}.close": around(f"{_ROUNDS}.close", _unordered)
     },
     "late contributions are not counted": {f"{_STATISTICS}.contributed_late": nothing},
-    "join leaves rounds open": {
-        "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds.is_open_below": (
-            lambda self, step: False
-        )
-    },
+    "join leaves rounds open": {f"{_SESSION}.is_open_below": lambda self, step: False},
     "servers drop what waits for a later round": {
         f"{_OPEN}.closed": around(f"{_OPEN}.closed", _closed_apart)
     },

@@ -83,8 +83,6 @@ class RoundClosing:
         """Set by the next look, which replaces it."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_held = False
-        self._left_open: set[int] = set()
-        """Optimizers with a round that the coordinator before has left open."""
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
@@ -113,11 +111,10 @@ class RoundClosing:
             self._coordinator.members.pace()
 
     def attach(self, coordinator: CoordinatorParts) -> None:
-        """Uses the session's new coordinator. Rounds that are open are closed with what
-        they have: a worker may wait for one to which it has contributed by a step of
-        the coordinator before, which did not learn of it."""
+        """Uses the session's new coordinator."""
         if self._coordinator is not None:
-            self._left_open = {rounds.optimizer for rounds in self.rounds}
+            for rounds in self.rounds:
+                rounds.is_left_open = True
         self._coordinator = coordinator
         if self.rounds:
             coordinator.members.pace()
@@ -159,17 +156,12 @@ class RoundClosing:
         there = [member.place for member in members.usable]
         for rounds in self.rounds:
             self._warn_of_small(rounds, len(there))
-            due = rounds.due(len(there), now)
-            if queue.is_idle and rounds.is_open_below(self.rounds.flush_below):
-                due = None if rounds.is_closing else now
-            if rounds.optimizer in self._left_open and not rounds.is_closing:
-                due = now
-            if due is None:
-                continue
-            if due <= now:
-                self._left_open.discard(rounds.optimizer)
+            below = self.rounds.flush_below
+            is_awaited = queue.is_idle and rounds.is_open_below(below)
+            due = rounds.due(len(there), now, is_awaited=is_awaited)
+            if due is not None and due <= now:
                 self._send(rounds, rounds.close())
-            else:
+            elif due is not None:
                 next_due.append(due)
         next_due += self._check_workers(there, now)
         members.note_rounds(self.rounds.contributors)
@@ -238,34 +230,41 @@ class RoundClosing:
 
     def _send(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         """Starts to send the order to close a round."""
-
-        async def close() -> None:
-            try:
-                await self._close(rounds, closing)
-            except ZstratError as error:
-                if not error.retryable:
-                    raise
-                number = closing.order.number
-                log.warning("round %d of %r: %s", number, rounds.name, error)
-                self._failed.append((rounds, closing))
-                self._again_at = asyncio.get_running_loop().time() + PAUSE
-
         task = asyncio.get_running_loop().create_task(
-            close(), name=f"round {closing.order.number}"
+            self._close(rounds, closing), name=f"round {closing.order.number}"
         )
         self._closing.add(task)  # cancelled by stop()
         task.add_done_callback(self._ended)
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        if closing.operands is None:
-            # Once: a server that has closed the round no longer has its gradients.
-            closing.operands = await self._operands(rounds, closing.order)
-        over = self._coordinator.engine.queue.steps.low_water
-        await self._client.close_round(
-            closing.order, rounds.steps, over, closing.operands
+        engine, order, loop = (
+            self._coordinator.engine,
+            closing.order,
+            asyncio.get_running_loop(),
         )
-        rounds.closed(asyncio.get_running_loop().time())
+        try:
+            if closing.operands is None:
+                # Once: a server that has closed the round has no gradients of it.
+                closing.operands = await self._operands(rounds, order)
+            over = engine.queue.steps.low_water
+            await self._client.close_round(order, rounds.steps, over, closing.operands)
+        except Exception as error:  # goes to each call that needs the servers
+            if isinstance(error, ZstratError) and error.retryable:
+                log.warning("round %d of %r: %s", order.number, rounds.name, error)
+                self._failed.append((rounds, closing))
+                self._again_at = loop.time() + PAUSE
+                return
+            log.exception("closing round %d of %r", order.number, rounds.name)
+            words = (
+                f"round {order.number} of optimizer {rounds.name!r} could not be "
+                f"closed on all parameter servers, so they may differ now: "
+                f"{type(error).__name__}: {error}. Start the program again, without "
+                "resume=, and restore a checkpoint"
+            )
+            engine.fail(UnavailableError(words), lasting=True)
+        else:
+            rounds.closed(loop.time())
 
     async def _operands(
         self, rounds: OptimizerRounds, order: RoundOrder
@@ -296,21 +295,10 @@ class RoundClosing:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        coordinator = self._coordinator
-        if task.cancelled() or coordinator is None:
+        if task.cancelled() or (coordinator := self._coordinator) is None:
             return
-        error, engine = task.exception(), coordinator.engine
-        if error is not None:
-            # The servers may differ now, so nothing may be computed from them.
-            log.error("closing a round", exc_info=error)
-            words = (
-                f"a round could not be closed on all parameter servers, so they may "
-                f"differ now: {type(error).__name__}: {error}. Start the program "
-                "again, without resume=, and restore a checkpoint"
-            )
-            engine.fail(UnavailableError(words), lasting=True)
-        with engine.lock:
-            engine.waiters.notify()
+        with coordinator.engine.lock:
+            coordinator.engine.waiters.notify()
         self.look(asyncio.get_running_loop().time())
         coordinator.turn_soon()
 
