@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat as zs
-from zstrat.coordinator.parts import Code
 from zstrat.coordinator.rounds import (
     SessionRounds,
     first_free_step,
@@ -22,7 +21,6 @@ from zstrat.wire import HeldRounds, RoundOrder, StepContribution
 OPTIMIZER, SERVERS, WORKERS = 7, 3, 2
 ALL = frozenset(range(SERVERS))
 WEIGHTS = itertools.count(1)
-CODE = Code(b"optax")
 SOME = st.frozensets(st.sampled_from(sorted(ALL)))
 
 
@@ -66,7 +64,7 @@ class Program:
             if left.closed.number >= 0:
                 for server in servers:
                     server.close(left.closed)
-        session.add(OPTIMIZER, "mine", zs.Rounds(workers=WORKERS, **policy), CODE)
+        session.add(OPTIMIZER, "mine", zs.Rounds(workers=WORKERS, **policy))
         self.rounds, self.open = session.get(OPTIMIZER), set()
 
     def step(self, reaches):
@@ -150,7 +148,7 @@ def test_an_optimizer_that_has_contributions_keeps_its_rounds():
     with pytest.raises(AlreadyExistsError, match=r"'sgd'.*rounds="):
         session.require_rounds(OPTIMIZER, "sgd")
     session.require_rounds(OPTIMIZER + 1, "sgd")
-    session.add(OPTIMIZER, "sgd", zs.Rounds(), CODE)
+    session.add(OPTIMIZER, "sgd", zs.Rounds())
     assert session.get(OPTIMIZER).number == 4
     # Servers can close no round before a step of this program has ended.
     assert session.get(OPTIMIZER).due(1, 0.0) is None
@@ -158,7 +156,7 @@ def test_an_optimizer_that_has_contributions_keeps_its_rounds():
     # One that has failed in its constructor has no rounds, and may be made again.
     session.remove(OPTIMIZER)
     assert not session
-    session.add(OPTIMIZER, "sgd", zs.Rounds(), CODE)
+    session.add(OPTIMIZER, "sgd", zs.Rounds())
     assert session.get(OPTIMIZER).number == 4
     session.restart()
     assert session.get(OPTIMIZER).number == 0

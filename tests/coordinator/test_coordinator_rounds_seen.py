@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 import zstrat as zs
-from zstrat.coordinator.parts import Code
 from zstrat.coordinator.rounds import SessionRounds
 from zstrat.wire import StepContribution
 
 OPTIMIZER, WORKERS = 7, 4
-CODE = Code(b"optax")
 
 
 @pytest.fixture
@@ -19,7 +17,7 @@ def session():
 
 
 def add(session, name="adam", optimizer=OPTIMIZER, **policy):
-    session.add(optimizer, name, zs.Rounds(**policy), CODE)
+    session.add(optimizer, name, zs.Rounds(**policy))
     return session.get(optimizer)
 
 

@@ -48,7 +48,7 @@ from ._requests import (
     names_of,
     serve,
 )
-from ._round_requests import RoundStored, names_of_round, serve_round
+from ._round_serving import RoundStored, names_of_round, serve_round
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 

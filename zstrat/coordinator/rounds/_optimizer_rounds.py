@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.coordinator._calls import Code
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
 
@@ -62,7 +61,6 @@ class OptimizerRounds:
     optimizer: int
     name: str
     policy: Rounds
-    code: Code
     number: int = 0
     """The open round: how many were closed."""
     is_closing: bool = False
@@ -221,9 +219,9 @@ class SessionRounds:
                 f"{name!r} wait on the parameter servers: give it rounds="
             )
 
-    def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
+    def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
-        rounds = OptimizerRounds(optimizer, name, policy, code)
+        rounds = OptimizerRounds(optimizer, name, policy)
         self._rounds[optimizer] = rounds
         if (left := self.inherited.get(optimizer)) is not None:
             rounds.begin(left.closed.number + 1, left.contributions)

@@ -72,6 +72,8 @@ class RoundClosing:
         self.rounds: Final = SessionRounds()
         self.first_step = 1
         """The first step number that this program may use."""
+        self._codes: dict[int, Code] = {}
+        """What was created on the servers, by optimizer."""
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
@@ -106,7 +108,8 @@ class RoundClosing:
 
     def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
         """Adds an optimizer that was created on the servers."""
-        self.rounds.add(optimizer, name, policy, code)
+        self.rounds.add(optimizer, name, policy)
+        self._codes[optimizer] = code
         if self._coordinator is not None:
             self._coordinator.members.pace()
 
@@ -246,7 +249,7 @@ class RoundClosing:
         try:
             if closing.operands is None:
                 # Once: a server that has closed the round has no gradients of it.
-                closing.operands = await self._operands(rounds, order)
+                closing.operands = await self._operands(order)
             over = engine.queue.steps.low_water
             await self._client.close_round(order, rounds.steps, over, closing.operands)
         except Exception as error:  # goes to each call that needs the servers
@@ -266,20 +269,19 @@ class RoundClosing:
         else:
             rounds.closed(loop.time())
 
-    async def _operands(
-        self, rounds: OptimizerRounds, order: RoundOrder
-    ) -> Sequence[np.ndarray]:
+    async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
         """Has a worker compute what the optimizer needs of all merged gradients. Any
         worker can; waits for one if there is none, as closures do (`Dispatcher`)."""
         assert self._coordinator is not None
+        code = self._codes[order.optimizer]
         while True:
             news = self._news
             for channel in list(self._coordinator.channels.values()):
                 if not channel.task.is_ready:
                     continue
-                asked = MergeOperands(channel.session, order, rounds.code.digest)
+                asked = MergeOperands(channel.session, order, code.digest)
                 try:
-                    channel.put_code(rounds.code)
+                    channel.put_code(code)
                     answer = await channel.task.link.submit(asked)
                 except PSUnavailableError:
                     raise  # the round is closed when the server is back
