@@ -33,7 +33,7 @@ from zstrat.program import (
 )
 from zstrat.wire import UpdateOp
 
-from ._rounds_model import DrawnRounds, gradient_of
+from ._rounds_model import DrawnRounds, gradient_of, update_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -199,11 +199,10 @@ class ScriptedStep:
                 own = (np.zeros((), np.float32),)  # which counts for nothing in a round
                 found.append(StepUpdate(specs[0], UpdateOp.OPERANDS, optimizer, own))
             for spec in specs:
-                gradient = gradient_of(
-                    drawn, self._number, attempt, spec.ps, next(read)
-                )
-                op = UpdateOp.OPTIMIZE
-                found.append(StepUpdate(spec, op, optimizer, (gradient,)))
+                number = self._number
+                gradient = gradient_of(drawn, number, attempt, spec.ps, next(read))
+                op, arrays = update_of(drawn, number, gradient)
+                found.append(StepUpdate(spec, op, optimizer, arrays))
         return found
 
     def _draw(self) -> int:
