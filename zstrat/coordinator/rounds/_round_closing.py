@@ -15,11 +15,9 @@ import logging
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
-    BusyError,
     ClosedError,
     PeerLostError,
     ProtocolError,
-    PSUnavailableError,
     StaleSessionError,
     UnavailableError,
     ZstratError,
@@ -241,11 +239,8 @@ class RoundClosing:
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        engine, order, loop = (
-            self._coordinator.engine,
-            closing.order,
-            asyncio.get_running_loop(),
-        )
+        engine, order = self._coordinator.engine, closing.order
+        loop = asyncio.get_running_loop()
         try:
             if closing.operands is None:
                 # Once: a server that has closed the round has no gradients of it.
@@ -283,10 +278,8 @@ class RoundClosing:
                 try:
                     channel.put_code(code)
                     answer = await channel.task.link.submit(asked)
-                except PSUnavailableError:
-                    raise  # the round is closed when the server is back
-                except (PeerLostError, ClosedError, BusyError, StaleSessionError):
-                    continue  # this worker is lost, or leaves
+                except (PeerLostError, ClosedError, StaleSessionError):
+                    continue  # this worker is lost, or leaves; others may be there
                 if not isinstance(answer, MergedOperands):
                     raise ProtocolError(
                         f"{channel.task.name} answered MergeOperands with "
