@@ -70,12 +70,15 @@ def test_rounds_go_on_without_the_backup_worker(
                 local.continue_task("worker:2")
     program.coordinator.join()
     rounds, late_ones = program.replayed()
-    (step,) = late_ones
-    assert program.metrics["late"] == {"worker:2": 1}
-    assert program.metrics["dropped"] == ({"worker:2": 1} if late == "drop" else {})
+    # Two, if it has read while the last round of the others was being closed.
+    assert len(late_ones) in (1, 2)
+    counted = {"worker:2": len(late_ones)}
+    assert program.metrics["late"] == counted
+    assert program.metrics["dropped"] == (counted if late == "drop" else {})
     assert all(len(members) == 2 for members in rounds[:-1])
-    where = [n for n, members in enumerate(rounds) if step in members]
-    assert where == ([] if late == "drop" else [len(rounds) - 1])
+    for step in late_ones:
+        where = [n for n, members in enumerate(rounds) if step in members]
+        assert where == ([] if late == "drop" else [len(rounds) - 1])
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back"])
