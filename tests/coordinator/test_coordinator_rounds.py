@@ -14,10 +14,11 @@ import pytest
 
 import zstrat as zs
 from zstrat.coordinator import RestoredRounds
+from zstrat.coordinator.parts import Code
 from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
 from zstrat.errors import (
     ClosedError,
-    NotFoundError,
+    InvalidArgumentError,
     PSUnavailableError,
     UnavailableError,
 )
@@ -30,8 +31,9 @@ class Rig:
     """A coordinator with so many workers, and servers that fail as often as said."""
 
     def __init__(self, workers, policy, *, failures=0, timeout=0.0):
-        self.closed, self.asked, self.raised = [], 0, []
+        self.closed, self.asked, self.raised, self.codes = [], 0, [], []
         self.failures, self.refusal = failures, None
+        self.failure = PSUnavailableError("ps:0", "its connection broke")
         self.queue = SimpleNamespace(
             is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
         )
@@ -52,14 +54,18 @@ class Rig:
         )
         link = SimpleNamespace(submit=self.submit)
         self.task = SimpleNamespace(is_ready=True, name="worker:0", link=link)
-        channel = SimpleNamespace(task=self.task, session=1)
+        channel = SimpleNamespace(task=self.task, session=1, put_code=self.put_code)
         self.closing = RoundClosing(self, timeout)
         parts = CoordinatorParts(engine, members, {0: channel}, lambda: None)
         self.attach = functools.partial(self.closing.attach, parts)
         self.attach()
-        self.closing.add(OPTIMIZER, "mine", policy)
+        self.closing.add(OPTIMIZER, "mine", policy, Code(b"optax"))
+
+    def put_code(self, code):
+        self.codes.append(code.digest)
 
     async def submit(self, order):
+        assert self.codes[-1] == order.code
         self.asked += 1
         if self.refusal is not None:
             raise self.refusal
@@ -69,7 +75,7 @@ class Rig:
         """Of the client."""
         if self.failures:
             self.failures -= 1
-            raise PSUnavailableError("ps:0", "its connection broke")
+            raise self.failure
         steps = [member.step for member in closed.members]
         self.closed.append((closed.number, steps, [float(x[0]) for x in operands]))
 
@@ -108,6 +114,7 @@ async def test_operands_are_computed_once_though_the_order_comes_twice():
     """A server that has closed the round has none of its gradients any more."""
     rig = Rig(1, zs.Rounds(), failures=1)
     await rig.contribute(0, 1, 0, coupled=True)
+    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
     await rig.closing.settle()
     assert rig.closed == [(0, [1], [1.0])]
     assert rig.asked == 1
@@ -118,7 +125,7 @@ async def test_operands_are_computed_once_though_the_order_comes_twice():
 @pytest.mark.parametrize("refusal", [None, ClosedError("it left")])
 async def test_operands_wait_for_a_worker_that_is_away(refusal):
     """It is not connected; or the program lets it go meanwhile."""
-    rig = Rig(1, zs.Rounds(), timeout=10.0)
+    rig = Rig(1, zs.Rounds())
     rig.task.is_ready, rig.refusal = refusal is not None, refusal
     loop = asyncio.get_running_loop()
     given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
@@ -134,26 +141,52 @@ async def test_operands_wait_for_a_worker_that_is_away(refusal):
     await rig.closing.stop()
 
 
-async def test_an_order_waits_while_a_restore_waits_for_a_server():
+async def test_a_checkpoint_waits_for_a_round_that_waits_for_a_worker():
+    rig = Rig(1, zs.Rounds())
+    rig.task.is_ready = False
+    loop = asyncio.get_running_loop()
+    given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
+    rig.closing.contributed(0, [given], loop.time())
+    held = asyncio.ensure_future(rig.closing.hold())
+    await asyncio.sleep(0)
+    rig.task.is_ready = True
+    rig.closing.look(loop.time())
+    await held
+    assert rig.closed == [(0, [1], [1.0])]
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PSUnavailableError("ps:0", "its connection broke"),
+        UnavailableError("ps:0 is shutting down"),
+    ],
+)
+async def test_an_order_waits_while_a_restore_waits_for_a_server(error):
     rig = Rig(1, zs.Rounds(), failures=3)
-    rig.queue.suspended = True
+    rig.queue.suspended, rig.failure = True, error
     await rig.contribute(0, 1, 0)
-    await rig.closing.settle()
     assert rig.failures == 2
+    assert not rig.raised
+    with pytest.raises(UnavailableError):  # one server may have closed it
+        await rig.closing.hold()
+    rig.closing.release()
     rig.queue.suspended, rig.failures = False, 0
-    rig.closing.look(asyncio.get_running_loop().time())
+    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
     await rig.closing.settle()
     assert rig.closed == [(0, [1], [])]
     await rig.closing.stop()
 
 
-async def test_operands_that_no_worker_can_compute_are_an_error():
+async def test_operands_that_cannot_be_computed_are_an_error():
     rig = Rig(1, zs.Rounds())
-    rig.refusal = NotFoundError("no step of optimizer 7 has run on this worker")
+    rig.refusal = InvalidArgumentError("of two trees")
     await rig.contribute(0, 1, 0, coupled=True)
     (error,) = rig.raised
     assert isinstance(error, UnavailableError)
-    assert "worker:0" in str(error)
+    assert "of two trees" in str(error)
+    assert not rig.closed
     await rig.closing.stop()
 
 

@@ -97,7 +97,7 @@ def test_rounds_that_begin_again_keep_their_count(session):
     rounds = add(session)
     contribute(rounds, 0, 1, 0.0)
     close(rounds, 0.5)
-    rounds.restart()
+    rounds.begin(0)
     contribute(rounds, 0, 2, 1.5)
     close(rounds, 2.0)
     assert session.metrics(1, 2.0)["adam"]["closed"] == 2

@@ -65,7 +65,8 @@ def close(number, named, *, rule="mean", kept=(), over=0, optimizer=1, operands=
 
 
 def merged(number, named, *, rule="mean", optimizer=1):
-    return PullMerged(SESSION, RoundOrder(optimizer, number, int(RULES[rule]), named))
+    order = RoundOrder(optimizer, number, int(RULES[rule]), named)
+    return PullMerged(SESSION, order, False)
 
 
 def after(number, *keys, optimizer=1):

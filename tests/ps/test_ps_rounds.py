@@ -21,6 +21,7 @@ from ps_rounds import (
     merge,
     merged,
 )
+from ps_trees import binding
 from tiers import combined
 
 from zstrat.errors import (
@@ -248,6 +249,16 @@ async def test_the_newest_run_of_a_step_counts_whenever_it_comes(server):
     assert await server.versions(0) == [0]
     assert await server.ask(close(0, members(1, attempt=3))) == Done()
     assert (await server.value()).tolist() == [-7.0]
+
+
+async def test_a_run_of_a_member_that_comes_later_is_dropped(server):
+    """Of a worker that was taken for lost: the next program would count it again."""
+    await server.create({0: np.zeros(2, np.float32)})
+    await server.contribute(5, {0: np.ones(2, np.float32)}, attempt=2)
+    await server.ask(close(0, members(5, attempt=2)))
+    await server.contribute(5, {0: np.ones(2, np.float32)}, attempt=1)
+    assert await server.waiting() == 0
+    np.testing.assert_array_equal(await server.value(), [-1.0, -1.0])
 
 
 async def test_a_contribution_of_a_step_that_is_over_is_dropped(server):
@@ -502,3 +513,30 @@ async def test_another_session_contributes_nothing(server):
         with pytest.raises(StaleSessionError):
             await server.ask(replace(asked, session=99), server.worker)
     assert (await server.ask(Pull(SESSION, [Read(0, -1)]))).versions == [0]
+
+
+def test_what_an_update_needs_of_all_gradients_is_that_of_dense_ones():
+    """By parts, by rows or not there, which counts as zeros."""
+    rng = np.random.default_rng(0)
+    tree = {
+        "parts": ((1, 2), (5, 2), np.float32),
+        "rows": ((3, 4), (6, 2), np.float32),
+        "zeros": ((5,), (3,), np.float32),
+    }
+    told = binding(optax.clip_by_global_norm(1.0), tree)
+    parts = rng.normal(size=(5, 2)).astype("f4")
+    at, rows = np.array([2, 0, 1]), rng.normal(size=(3, 2)).astype("f4")
+    given = {
+        1: (parts[:3],),
+        2: (parts[3:],),
+        3: (at, rows),
+        4: (np.array([1, 2]), parts[:2]),
+    }
+    operands = told.operands(given)
+    norm = np.sqrt(sum(np.sum(np.square(each[-1])) for each in given.values()))
+    assert any(np.allclose(operand, norm, rtol=1e-6) for operand in operands), operands
+    first, second = np.zeros((2, 3, 2), np.float32)
+    first[at], second[1:] = rows, parts[:2]
+    dense = {**given, 3: (first,), 4: (second,), 5: (np.zeros(3, np.float32),)}
+    for one, other in zip(operands, told.operands(dense), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

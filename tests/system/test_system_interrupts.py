@@ -10,7 +10,7 @@ from programs import run
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 STRIKES = """
-    import faulthandler, itertools, signal, sys, threading
+    import faulthandler, itertools, signal, sys, threading, traceback
     import numpy as np
     import zstrat as zs
 
@@ -34,6 +34,7 @@ STRIKES = """
             self.left -= event in ("call", "c_return")
             if event in ("call", "c_return") and not self.left:
                 sys.setprofile(None)
+                self.where = "".join(traceback.format_stack(frame, 4)), event, value
                 signal.raise_signal(signal.SIGINT)
 
     def is_struck(number, call):
@@ -44,6 +45,7 @@ STRIKES = """
             sys.setprofile(None)
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if strikes.left <= 0 and is_default:  # nobody could catch it there:
+                print(*strikes.where, file=sys.stderr)  # if it is not
                 threading.Event().wait(100)  # it is raised again
         except (KeyboardInterrupt, RuntimeError, KeyError):
             pass  # Thread.start and OrderedDict make others of some

@@ -3,6 +3,9 @@ always those of a replay of the closed rounds."""
 
 import random
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from system_rounds import Logged
 from system_worlds import all_have_worked, all_running, leak_check_behind, when
@@ -67,12 +70,15 @@ def test_rounds_go_on_without_the_backup_worker(
                 local.continue_task("worker:2")
     program.coordinator.join()
     rounds, late_ones = program.replayed()
-    (step,) = late_ones
-    assert program.metrics["late"] == {"worker:2": 1}
-    assert program.metrics["dropped"] == ({"worker:2": 1} if late == "drop" else {})
+    # Two, if it has read while the last round of the others was being closed.
+    assert len(late_ones) in (1, 2)
+    counted = {"worker:2": len(late_ones)}
+    assert program.metrics["late"] == counted
+    assert program.metrics["dropped"] == (counted if late == "drop" else {})
     assert all(len(members) == 2 for members in rounds[:-1])
-    where = [n for n, members in enumerate(rounds) if step in members]
-    assert where == ([] if late == "drop" else [len(rounds) - 1])
+    for step in late_ones:
+        where = [n for n, members in enumerate(rounds) if step in members]
+        assert where == ([] if late == "drop" else [len(rounds) - 1])
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back"])
@@ -143,6 +149,51 @@ def test_too_few_workers_for_too_long_are_an_error_that_says_who_is_lost(
         rounds, late = program.replayed()
     assert rounds == [[0, 1, 2], [3, 4, 5]]
     assert not late
+
+
+def test_workers_that_have_run_no_step_compute_what_a_round_needs(local):
+    """All workers are others by the time that the round of a clipped optimizer is
+    closed, and no step is left to run."""
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        with strategy.scope():
+            first, second = (zs.Variable(np.zeros(1, np.float32)) for _ in range(2))
+            optimizer = zs.Optimizer(clipped, rounds=zs.Rounds())
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        @zs.function
+        def step():
+            three, four = jnp.full(1, 3.0), jnp.full(1, 4.0)
+            optimizer.apply_gradients([(three, first), (four, second)])
+
+        coordinator.schedule(step).fetch()  # its round waits for the other workers
+        for worker in range(WORKERS):
+            with when(f"lost /job:worker/task:{worker}"):
+                local.kill(f"worker:{worker}")
+            local.restart(f"worker:{worker}")
+        coordinator.join()
+        np.testing.assert_allclose([first.numpy(), second.numpy()], [[-0.6], [-0.8]])
+
+
+def test_gradients_of_two_trees_are_not_clipped_together(local):
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        with strategy.scope():
+            variables = [zs.Variable(np.zeros(1, np.float32)) for _ in range(2)]
+            optimizer = zs.Optimizer(clipped, "two", rounds=zs.Rounds())
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        def stepping(variable):
+            @zs.function
+            def step():
+                optimizer.apply_gradients([(jnp.ones(1), variable)])
+
+            return step
+
+        for variable in variables:
+            coordinator.schedule(stepping(variable)).fetch()
+        with pytest.raises(zs.UnavailableError, match="params=params"):
+            coordinator.join()
 
 
 def test_a_line_that_breaks_again_and_again_changes_no_bit(local, tmp_path):

@@ -276,7 +276,10 @@ def test_rounds_are_what_numpy_makes_of_them(kind):
         Fault(2.0, "kill", "worker1", "ps0", 1.0),
     )
     backup = Rounds(workers=3, backup=2, grace=0.02, late="next", merge="sum")
-    rounds = DrawnRounds(11, Rounds(), True), DrawnRounds(12, backup, False)
+    rounds = (
+        DrawnRounds(11, Rounds(), True, False),
+        DrawnRounds(12, backup, False, True),
+    )
     changes = {"replicas": 1, "is_guarded": True, "prefetch": 0, "rounds": rounds}
     verdict = run_scenario(scenario(2, *lost, **changes))
     assert verdict.failure is None

@@ -31,6 +31,7 @@ from zstrat.wire import (
     UpdateOp,
 )
 
+from ._calls import Code
 from .connecting import ProbedTask
 from .recovery import entry_of
 
@@ -229,7 +230,7 @@ class ParameterServers:
         if self._inventory is not None:
             self._inventory.registered(optimizer, name, code)
         if rounds is not None:
-            self._cluster.rounds.add(optimizer, name, rounds)
+            self._cluster.rounds.add(optimizer, name, rounds, Code(code))
 
     @repeated
     async def read_slots(

@@ -112,7 +112,8 @@ class SessionPause:
 
         Raises:
             PSUnavailableError: A parameter server is lost.
-            UnavailableError: There is no worker for a step whose worker was lost.
+            UnavailableError: There is no worker for a step whose worker was lost; or a
+                server that is away may lack a round that others have closed.
             DeadlineExceededError: A parameter server does not answer.
 
         Cancellation: like an error.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 
@@ -22,7 +23,7 @@ from ._transformation import Extras, RandomNumbers, shaped
 from ._tree import TreeRule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ._leaf import LeafRule
     from ._transformation import Shape
@@ -124,6 +125,39 @@ class Binding:
     def rules(self) -> list[LeafRule]:
         """Returns the rule of each leaf."""
         return [leaf_rule(self.rule, leaf) for leaf in range(len(self.keys))]
+
+    def operands(
+        self, gradients: Mapping[int, Sequence[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Computes what an update needs of several gradients, by a compiled program.
+
+        Args:
+            gradients: By key of the component: an array, or distinct indices ``[n]``
+                and rows ``[n, ...]``. One that is not there counts as zeros.
+        """
+        whole: list[np.ndarray] = []
+        sizes: list[int | None] = []
+        kinds = self.rule.gradients_at(None)
+        for kind, keys in zip(kinds, self.keys, strict=True):
+            parts = [gradients[key] for key in keys if key in gradients]
+            is_of_rows = bool(parts) and all(len(part) == 2 for part in parts)
+            arrays = [part[-1] for part in parts]
+            if is_of_rows:
+                count = sum(map(len, arrays))
+                # To a power of two, so that few programs are compiled.
+                more = (1 << max(0, count - 1).bit_length()) - count
+                arrays.append(np.zeros((more, *kind.shape[1:]), arrays[0].dtype))
+            elif not parts:
+                arrays = [np.zeros(kind.shape, kind.dtype)]
+            whole.append(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+            sizes.append(len(whole[-1]) if is_of_rows else None)
+        of_rows = tuple(sizes) if any(sizes) else None
+        compute = self.rule.remembered(
+            ("operands", of_rows),
+            lambda: jax.jit(lambda given: self.rule.cut(of_rows).computed(given, ())),
+        )
+        with self.rule.precision():
+            return [np.asarray(x) for x in compute(whole)]
 
 
 def _random(kind: str, is_partitionable: bool) -> RandomNumbers:

@@ -148,9 +148,7 @@ class PsService:
             clock=clock,
         )
         self._steps = StepRequests(self._store, self._serving, self._require_place)
-        self._rounds = RoundRequests(
-            self._store, self._serving, self._thread, self._require_waiting
-        )
+        self._rounds = RoundRequests(self._store, self._serving, self._require_waiting)
         turn, thread = self._serving.turn, self._thread
         self._snapshots = SnapshotService(
             task, self._store, turn, self._require_place, thread, make_thread

@@ -30,8 +30,10 @@ from zstrat.wire import (
     Done,
     Exchange,
     Exchanged,
+    Merged,
     Message,
     Pulled,
+    PulledRound,
     Push,
     Pushed,
     PushPart,
@@ -46,6 +48,7 @@ from ._requests import (
     names_of,
     serve,
 )
+from ._round_serving import RoundStored, names_of_round, serve_round
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
         Callable,
         Hashable,
         Iterable,
-        Iterator,
         Sequence,
     )
 
@@ -73,6 +75,8 @@ T = TypeVar("T")
 _PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
 """How pushes are answered."""
+_READ: Final = frozenset({Pulled, PulledRound, Merged})
+"""Answers that may leave before the backup has what they read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -151,7 +155,7 @@ class _WaitingRequest:
     """A request that is not answered yet. Without a message it only waits for its turn
     (`Serving.turn`), and the answer is that the turn has come."""
 
-    message: Request | None
+    message: Request | RoundStored | None
     answer: asyncio.Future[Message]
     began: float = 0.0
     """When its turn came."""
@@ -194,12 +198,14 @@ class Serving:
         self.idle = asyncio.Event()
         """Set while no request waits or is computed."""
         self.idle.set()
+        self.round_closed: Callable[[], None] = lambda: None
+        """Called when a round was closed."""
 
     def __len__(self) -> int:
         """Requests that wait, or are computed."""
         return len(self._turns)
 
-    def take(self, message: Request) -> Message | Awaitable[Message]:
+    def take(self, message: Request | RoundStored) -> Message | Awaitable[Message]:
         """Answers at once, or later if the request must wait for its turn.
 
         Raises:
@@ -207,11 +213,11 @@ class Serving:
         """
         self._check(message.session)
         turns = self._turns
-        if turns and not turns.are_free(names_of(message)):
+        if turns and not turns.are_free(self._names_of(message)):
             return self._enter(message).request.answer
         began = self._clock()
         served = self._begin(message)
-        if isinstance(served, _APPLIED):
+        if _has_applied(message, served):
             self._applied(message, began)
         while isinstance(served, PendingRequest):
             try:
@@ -223,9 +229,8 @@ class Serving:
                 self._advance(ticket, served)
                 return ticket.request.answer
         log = self._store.log
-        # A pull changes nothing, and may return what the backup does not have yet
-        # (docs/consistency.md): its answer leaves at once.
-        return served if log is None or type(served) is Pulled else log.hold(served)
+        # See docs/consistency.md for pulls.
+        return served if log is None or type(served) in _READ else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Starts to apply a push while its body arrives, if it need not wait; then
@@ -285,52 +290,60 @@ class Serving:
         finally:
             self._watches.remove(watch)
 
-    def _applied(self, message: Request, began: float) -> None:
-        """Records how long a push took, with the pull after it in an exchange: from
-        ``began`` until now."""
+    def _applied(self, message: Message | Folded, began: float) -> None:
+        """Records how long a push or a round took, with the pull after it in an
+        exchange: from ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
-        assert isinstance(pushed, _PUSHES), pushed
-        step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
+        step = UNNAMED
+        if isinstance(pushed, _PUSHES) and not (
+            isinstance(pushed, Push) and pushed.writer
+        ):
+            step = pushed.step
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
     def replayed(self, change: Message, began: float) -> None:
         """Records how long it took to replay a change of the primary, from ``began``
         until now."""
         if isinstance(change, Push | CloseRound):
-            step = UNNAMED
-            if isinstance(change, Push) and not change.writer:
-                step = change.step
-            self.recorder.spent(Phase.APPLY, step, began, self._clock())
+            self._applied(change, began)
 
-    @contextlib.contextmanager
-    def applying_round(self) -> Iterator[None]:
-        """Records how long a round takes to be applied, in the block."""
-        began = self._clock()
-        yield
-        self.recorder.spent(Phase.APPLY, UNNAMED, began, self._clock())
+    def _names_of(self, message: Request | RoundStored) -> list[Hashable]:
+        if isinstance(message, RoundStored):
+            return names_of_round(self._store, message)
+        return names_of(message)
 
-    def _begin(self, message: Request) -> Message | PendingRequest[Message]:
+    def _require_place(self, session: int) -> None:
+        self._check(session)
+        if (objection := self._objection()) is not None:
+            raise objection
+
+    def _begin(
+        self, message: Request | RoundStored
+    ) -> Message | PendingRequest[Message]:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
-            stored: Stored = message.message
+            stored: Stored | RoundStored = message.message
         else:
             fold, stored = None, message
         store = self._store
         if isinstance(stored, Exchange):
             both = exchange(store, stored, fold, self._check, self._refuse)
             return advance(both)
+        if isinstance(stored, RoundStored):
+            place, closed = self._require_place, self.round_closed
+            return advance(serve_round(store, stored, place, closed))
         return serve(store, stored, fold)
 
     def _refuse(self, error: Exception) -> PlainTree:
         self.failed += 1
         return cast("PlainTree", to_wire(error))
 
-    def _enter(self, message: Request) -> Ticket[_WaitingRequest]:
+    def _enter(self, message: Request | RoundStored) -> Ticket[_WaitingRequest]:
         self._admit()
-        return self._queue(message, names_of(message))
+        return self._queue(message, self._names_of(message))
 
     def _queue(
-        self, message: Request | None, names: Sequence[Hashable]
+        self, message: Request | RoundStored | None, names: Sequence[Hashable]
     ) -> Ticket[_WaitingRequest]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         ticket = self._turns.enter(_WaitingRequest(message, answer), names)
@@ -348,9 +361,7 @@ class Serving:
                 turn.set_result(Done())
             return
         try:
-            self._check(message.session)
-            if (objection := self._objection()) is not None:
-                raise objection
+            self._require_place(message.session)
             ticket.request.began = self._clock()
             served = self._begin(message)
         except Exception as error:  # goes to the caller
@@ -398,7 +409,7 @@ class Serving:
     ) -> None:
         request, answer = ticket.request, ticket.request.answer
         outcome = self._objection() or outcome
-        if request.message is not None and isinstance(outcome, _APPLIED):
+        if request.message is not None and _has_applied(request.message, outcome):
             self._applied(request.message, request.began)
         if isinstance(outcome, BaseException):
             self.failed += 1
@@ -406,7 +417,7 @@ class Serving:
                 answer.set_exception(outcome)
         elif not answer.done():
             log = self._store.log
-            if log is None or type(outcome) is Pulled:
+            if log is None or type(outcome) in _READ:
                 answer.set_result(outcome)
             else:
                 log.answer(answer, outcome)
@@ -423,3 +434,10 @@ class Serving:
             loop.call_soon(self._resume, next_ticket)
         if not self._turns:
             self.idle.set()
+
+
+def _has_applied(message: Request | RoundStored, outcome: object) -> bool:
+    """Returns whether the request was a push, or a round to close, and is done."""
+    return isinstance(outcome, _APPLIED) or (
+        isinstance(message, CloseRound) and isinstance(outcome, Done)
+    )

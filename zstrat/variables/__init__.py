@@ -99,5 +99,4 @@ from .gradients._slots import SlotValues as SlotValues
 from .gradients._tree_updates import TreeStep as TreeStep
 from .gradients._tree_updates import apply_now as apply_now
 from .gradients._tree_updates import lives_here as lives_here
-from .gradients._tree_updates import merged_operands as merged_operands
 from .gradients._tree_updates import operands_of as operands_of

@@ -83,19 +83,22 @@ class CloseRound:
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class PullMerged:
-    """Reads the merged gradients of members of the open round, which is closed later.
-    Answered by `Merged`."""
+    """Reads the merged gradients of members of the open round, which is closed later;
+    with ``trees`` also the trees of the optimizer. Answered by `Merged`."""
 
     kind: ClassVar = 120
     session: int
     order: RoundOrder
+    trees: bool
 
 
 @message
 class Merged:
-    """Answers `PullMerged` with an update for each variable that has a gradient."""
+    """Answers `PullMerged` with an update for each variable that has a gradient. The
+    first arrays are ``trees``, as `BindOptimizer` has sent them."""
 
     kind: ClassVar = 121
+    trees: int
     updates: list[Update]
     arrays: Arrays
 
@@ -128,12 +131,13 @@ class PulledRound:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class MergeOperands:
     """Asks a worker for the operands that an optimizer computes from all merged
-    gradients of a round (a global norm); sent by a coordinator. Answered by
-    `MergedOperands`. The worker must have run a step of the optimizer."""
+    gradients of a round (a global norm); sent by a coordinator, after the `PutCode` of
+    the optimizer with the digest ``code``. Answered by `MergedOperands`."""
 
     kind: ClassVar = 124
     session: int
     order: RoundOrder
+    code: bytes
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
-from zstrat.errors import BusyError, NotFoundError
+from zstrat.errors import BusyError, InvalidArgumentError
 from zstrat.program import (
     SEGMENT,
     Function,
@@ -29,7 +29,7 @@ from zstrat.program import (
 )
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.telemetry import EagerNotes, Phase
-from zstrat.variables import RESIDENT, Storage, creator, merged_operands
+from zstrat.variables import RESIDENT, Storage, creator
 from zstrat.wire import LEASE, MergeRule, RoundNumber, StepContribution, UpdateOp
 
 from . import _closure
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits
     from zstrat.errors import ZstratError
+    from zstrat.optimizers import Binding
     from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
     from zstrat.variables import (
         GradientCall,
@@ -50,7 +51,13 @@ if TYPE_CHECKING:
         Variable,
         VariableRequest,
     )
-    from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
+    from zstrat.wire import (
+        Batch,
+        BuildResource,
+        LayoutMessage,
+        MergeOperands,
+        PlainTree,
+    )
 
     from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
@@ -132,8 +139,8 @@ class StepRunner:
         self.end_lines: Final = end_lines
         self.encoding: Final = encoding
         self._bound: Final = WeakSet[Plan]()
-        self._calls: Final[dict[int, GradientCall]] = {}
-        """A call of each optimizer, by its number."""
+        self._bindings: Final[dict[tuple[bytes, bytes], Binding]] = {}
+        """Of which operands were computed, by digest of the optimizer and tree."""
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
@@ -291,7 +298,6 @@ class StepRunner:
         try:
             for call in plan.calls:
                 self._bind(call)
-                self._calls[call.optimizer.id] = call
         except BaseException:  # to the step, whose outcome it is
             prepared.unread()
             raise
@@ -461,20 +467,34 @@ class StepRunner:
         return RoundPush(apart, gradients, contributions), lent
 
     def operands(
-        self, optimizer: int, merged: Mapping[int, tuple[np.ndarray, ...]]
+        self,
+        asked: MergeOperands,
+        trees: Iterable[bytes],
+        merged: Mapping[int, tuple[np.ndarray, ...]],
     ) -> list[np.ndarray]:
-        """Computes the operands of an optimizer from the merged gradients of a round,
-        by key of the variable.
+        """Computes what an optimizer needs of all merged gradients of a round; see
+        `PsClient.pull_merged`. No step of it has to have run here.
 
         Raises:
-            NotFoundError: No step of the optimizer has run here.
+            InvalidArgumentError: The gradients are those of several trees.
+            Exception: Whatever loading or tracing the transformation raises.
         """
-        call = self._calls.get(optimizer)
-        if call is None:
-            raise NotFoundError(
-                f"no step of optimizer {optimizer} has run on this worker"
-            )
-        return merged_operands(call, merged)
+        from zstrat.optimizers import Binding, checked  # which import optax
+
+        name = str(asked.order.optimizer)
+        for tree in trees:
+            binding = self._bindings.get((asked.code, tree))
+            if binding is None:
+                transformation = checked(self.resources.code(asked.code))
+                binding = Binding.decoded(name, transformation, tree)
+                self._bindings[asked.code, tree] = binding
+            if merged.keys() <= {key for keys in binding.keys for key in keys}:
+                return binding.operands(merged)
+        raise InvalidArgumentError(
+            f"the gradients of a round are of several trees of optimizer {name}, which "
+            "looks at all gradients of one: give it all its variables at once, "
+            "zs.Optimizer(transformation, params=params)"
+        )
 
     def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)

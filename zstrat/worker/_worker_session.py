@@ -261,8 +261,8 @@ class WorkerSession:
 
         Cancellation: changes nothing.
         """
-        merged = await self.client.pull_merged(message.order)
-        operands = partial(self.runner.operands, message.order.optimizer, merged)
+        trees, merged = await self.client.pull_merged(message.order)
+        operands = partial(self.runner.operands, message, trees, merged)
         return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:

@@ -17,7 +17,6 @@ from zstrat.errors import (
 
 from ._contract import Training
 from ._loop_coordinator import LoopCoordinator
-from ._training_rounds import lacks_operands
 from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class TrainingProgram:
                     training.broken(f"there is a checkpoint of all, and {error!r}")
                 if "filling it failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
-                if self._scenario.is_guarded and not lacks_operands(error):
+                if self._scenario.is_guarded:
                     training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.cluster.close(False)

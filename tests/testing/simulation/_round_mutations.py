@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.wire import CloseRound, Contribute, RoundNumber
+from zstrat.wire import CloseRound, Contribute
 
 from ._replacing import around, function, nothing
 
@@ -26,7 +26,8 @@ async def _two_sets(
 
     def parted(messages: Any, want: Any) -> Any:
         (ps, first), *others = messages
-        less = replace(first, members=first.members[:-1])
+        order = first.order
+        less = replace(first, order=order._replace(members=order.members[:-1]))
         return each([(ps, less), *others], want)
 
     self.each = parted
@@ -79,12 +80,6 @@ def _early(
     self._reports.soon(ending)
 
 
-def _at_once(pull: Callable[..., Any], self: Any, message: Any) -> Any:
-    """A pull does not wait for its round."""
-    after = [RoundNumber(each.optimizer, 0) for each in message.after]
-    return pull(self, replace(message, after=after))
-
-
 def _without(kind: type[Any]) -> Callable[..., Any]:
     replay = function("zstrat.ps.replication._replay.replay")
 
@@ -102,7 +97,7 @@ def _forgetful(contribute: Callable[..., Any], self: Any, *args: Any) -> None:
 
 def _unordered(close: Callable[..., Any], self: Any) -> Any:
     closing = close(self)
-    closing.members.reverse()
+    closing.order.members.reverse()
     return closing
 
 
@@ -114,10 +109,10 @@ def _closed_apart(count: Callable[..., Any], self: Any, *args: Any) -> None:
 
 _CLIENT: Final = "zstrat.ps.client._round_client.RoundCalls.close_round"
 _ROUNDS: Final = "zstrat.coordinator.rounds._optimizer_rounds.OptimizerRounds"
+_SESSION: Final = "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds"
 _STATISTICS: Final = "zstrat.coordinator.rounds._round_statistics.RoundStatistics"
 _OPEN: Final = "zstrat.ps.store._rounds.OpenRounds"
 _CONTRIBUTE: Final = "zstrat.worker._worker_session.WorkerSession._contribute"
-_PULL: Final = "zstrat.ps._round_requests.RoundRequests._pull"
 _REPLAY: Final = "zstrat.ps.replication._backup.replay"
 
 ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -134,11 +129,15 @@ ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a round closes before its members are acknowledged": {
         _CONTRIBUTE: around(_CONTRIBUTE, _early)
     },
-    "a pull does not wait for its round": {_PULL: around(_PULL, _at_once)},
+    "a pull does not wait for its round": {
+        "zstrat.ps._round_requests.RoundRequests._has_to_wait": (
+            lambda self, message: False
+        )
+    },
     "a backup lacks contributions": {_REPLAY: _without(Contribute)},
     "a backup closes no rounds": {_REPLAY: _without(CloseRound)},
     "rounds go on counting on servers that were emptied": {
-        f"{_ROUNDS}.restart": nothing
+        f"{_SESSION}.restart": nothing
     },
     "a worker forgets that it has contributed": {
         _CONTRIBUTE: around(_CONTRIBUTE, _forgetful)
@@ -147,11 +146,7 @@ ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_ROUNDS}.close": around(f"{_ROUNDS}.close", _unordered)
     },
     "late contributions are not counted": {f"{_STATISTICS}.contributed_late": nothing},
-    "join leaves rounds open": {
-        "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds.is_open_below": (
-            lambda self, step: False
-        )
-    },
+    "join leaves rounds open": {f"{_SESSION}.is_open_below": lambda self, step: False},
     "servers drop what waits for a later round": {
         f"{_OPEN}.closed": around(f"{_OPEN}.closed", _closed_apart)
     },

@@ -32,7 +32,7 @@ from zstrat.wire import (
     decode,
 )
 
-from ._rounds_model import DrawnRounds, world_after
+from ._rounds_model import DrawnRounds, whole, world_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -242,9 +242,9 @@ class RoundsLog:
         run, arrays = _run_of(message), iter(message.arrays)
         gradients = given.setdefault(run, {})
         for update in message.updates:
-            gradient = next(arrays)
-            before = gradients.setdefault(update.key, np.array(gradient))
-            if not np.array_equal(before, gradient):
+            gradient = whole([next(arrays) for _ in range(update.operands)])
+            before = gradients.setdefault(update.key, gradient)
+            if not np.array_equal(before, gradient, equal_nan=True):
                 self._broken(f"two gradients of run {run}: {before} and {gradient}")
 
     def _reported(self, way: Way, session: int, given: StepContribution) -> None:

@@ -6,14 +6,14 @@ Worlds are computed with numpy, from the gradients that were contributed.
 
 A gradient of a step has four numbers: one, so that each round moves the first number of
 its variable; that number as the step has read it, which says from which round; one that
-few other runs have; and the weight of the step.
+few other runs have; and the weight of the step. Where gradients are of rows, half of
+the steps lack the third number, which is NaN here.
 """
 
 from __future__ import annotations
 
 import random
 from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class DrawnRounds(NamedTuple):
     policy: Rounds
     is_coupled: bool
     """Whether the optimizer computes an operand from all gradients of a round."""
+    of_rows: bool
+    """Whether its gradients are of rows."""
 
     def specs(self, stores: int) -> tuple[VariableSpec, ...]:
         """Its variables, one on each store."""
@@ -101,7 +103,9 @@ def drawn_rounds(
             merge=chance.choice(["mean", "mean", "sum", "sum", "rda"]),
             weights=weight_of if chance.random() < 0.4 else None,
         )
-        found.append(DrawnRounds(number, policy, chance.random() < 0.35))
+        is_coupled = chance.random() < 0.35
+        of_rows = random.Random(f"rows {seed} {number}").random() < 0.4
+        found.append(DrawnRounds(number, policy, is_coupled, of_rows))
     return tuple(found)
 
 
@@ -119,9 +123,28 @@ def gradient_of(
     return np.array([1.0, read[0], mark, weight], np.float32)
 
 
+def update_of(
+    drawn: DrawnRounds, place: int, gradient: np.ndarray
+) -> tuple[UpdateOp, tuple[np.ndarray, ...]]:
+    """A gradient as a run of a step contributes it."""
+    if not drawn.of_rows:
+        return UpdateOp.OPTIMIZE, (gradient,)
+    at = np.array([3, 0, 1, 2] if place % 2 else [1, 3, 0])
+    return UpdateOp.OPTIMIZE_ROWS, (at, gradient[at])
+
+
+def whole(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """A gradient that was contributed, with NaN for rows that it lacks."""
+    if len(arrays) == 1:
+        return np.array(arrays[0])
+    gradient = np.full(COUNT, np.nan, np.float32)
+    gradient[arrays[0]] = arrays[1]
+    return gradient
+
+
 def factor(gradients: Iterable[np.ndarray]) -> np.float32:
     """The operand of a coupled optimizer: by it each gradient is multiplied."""
-    total = sum(float(gradient[2]) for gradient in gradients)
+    total = sum(float(np.nansum(gradient)) for gradient in gradients)
     return np.float32(1.0 + 1.0 / (1.0 + total * total))
 
 
@@ -136,21 +159,26 @@ def world_after(
     counted = [member for member in members if member[0]]
     if not counted:
         return world
+    rule = drawn.policy.rule
+    if drawn.of_rows and rule is MergeRule.RDA:
+        rule = MergeRule.MEAN
     merged = {
-        key: _merged(drawn.policy.rule, [(w, g[key]) for w, g in counted], total)
-        for key in world
+        key: _merged(rule, [(w, g[key]) for w, g in counted], total) for key in world
     }
     by = factor(merged.values()) if drawn.is_coupled else 1.0
-    return {
-        key: updated(held, UpdateOp.OPTIMIZE, [(by * merged[key]).astype(np.float32)])
-        for key, held in world.items()
-    }
+    after = {}
+    for key, held in world.items():
+        moved = (by * merged[key]).astype(np.float32)
+        at = np.flatnonzero(~np.isnan(moved))  # all, unless it is of rows
+        after[key] = updated(held, UpdateOp.OPTIMIZE_ROWS, [at, moved[at]])
+    return after
 
 
 def _merged(
     rule: MergeRule, found: Sequence[tuple[float, np.ndarray]], total: float
 ) -> np.ndarray:
-    wide = [(weight, gradient.astype(np.float64)) for weight, gradient in found]
+    missing = np.all([np.isnan(gradient) for _, gradient in found], axis=0)
+    wide = [(w, np.nan_to_num(gradient.astype(np.float64))) for w, gradient in found]
     if rule is MergeRule.RDA:
         norms = [float(np.linalg.norm(gradient)) for _, gradient in wide]
         pairs = list(zip(wide, norms, strict=True))
@@ -158,7 +186,8 @@ def _merged(
         direction = sum(weight * gradient / norm for (weight, gradient), norm in pairs)
         return np.asarray(direction * (length / total / np.linalg.norm(direction)))
     summed = sum(weight * gradient for weight, gradient in wide)
-    return np.asarray(summed if rule is MergeRule.SUM else summed / total)
+    merged = np.asarray(summed if rule is MergeRule.SUM else summed / total)
+    return np.where(missing, np.nan, merged)
 
 
 class CoupledMomentum:
@@ -173,29 +202,10 @@ class CoupledMomentum:
         state: Mapping[str, Mapping[str, Any]],
         params: object = None,
     ) -> tuple[object, object]:
-        total = sum(gradient[2] for gradient in gradients.values())
+        total = sum(gradient.sum() for gradient in gradients.values())
         by = 1.0 + 1.0 / (1.0 + total * total)
         scaled = {name: gradient * by for name, gradient in gradients.items()}
         return Momentum().update(scaled, state, params)
-
-
-class ScriptedCall:
-    """Stands for `zstrat.variables.GradientCall` on a worker."""
-
-    def __init__(self, drawn: DrawnRounds) -> None:
-        self.optimizer = SimpleNamespace(id=drawn.number)
-
-
-def bind(ask: object, call: ScriptedCall) -> None:
-    """Stands for what a worker does once: the program has sent the tree."""
-
-
-def merged_operands(
-    call: ScriptedCall, merged: Mapping[int, tuple[np.ndarray, ...]]
-) -> list[np.ndarray]:
-    """Stands for `zstrat.variables.merged_operands`: it computes `factor`."""
-    del call
-    return [np.asarray(factor([arrays[0] for arrays in merged.values()]))]
 
 
 @cache

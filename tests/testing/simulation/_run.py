@@ -39,7 +39,6 @@ from ._process import (
 )
 from ._program import TrainingProgram
 from ._rounds_log import RoundsLog
-from ._rounds_model import bind, merged_operands
 from ._scenario import Fault, Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
@@ -336,9 +335,8 @@ def _buried() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on,
-    the time of day in errors, the collector of memory, the limit from which on a server
-    computes on its thread, and what workers do with real optimizers. Nothing is
-    logged."""
+    the time of day in errors, the collector of memory, and the limit from which on a
+    server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
@@ -351,8 +349,6 @@ def _alone(scenario: Scenario) -> Iterator[None]:
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
         mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
-        mock.patch("zstrat.worker._step_runner.merged_operands", merged_operands),
-        mock.patch("zstrat.worker._service.bind", bind),
         mock.patch("zstrat.optimizers.Binding.decoded", _decoded_once),
         mock.patch("zstrat.ps.engine._xla.UpdatePrograms", _programs_of),
         # Else it would depend on the runs before.

@@ -33,7 +33,7 @@ from zstrat.program import (
 )
 from zstrat.wire import UpdateOp
 
-from ._rounds_model import DrawnRounds, ScriptedCall, gradient_of
+from ._rounds_model import DrawnRounds, gradient_of, update_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +125,6 @@ class ScriptedFunction:
         reads = self.marks + tuple([spec for specs in self.moved for spec in specs])
         self.plan = ScriptedPlan(reads, updates, self.by_rows, draws=draws)
         self.plan.targets = tuple([((), _handle_of(each)) for each in self.rounds])
-        self.plan.calls = tuple([ScriptedCall(each) for each in self.rounds])
         small = ResultLayout(("int64",), ((),), 0)
         self.layouts = small, replace(small, shapes=((LARGE,),))
 
@@ -200,11 +199,10 @@ class ScriptedStep:
                 own = (np.zeros((), np.float32),)  # which counts for nothing in a round
                 found.append(StepUpdate(specs[0], UpdateOp.OPERANDS, optimizer, own))
             for spec in specs:
-                gradient = gradient_of(
-                    drawn, self._number, attempt, spec.ps, next(read)
-                )
-                op = UpdateOp.OPTIMIZE
-                found.append(StepUpdate(spec, op, optimizer, (gradient,)))
+                number = self._number
+                gradient = gradient_of(drawn, number, attempt, spec.ps, next(read))
+                op, arrays = update_of(drawn, number, gradient)
+                found.append(StepUpdate(spec, op, optimizer, arrays))
         return found
 
     def _draw(self) -> int:

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from ._rounds_log import RoundsAt
 
 
-def lacks_operands(error: Exception) -> bool:
-    """Whether a coupled optimizer waits for a worker that has run one of its steps
-    since it was connected: all such workers were lost, and the program begins again."""
-    return "no worker could compute" in str(error)
-
-
 @final
 class TrainingRounds:
     """The rounds of one session."""

@@ -37,7 +37,7 @@ from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
-from ._training_rounds import TrainingRounds, lacks_operands
+from ._training_rounds import TrainingRounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -353,7 +353,7 @@ class TrainingSession:
                 await asyncio.sleep(0.5)
             return
         if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
-            if not isinstance(error, UnavailableError) or lacks_operands(error):
+            if not isinstance(error, UnavailableError):
                 raise error
             self._look_at(error)
         for place, step in self._training.steps.items():

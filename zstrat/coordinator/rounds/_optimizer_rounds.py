@@ -73,6 +73,9 @@ class OptimizerRounds:
     """The open round: how many were closed."""
     is_closing: bool = False
     """Whether the round before the open one is being applied."""
+    is_left_open: bool = False
+    """Whether the coordinator before has left a round open, which is closed with what
+    it has: a worker may wait for it that has contributed, which nobody was told."""
     coupled: bool = False
     """Whether the optimizer computes operands from all gradients of a round."""
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
@@ -133,10 +136,12 @@ class OptimizerRounds:
         """Returns the number of contributions that a round needs."""
         return max(1, self.size(there) - self.policy.backup)
 
-    def due(self, there: int, now: float) -> float | None:
+    def due(self, there: int, now: float, *, is_awaited: bool = False) -> float | None:
         """Returns when the open round is to be closed; None: it waits for more
-        contributions."""
+        contributions. ``is_awaited``: it does not, as a call waits for it."""
         count = len(self._on_time)
+        if not self.is_closing and (self.is_left_open or is_awaited):
+            return now
         if self.is_closing or count < self.enough(there):
             self._enough_at = None
             return None
@@ -155,8 +160,8 @@ class OptimizerRounds:
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
         closing = ClosingRound(order, operands)
-        self._members, self._enough_at = {}, None
-        self.number, self.is_closing = self.number + 1, True
+        self.begin(self.number + 1)
+        self.is_closing, self.is_left_open = True, False
         return closing
 
     def closed(self, now: float) -> None:
@@ -177,19 +182,11 @@ class OptimizerRounds:
             return None
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
-    def dropped(self, number: int) -> None:
-        """Notes that all servers have dropped what waits for rounds up to this one."""
-        self.number = number + 1
-        self._members, self._enough_at, self._inherited = {}, None, ()
-
-    def restart(self) -> None:
-        """Begins again with the first round, without contributions."""
-        self.number, self.is_closing = 0, False
-        self._members, self._enough_at, self._inherited = {}, None, ()
-
-    def inherit(self, left: HeldRounds) -> None:
-        """Begins where the program before has ended."""
-        self.number, self._inherited = left.closed.number + 1, left.contributions
+    def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
+        """Goes on with this round, and with what the program before has contributed to
+        it alone."""
+        self.number, self._inherited = number, inherited
+        self._members, self._enough_at, self.is_closing = {}, None, False
 
     def metrics(
         self, there: int, now: float, most: int | None = None
@@ -238,9 +235,10 @@ class SessionRounds:
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
         """Adds an optimizer that was created on the servers."""
-        rounds = self._rounds[optimizer] = OptimizerRounds(optimizer, name, policy)
-        if optimizer in self.inherited:
-            rounds.inherit(self.inherited[optimizer])
+        rounds = OptimizerRounds(optimizer, name, policy)
+        self._rounds[optimizer] = rounds
+        if (left := self.inherited.get(optimizer)) is not None:
+            rounds.begin(left.closed.number + 1, left.contributions)
 
     def remove(self, optimizer: int) -> None:
         """Removes an optimizer that has no handle, if it is there."""
@@ -263,13 +261,13 @@ class SessionRounds:
         left = HeldRounds(order, [], ())
         self.inherited = {**self.inherited, order.optimizer: left}
         if order.optimizer in self._rounds:
-            self._rounds[order.optimizer].dropped(order.number)
+            self._rounds[order.optimizer].begin(order.number + 1)
 
     def restart(self) -> None:
         """Begins again on servers that are empty."""
         self.inherited = {}
         for each in self:
-            each.restart()
+            each.begin(0)
 
     def get(self, optimizer: int) -> OptimizerRounds | None:
         """Returns the rounds of the optimizer; None if it has none."""

@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import (
-    DeadlineExceededError,
+    ClosedError,
+    PeerLostError,
     ProtocolError,
-    PSUnavailableError,
+    StaleSessionError,
     UnavailableError,
     ZstratError,
 )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.coordinator._calls import Code
     from zstrat.coordinator._engine import ClosureEngine
     from zstrat.coordinator._members import Members
     from zstrat.coordinator._shipping import WorkerChannel
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from ._optimizer_rounds import ClosingRound, OptimizerRounds, RestoredRounds
 
 log = logging.getLogger("zstrat.coordinator")
+
+PAUSE: Final = 0.05
+"""Seconds until an order to close a round that has failed is sent again."""
 
 
 class CoordinatorParts(NamedTuple):
@@ -66,17 +71,19 @@ class RoundClosing:
         self.rounds: Final = SessionRounds()
         self.first_step = 1
         """The first step number that this program may use."""
+        self._codes: dict[int, Code] = {}
+        """What was created on the servers, by optimizer."""
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
         """Rounds whose order a lost server may not have. They are closed again when all
-        servers are back."""
-        self._looked: set[asyncio.Future[None]] = set()
-        """Done by the next look, of orders that wait for a worker."""
+        servers are back,"""
+        self._again_at = 0.0
+        """and not before this time."""
+        self._news = asyncio.Event()
+        """Set by the next look, which replaces it."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_held = False
-        self._left_open: set[int] = set()
-        """Optimizers with a round that the coordinator before has left open."""
         self._short_since: float | None = None
         """Since when there are too few workers for a round."""
         self._warned: set[int] = set()
@@ -98,18 +105,18 @@ class RoundClosing:
             if each.closed.number >= 0:  # servers that have closed it do nothing
                 await self._client.close_round(each.closed, [], 0, each.arrays)
 
-    def add(self, optimizer: int, name: str, policy: Rounds) -> None:
+    def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
         """Adds an optimizer that was created on the servers."""
         self.rounds.add(optimizer, name, policy)
+        self._codes[optimizer] = code
         if self._coordinator is not None:
             self._coordinator.members.pace()
 
     def attach(self, coordinator: CoordinatorParts) -> None:
-        """Uses the session's new coordinator. Rounds that are open are closed with what
-        they have: a worker may wait for one to which it has contributed by a step of
-        the coordinator before, which did not learn of it."""
+        """Uses the session's new coordinator."""
         if self._coordinator is not None:
-            self._left_open = {rounds.optimizer for rounds in self.rounds}
+            for rounds in self.rounds:
+                rounds.is_left_open = True
         self._coordinator = coordinator
         if self.rounds:
             coordinator.members.pace()
@@ -133,34 +140,30 @@ class RoundClosing:
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
         coordinator = self._coordinator
+        self._news.set()  # also while it is held: `hold` waits for what is being closed
+        self._news = asyncio.Event()
         if coordinator is None or not self.rounds or self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
-        for looked in self._looked:
-            if not looked.done():
-                looked.set_result(None)
-        self._looked.clear()
         # While a restore waits for a server there is no outage, and it is away.
         is_away = queue.suspended or coordinator.engine.outage_error is not None
-        if self._failed and not is_away:
-            failed, self._failed = self._failed, []
-            for each in failed:
-                self._send(*each)
-        there = [member.place for member in members.usable]
         next_due: list[float] = []
+        if self._failed and not is_away:
+            if now < self._again_at:
+                next_due.append(self._again_at)
+            else:
+                failed, self._failed = self._failed, []
+                for each in failed:
+                    self._send(*each)
+        there = [member.place for member in members.usable]
         for rounds in self.rounds:
             self._warn_of_small(rounds, len(there))
-            due = rounds.due(len(there), now)
-            if queue.is_idle and rounds.is_open_below(self.rounds.flush_below):
-                due = None if rounds.is_closing else now
-            if rounds.optimizer in self._left_open and not rounds.is_closing:
-                due = now
-            if due is None:
-                continue
-            if due <= now:
-                self._left_open.discard(rounds.optimizer)
+            below = self.rounds.flush_below
+            is_awaited = queue.is_idle and rounds.is_open_below(below)
+            due = rounds.due(len(there), now, is_awaited=is_awaited)
+            if due is not None and due <= now:
                 self._send(rounds, rounds.close())
-            else:
+            elif due is not None:
                 next_due.append(due)
         next_due += self._check_workers(there, now)
         members.note_rounds(self.rounds.contributors)
@@ -169,10 +172,19 @@ class RoundClosing:
     async def hold(self) -> None:
         """Closes no round until `release`; waits until none is being closed.
 
+        Raises:
+            UnavailableError: A server is away that may not have closed one.
+
         Cancellation: they are closed all the same.
         """
         self._is_held = True
         await self.settle()
+        if self._failed:
+            rounds, closing = self._failed[0]
+            raise UnavailableError(
+                f"round {closing.order.number} of optimizer {rounds.name!r} is not "
+                "closed on all parameter servers yet, as one is away"
+            )
 
     async def settle(self) -> None:
         """Waits until no round is being closed.
@@ -225,104 +237,69 @@ class RoundClosing:
 
     def _send(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         """Starts to send the order to close a round."""
-
-        async def close() -> None:
-            try:
-                await self._close(rounds, closing)
-            except (PSUnavailableError, DeadlineExceededError) as error:
-                number = closing.order.number
-                log.warning("round %d of %r: %s", number, rounds.name, error)
-                self._failed.append((rounds, closing))
-
         task = asyncio.get_running_loop().create_task(
-            close(), name=f"round {closing.order.number}"
+            self._close(rounds, closing), name=f"round {closing.order.number}"
         )
         self._closing.add(task)  # cancelled by stop()
         task.add_done_callback(self._ended)
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        if closing.operands is None:
-            # Once: a server that has closed the round no longer has its gradients.
-            closing.operands = await self._operands(closing.order)
-        over = self._coordinator.engine.queue.steps.low_water
-        await self._client.close_round(
-            closing.order, rounds.steps, over, closing.operands
-        )
-        rounds.closed(asyncio.get_running_loop().time())
+        engine, order = self._coordinator.engine, closing.order
+        loop = asyncio.get_running_loop()
+        try:
+            if closing.operands is None:
+                # Once: a server that has closed the round has no gradients of it.
+                closing.operands = await self._operands(order)
+            over = engine.queue.steps.low_water
+            await self._client.close_round(order, rounds.steps, over, closing.operands)
+        except Exception as error:  # goes to each call that needs the servers
+            if isinstance(error, ZstratError) and error.retryable:
+                log.warning("round %d of %r: %s", order.number, rounds.name, error)
+                self._failed.append((rounds, closing))
+                self._again_at = loop.time() + PAUSE
+                return
+            log.exception("closing round %d of %r", order.number, rounds.name)
+            words = (
+                f"round {order.number} of optimizer {rounds.name!r} could not be "
+                f"closed on all parameter servers, so they may differ now: "
+                f"{type(error).__name__}: {error}. Start the program again, without "
+                "resume=, and restore a checkpoint"
+            )
+            engine.fail(UnavailableError(words), lasting=True)
+        else:
+            rounds.closed(loop.time())
 
     async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
-        """Has a worker compute what the optimizer needs of all merged gradients. Waits
-        for one if there is none.
-
-        Raises:
-            UnavailableError: Workers are there, and none could.
-        """
-        loop = asyncio.get_running_loop()
-        deadline: float | None = None
-        while True:
-            tried: list[str] = []
-            operands = await self._operands_of_any(order, tried)
-            if operands is not None:
-                return operands
-            if not tried:
-                deadline = None  # closures wait for a worker, too (`Dispatcher`)
-            elif deadline is None:
-                deadline = loop.time() + self._timeout
-            looked: asyncio.Future[None] = loop.create_future()
-            self._looked.add(looked)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await looked
-            except TimeoutError:
-                raise UnavailableError(
-                    f"round {order.number}: no worker could compute what the "
-                    f"optimizer needs of all gradients ({'; '.join(tried)}): start "
-                    "one, or add one with strategy.workers.add"
-                ) from None
-
-    async def _operands_of_any(
-        self, order: RoundOrder, tried: list[str]
-    ) -> Sequence[np.ndarray] | None:
-        """Asks one worker after the other; ``tried`` gets why one could not. Returns
-        None if none could."""
+        """Has a worker compute what the optimizer needs of all merged gradients. Any
+        worker can; waits for one if there is none, as closures do (`Dispatcher`)."""
         assert self._coordinator is not None
-        for channel in list(self._coordinator.channels.values()):
-            if not channel.task.is_ready:
-                continue
-            asked = MergeOperands(channel.session, order)
-            try:
-                answer = await channel.task.link.submit(asked)
-            except PSUnavailableError:
-                raise  # the round is closed when the server is back
-            except ZstratError as error:  # this worker is lost, leaves, or ran no step
-                tried.append(f"{channel.task.name}: {error}")
-                continue
-            if not isinstance(answer, MergedOperands):
-                raise ProtocolError(
-                    f"{channel.task.name} answered MergeOperands with "
-                    f"{type(answer).__name__}"
-                )
-            return answer.arrays
-        return None
+        code = self._codes[order.optimizer]
+        while True:
+            news = self._news
+            for channel in list(self._coordinator.channels.values()):
+                if not channel.task.is_ready:
+                    continue
+                asked = MergeOperands(channel.session, order, code.digest)
+                try:
+                    channel.put_code(code)
+                    answer = await channel.task.link.submit(asked)
+                except (PeerLostError, ClosedError, StaleSessionError):
+                    continue  # this worker is lost, or leaves; others may be there
+                if not isinstance(answer, MergedOperands):
+                    raise ProtocolError(
+                        f"{channel.task.name} answered MergeOperands with "
+                        f"{type(answer).__name__}"
+                    )
+                return answer.arrays
+            await news.wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        coordinator = self._coordinator
-        if task.cancelled() or coordinator is None:
+        if task.cancelled() or (coordinator := self._coordinator) is None:
             return
-        error, engine = task.exception(), coordinator.engine
-        if error is not None:
-            # The servers may differ now, so nothing may be computed from them.
-            log.error("closing a round", exc_info=error)
-            words = (
-                f"a round could not be closed on all parameter servers, so they may "
-                f"differ now: {type(error).__name__}: {error}. Start the program "
-                "again, without resume=, and restore a checkpoint"
-            )
-            engine.fail(UnavailableError(words), lasting=True)
-        with engine.lock:
-            engine.waiters.notify()
+        with coordinator.engine.lock:
+            coordinator.engine.waiters.notify()
         self.look(asyncio.get_running_loop().time())
         coordinator.turn_soon()
 

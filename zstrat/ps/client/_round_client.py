@@ -120,24 +120,29 @@ class RoundCalls(AskedServers, abc.ABC):
         message = CloseRound(self.session, order, list(kept), over, tuple(operands))
         await self.each([(ps, message) for ps in range(self.count)], Done)
 
-    async def pull_merged(self, order: RoundOrder) -> dict[int, tuple[np.ndarray, ...]]:
-        """Reads the merged gradients of the members, by key of the variable: an array,
-        or indices and rows.
+    async def pull_merged(
+        self, order: RoundOrder
+    ) -> tuple[list[bytes], dict[int, tuple[np.ndarray, ...]]]:
+        """Reads the trees of the optimizer (`zstrat.optimizers.Binding.encoded`), and
+        the merged gradients of the members, by key of the variable: an array, or
+        indices and rows.
 
         Raises: As `close_round`.
 
         Cancellation: changes nothing.
         """
-        message = PullMerged(self.session, order)
+        # All servers have all trees.
+        asked = [PullMerged(self.session, order, ps == 0) for ps in range(self.count)]
+        trees: list[bytes] = []
         found: dict[int, tuple[np.ndarray, ...]] = {}
-        servers = range(self.count)
-        for answer in await self.each([(ps, message) for ps in servers], Merged):
+        for answer in await self.each(list(enumerate(asked)), Merged):
             arrays = iter(answer.arrays)
+            trees += [next(arrays).tobytes() for _ in range(answer.trees)]
             for update in answer.updates:
                 found[update.key] = tuple(
                     [next(arrays) for _ in range(update.operands)]
                 )
-        return found
+        return trees, found
 
     async def held_rounds(self, deadline: float) -> list[dict[int, HeldRounds]]:
         """Returns for each server the rounds of all optimizers, by number.

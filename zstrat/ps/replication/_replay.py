@@ -17,7 +17,7 @@ import numpy as np
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.memory import lasting
 from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
-from zstrat.ps._round_requests import close_round
+from zstrat.ps._round_serving import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.store._cell import Cell

@@ -200,11 +200,11 @@ class OpenRounds:
         variables: HeldVariables,
         engine: OptimizerEngine,
     ) -> bool:
-        """Keeps the gradients of a step; drops those of an earlier attempt of it, and
-        those of a step that is over.
+        """Keeps the gradients of a step; drops those of an earlier attempt of it, of a
+        step that is over, and of one that was a member of a round.
 
         Args:
-            ledger: Knows which steps are over; None in a backup, as the primary has
+            ledger: Knows those steps; None in a backup, as the primary has
                 kept it, maybe before its step was over.
 
         Returns:
@@ -244,7 +244,8 @@ class OpenRounds:
         kept = False
         for optimizer, gradients in found.items():
             waiting, each = self._waiting[optimizer], given[optimizer]
-            if ledger is not None and ledger.is_duplicate(each.step, UNNAMED):
+            part = merged_part(optimizer)
+            if ledger is not None and ledger.is_duplicate(each.step, part):
                 continue
             kept = True
             before = waiting.get(each.step)
@@ -341,6 +342,12 @@ class OpenRounds:
     def _last(self, optimizer: int) -> HeldRounds:
         none = RoundOrder(optimizer, -1, 0, [])
         return self._closed.get(optimizer) or HeldRounds(none, [], ())
+
+
+def merged_part(optimizer: int) -> int:
+    """Returns the part of a step, in the ledger, that its contribution is once it was
+    merged. Parts of pushes are not negative."""
+    return UNNAMED - optimizer
 
 
 def updates_of(

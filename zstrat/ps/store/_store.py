@@ -54,7 +54,7 @@ from ._ledger import Ledger, Writers
 from ._lookups import RowsPlan, rows_plan, too_many
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
-from ._rounds import OpenRounds
+from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
@@ -368,6 +368,9 @@ class Store:
         self.counts.pushes += 1
         self.counts.updates += len(plan.updates)
         self.rounds.closed(message)
+        optimizer, _, _, members = message.order
+        for member in members:  # a run of it that was lost may contribute yet
+            self.ledger.record(member.step, merged_part(optimizer))
         if self.log is not None:
             self.log.append(replace(message, session=0))
 

@@ -15,7 +15,7 @@ nothing, and reads only its arguments.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,12 @@ from ._gradient_call import (
 from ._slots import SlotRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.optimizers import LeafRule, TreeCut, TreeRule
     from zstrat.variables._storage import Storage, StorageUpdate, VariableHandle
 
-    from ._gradient_call import GradientCall, GradientTarget
+    from ._gradient_call import GradientCall
 
 
 def apply_now(
@@ -146,54 +146,6 @@ def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
     with rule.precision():
         operands: list[Any] = cache[key](*_padded(call))
     return operands
-
-
-def merged_operands(
-    call: GradientCall, merged: Mapping[int, tuple[np.ndarray, ...]]
-) -> list[np.ndarray]:
-    """Computes what an optimizer needs of several gradients from those of a round.
-
-    Args:
-        call: A call on its tree.
-        merged: Gradients by key of the component: an array, or indices and rows. One
-            that is not there counts as zeros.
-    """
-    operands, sparse = [], []
-    for leaf in call.given:
-        target = call.targets[leaf]
-        parts = [merged.get(component.spec.key) for component in target.components]
-        is_sparse = all(part is None or len(part) == 2 for part in parts) and any(parts)
-        sparse.append(is_sparse)
-        operands.append(_joined(target, parts, is_sparse=is_sparse))
-    whole = replace(call, operands=tuple(operands), sparse=tuple(sparse))
-    return [np.asarray(x) for x in _operands(whole, call.rule(is_here=False))]
-
-
-def _joined(
-    target: GradientTarget,
-    parts: Sequence[tuple[np.ndarray, ...] | None],
-    *,
-    is_sparse: bool,
-) -> tuple[np.ndarray, ...]:
-    """Joins the gradients of the components of a variable."""
-    if is_sparse:
-        offsets = target.table.offsets.tolist()
-        there = [
-            (part[0] + offset, part[1])
-            for part, offset in zip(parts, offsets, strict=False)
-            if part is not None
-        ]
-        indices, rows = zip(*there, strict=True)
-        return np.concatenate(indices), np.concatenate(rows)
-    dense = []
-    for component, part in zip(target.components, parts, strict=True):
-        array = np.zeros(component.spec.shape, component.spec.dtype)
-        if part is not None and len(part) == 2:
-            array[part[0]] = part[1]
-        elif part is not None:
-            (array,) = part
-        dense.append(array)
-    return (dense[0] if len(dense) == 1 else np.concatenate(dense),)
 
 
 def _move_here(call: GradientCall) -> None:
