@@ -358,7 +358,9 @@ class Dispatcher:
             # No closure is handed out before all workers build the new resources, which
             # it may need.
             runs = not records and self.engine.outage_error is None and queue.runs
-            grants = self.members.grants(*queue.ready(now)) if runs else []
+            grants = []
+            if runs:
+                grants = self.members.grants(*queue.ready(now), queue.running)
             full, parked = queue.is_full, queue.parked
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
             exhausted, queue.exhausted = queue.exhausted, []
