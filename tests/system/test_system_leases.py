@@ -6,11 +6,15 @@ The oracle is a counter for each example, to which a step adds 1 for each that i
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+import programs
 import pytest
+from killed_leases import CountingLeases
 from system_worlds import all_running
 
 import zstrat as zs
@@ -18,7 +22,7 @@ from zstrat.data import Lease, LeasedSource
 from zstrat.errors import ClosureInputError, InvalidArgumentError
 from zstrat.testing import leak_check
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 SIZE, BATCH, SEED = 3001, 8, 11
 
@@ -136,6 +140,38 @@ def test_servers_that_are_restored_count_what_was_lost_again(local, tmp_path):
         assert metrics["ps_restores"] == 1
         assert metrics["steps_lost"] >= 150
         program.require_all(1)
+
+
+def test_a_program_that_resumes_a_session_reads_what_was_not_applied(local, tmp_path):
+    """One that was killed had restored a checkpoint, and was amid an epoch. One server:
+    of several a step that is under way may be on some alone."""
+    size = 701
+    spec = resolver_of(local, (0,), (0, 1)).cluster_spec()
+    resolver = resolver_of(local, (0,), (0, 1))
+    with zs.ParameterServerStrategy(resolver) as strategy:
+        work = CountingLeases(strategy, size)
+        work.schedule(35)
+        path = work.checkpoint.save(tmp_path / "c")  # amid the steps
+    script = Path(__file__).with_name("killed_leases.py")
+    run = [str(script), json.dumps(spec.as_dict()), str(size), str(path)]
+    assert programs.run(run).returncode == -9
+    with zs.ParameterServerStrategy(resolver, resume="leases") as strategy:
+        assert strategy.resumed
+        work = CountingLeases(strategy, size)
+        before = work.counts.numpy().sum()
+        assert before >= (30 + 1) * 8
+        work.schedule(1)
+        work.coordinator.join()
+        (seen,) = work.coordinator.metrics()["leases"].values()
+        assert seen["done"] == before + 8 == work.counts.numpy().sum()
+
+        @zs.function
+        def number(iterator):
+            return len(next(iterator))
+
+        assert work.coordinator.evaluate(number, work.data) == size
+        work.rest()
+        assert np.unique(work.counts.numpy()).tolist() == [3]
 
 
 def test_one_worker_reads_the_order_of_the_seed(local, tmp_path):

@@ -23,6 +23,7 @@ from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._leased_datasets import (
     LeasedDataset,
     LeasedIterator,
+    begin_evaluation,
     current_epoch,
     make_leased_dataset,
     summed,
@@ -369,7 +370,7 @@ class ClusterCoordinator(CoordinatorFace):
         exactly once. ``fn`` returns a pytree of sums over its batch, such as of losses
         and of examples; floats are summed in float64. Raises what `schedule_epoch`
         raises."""
-        iterator = iter(data)
+        iterator = begin_evaluation(data)
         return summed(value.fetch() for value in self.schedule_epoch(fn, iterator))
 
     def shutdown(self, cluster: bool = False) -> None:
@@ -577,7 +578,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
 
         Cancellation: steps that were scheduled continue.
         """
-        values = await self.schedule_epoch(fn, iter(data))
+        values = await self.schedule_epoch(fn, begin_evaluation(data))
         return summed([await value for value in values])
 
     async def shutdown(self, cluster: bool = False) -> None:

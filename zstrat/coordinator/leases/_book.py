@@ -24,7 +24,7 @@ from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 OnError = Literal["raise", "skip"]
 
@@ -67,6 +67,11 @@ class LeaseBook:
         """Number of examples that are left out so far."""
         self.leased = 0
         """Number of leases so far, those of what came back included."""
+        self.noted_as = 0
+        """The number under which parameter servers note what is done, for a program
+        that resumes the session; 0: they do not."""
+        self.inherited: Sequence[Lease] = ()
+        """What another program has done of this pass before, known before its size."""
         self.failure: Callable[[], Exception | None] = lambda: None
         """Returns why no worker can build the dataset; None: one may."""
 
@@ -81,6 +86,11 @@ class LeaseBook:
         # Computed, as a step has to cost little.
         drawn = self._epoch * self._end + self._next
         return drawn - sum(lease.size for lease in self._pending()) - self.skipped
+
+    @property
+    def done_leases(self) -> Sequence[Lease]:
+        """The ranges that are done or skipped."""
+        return done_in(self.state()) if self._size else self.inherited
 
     @property
     def open(self) -> int:
@@ -116,6 +126,8 @@ class LeaseBook:
                 return self._too_few(size)
             self._size = size
             self._set_end()
+            if self.inherited:
+                return self._inherit()
         if size == self._size:
             return ""
         return (
@@ -237,6 +249,23 @@ class LeaseBook:
             "skipped": self.skipped,
         }
 
+    def _inherit(self) -> str:
+        """Continues after another program; returns why that was of other data, or
+        ""."""
+        epoch, start, size = max(self.inherited)
+        if start + size > self._size:
+            return (
+                f"it has {self._size} examples, and a program before has done "
+                f"{Lease(epoch, start, size)}: with resume= create the same datasets "
+                "in the same order"
+            )
+        self._epoch, self._next = epoch, start + size
+        for gap in gaps(self.inherited, epoch, self._next, self._end):
+            stop = gap.start + gap.size
+            for at in range(gap.start, stop, self._batch):
+                self._returned.append(Lease(gap.epoch, at, min(self._batch, stop - at)))
+        return ""
+
     @property
     def _new(self) -> int:
         """The first epoch of which something is not drawn."""
@@ -270,6 +299,26 @@ class LeaseBook:
         lease = Lease(self._epoch, self._next, size)
         self._next += size
         return lease
+
+
+def gaps(leases: Iterable[Lease], epoch: int, stop: int, end: int) -> Iterator[Lease]:
+    """Yields the ranges that are in none of these leases, before the position ``stop``
+    of an epoch; those before it have ``end`` positions."""
+    found: dict[int, list[Lease]] = {}
+    for lease in leases:
+        found.setdefault(lease.epoch, []).append(lease)
+    for each in range(epoch + 1):
+        at, last = 0, end if each < epoch else stop
+        for lease in (*sorted(found.get(each, ())), Lease(each, last, 0)):
+            if lease.start > at:
+                yield Lease(each, at, lease.start - at)
+            at = max(at, lease.start + lease.size)
+
+
+def done_in(state: Mapping[str, Any]) -> list[Lease]:
+    """Returns the ranges that are done, or skipped, in a state of a book."""
+    saved = _Saved(state)
+    return [*gaps(saved.open, saved.epoch, saved.next, saved.size)]
 
 
 class _Saved:
