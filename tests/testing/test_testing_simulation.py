@@ -151,6 +151,11 @@ CAUGHT = {
     "late contributions are not counted": 30,
     "join leaves rounds open": 48,
     "servers drop what waits for a later round": 1,
+    "leases are done before their steps are acknowledged": 34,
+    "a range is leased twice": 14,
+    "a worker that gives steps back loses their ranges": 34,
+    "a checkpoint has no open leases": 34,
+    "a program that goes on leases what was done": 13,
 }
 """A seed that catches it, by the name of the mutation."""
 

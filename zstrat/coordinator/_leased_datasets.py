@@ -23,7 +23,7 @@ from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
 from ._on_worker import DatasetOnWorker
 from ._values import NoArgument, RemoteValue
-from .leases import LeaseBook, OnError
+from .leases import LeaseBook, LeaseProgress, OnError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -110,6 +110,15 @@ class LeasedIterator(PerWorkerIterator):
     def epochs(self) -> LeasedEpochs:
         """The epochs from the first one that is not over."""
         return LeasedEpochs(self)
+
+    def progress(self) -> LeaseProgress:
+        """Shows a bar in the terminal, in ``with iterator.progress():``, with the
+        examples of all epochs that are done, and the time that is left."""
+        return LeaseProgress(self._read)
+
+    def _read(self, look: Callable[[LeaseBook], object]) -> None:
+        with self._core.engine.lock:
+            look(self._book)
 
     async def get_state_async(self) -> dict[str, Any]:
         """Returns the examples that are not done as JSON types, for `set_state_async`:

@@ -53,7 +53,7 @@ class LeaseBook:
     ) -> None:
         self.name: Final = name
         self.on_error: Final = on_error
-        self._batch, self._seed, self._epochs = batch, seed, epochs
+        self._batch, self._seed, self.epochs = batch, seed, epochs
         self._drops: Final = drop_remainder
         self._size = 0
         """Number of examples; 0: no worker has built the dataset."""
@@ -88,6 +88,11 @@ class LeaseBook:
         return drawn - sum(lease.size for lease in self._pending()) - self.skipped
 
     @property
+    def total(self) -> int | None:
+        """The number of examples that are read in all epochs; None: without end."""
+        return None if self.epochs is None else self.epochs * self._end
+
+    @property
     def done_leases(self) -> Sequence[Lease]:
         """The ranges that are done or skipped."""
         return done_in(self.state()) if self._size else self.inherited
@@ -105,7 +110,7 @@ class LeaseBook:
     @property
     def is_over(self) -> bool:
         """Whether all examples of all epochs are done or skipped."""
-        return self._new == self._epochs and not (
+        return self._new == self.epochs and not (
             self._open or self._returned or self._failed
         )
 
@@ -115,7 +120,7 @@ class LeaseBook:
         how many examples there are."""
         if not self._size:
             return self.failure() is None
-        has_more = self._returned or self._failed or self._new != self._epochs
+        has_more = self._returned or self._failed or self._new != self.epochs
         return bool(self._open) and not has_more
 
     def built(self, size: int) -> str:
@@ -139,7 +144,7 @@ class LeaseBook:
         """Returns how many leases of an epoch no step has."""
         again = sum(each.epoch == epoch for each in (*self._returned, *self._failed))
         start = self._next if epoch == self._epoch else 0
-        is_new = epoch >= self._epoch and (self._epochs is None or epoch < self._epochs)
+        is_new = epoch >= self._epoch and (self.epochs is None or epoch < self.epochs)
         return again + (-(-(self._end - start) // self._batch) if is_new else 0)
 
     def lease_whole(self, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -208,8 +213,8 @@ class LeaseBook:
             return f"it was saved with {saved.size} examples, and has {self._size} now"
         if saved.seed != self._seed:
             return f"it was saved with shuffle_seed={saved.seed}, now {self._seed}"
-        if self._epochs is not None and saved.epoch >= self._epochs:
-            return f"it was saved in epoch {saved.epoch}, now epochs={self._epochs}"
+        if self.epochs is not None and saved.epoch >= self.epochs:
+            return f"it was saved in epoch {saved.epoch}, now epochs={self.epochs}"
         if self._drops and 0 < saved.size < self._batch:
             return self._too_few(saved.size)
         return ""
@@ -242,7 +247,9 @@ class LeaseBook:
         """Returns counts, as plain data."""
         return {
             "epoch": self.epoch,
+            "epochs": self.epochs,
             "examples": self._size,
+            "total": self.total,
             "open": self.open,
             "to_lease_again": len(self._returned) + len(self._failed),
             "done": self.done,
@@ -292,7 +299,7 @@ class LeaseBook:
 
     def _draw_new(self) -> Lease | None:
         if self._next >= self._end:
-            if self._new == self._epochs or not self._size:
+            if self._new == self.epochs or not self._size:
                 return None
             self._epoch, self._next = self._new, 0
         size = min(self._batch, self._end - self._next)
