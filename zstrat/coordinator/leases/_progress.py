@@ -8,6 +8,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -36,6 +37,8 @@ class LeaseProgress(Progress):
         read: Callable[[Callable[[LeaseBook], object]], None],
         console: Console | None = None,
     ) -> None:
+        self._read: Final = read
+        self._shown: TaskID | None = None
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -44,8 +47,7 @@ class LeaseProgress(Progress):
             TimeRemainingColumn(),
             console=console,
         )
-        self._read: Final = read
-        self._shown: Final = self.add_task("waiting for a worker", total=None)
+        self._shown = self.add_task("waiting for a worker", total=None)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Looks at the pass each time that the bar is drawn."""
@@ -53,7 +55,7 @@ class LeaseProgress(Progress):
         return super().get_renderables()
 
     def _look(self, book: LeaseBook) -> None:
-        if not book.size:
+        if self._shown is None or not book.size:
             return
         last = "" if book.epochs is None else f"/{book.epochs}"
         epoch = book.epoch if book.is_over else book.epoch + 1
