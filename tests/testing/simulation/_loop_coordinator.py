@@ -24,7 +24,7 @@ from zstrat.coordinator.parts import (
     Result,
     ScheduledCall,
 )
-from zstrat.data import LeasedSource
+from zstrat.data import Dataset, LeasedSource
 from zstrat.program import bytes_of_inputs, cut_inputs, dump_code
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class LoopCoordinator:
         if self.cluster.name:
             book.noted_as = number = next(self.cluster.renewal.leased_passes)
             book.inherited = self.cluster.renewal.done_leases.pop(number, ())
-        maker = Code(dump_code(LeasedSource(range(size), batch)))
+        maker = Code(dump_code(LeasedSource(Dataset.range(size), batch)))
         record = self._add("the examples", maker, book)
         self.engine.queue.leases.books[record] = book
         return record, book
