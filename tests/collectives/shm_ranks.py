@@ -15,7 +15,7 @@ import numpy as np
 
 from zstrat.wire import DTYPES
 
-TIMEOUT = 60.0
+TIMEOUT = 250.0
 
 UFUNCS = {"SUM": np.add, "MEAN": np.add, "MIN": np.minimum, "MAX": np.maximum}
 

@@ -18,8 +18,18 @@ from cancels import cancelled_everywhere
 from collectives_groups import QUICK, ranks_of
 from strikes import is_struck, strikes
 
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import Group
-from zstrat.errors import PeerLostError, UnavailableError
+from zstrat.errors import PeerLostError, StaleSessionError, UnavailableError
+from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.wire import (
+    AskCall,
+    CallState,
+    GroupFormed,
+    JoinGroup,
+    LeaveGroup,
+    MemberEntry,
+)
 
 
 def shared():
@@ -229,3 +239,37 @@ async def test_a_group_that_is_left_is_closed_though_that_is_cancelled_at_once(m
             await leaving
         with pytest.raises(PeerLostError, match="rank 0"):
             await waiting
+
+
+async def test_a_rank_that_gives_up_before_another_knows_that_it_has_joined(tmp_path):
+    """The notice comes on another connection than the answer of rank 0, and before."""
+    ticket = 7
+    me = hello("worker", 0, new_incarnation())
+    addresses = [f"ipc://{tmp_path}/{rank}" for rank in range(2)]
+
+    async def answer(request):
+        link = Link(addresses[1], me, name="/job:worker/task:1", settings=QUICK)
+        link.start()
+        await link.wait_open(asyncio.get_running_loop().time() + 60)
+        link.notify(LeaveGroup(ticket, 0, "it was cancelled"))
+        with pytest.raises(StaleSessionError):  # behind the notice
+            await link.request(AskCall(ticket, 1))
+        await link.close("it was cancelled")
+        who = "/job:worker/task:0", addresses[0], me.host, me.pid, me.incarnation
+        first = MemberEntry(*who, 0, 0, b"")
+        return GroupFormed(ticket, 1, [first, request.member], {})
+
+    def handle(_, message):
+        if isinstance(message, JoinGroup):
+            return answer(message)
+        return CallState("", [], False, False) if isinstance(message, AskCall) else None
+
+    endpoint = Endpoint(me, handle, settings=QUICK)
+    await endpoint.bind(addresses[0])
+    resolver = SimpleClusterResolver(
+        ClusterSpec({"worker": addresses}), task_type="worker", task_id=1
+    )
+    with pytest.raises(PeerLostError) as caught:
+        await Group.create(resolver, settings=QUICK, rendezvous_timeout=10)
+    assert caught.value.left
+    await endpoint.close()

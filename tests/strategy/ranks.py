@@ -9,7 +9,7 @@ import numpy as np
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.strategy import MultiWorkerMirroredStrategy
 
-TIMEOUT = 60.0
+TIMEOUT = 250.0
 
 
 class Board:
@@ -111,6 +111,7 @@ def ranks(size, program, most=None):
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
+        assert not thread.is_alive()
     if errors:
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)),

@@ -58,13 +58,16 @@ GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGrou
 """Messages that the owner of the endpoint passes to the node."""
 
 _STRAYS: Final = 4096
-"""Most hops kept for generations whose `GroupFormed` has not come yet: in the first
-call of a generation every rank sends a byte."""
+"""Most messages kept for generations whose `GroupFormed` has not come yet: in the first
+call of a generation every rank sends a byte, and one that was cancelled says so."""
 
 _GRACE: Final = 1.0
 """Seconds of grace: for a late answer of rank 0, which says more than our own timeout;
 for links when this task ends; and for a rank that gives up, whose last notice may come
 after its next request."""
+
+_GIVING_UP: Final = 5.0
+"""Seconds in which a cancelled rank opens its links, to notify the others."""
 
 
 class GroupNode:
@@ -83,7 +86,7 @@ class GroupNode:
         self.settings, self.security = settings, security
         self._generations: dict[int, Generation] = {}
         self._rendezvous = RendezvousService(self.loop)
-        self._strays: deque[tuple[int, Hop]] = deque()
+        self._strays: deque[tuple[Remote, Hop | AbortCall | LeaveGroup]] = deque()
         self._forming = 0
         self._counts: Counter[str] = Counter()
 
@@ -150,19 +153,21 @@ class GroupNode:
     def _notice(self, remote: Remote, message: AbortCall | LeaveGroup) -> None:
         generation = self._generations.get(message.ticket)
         rank = None if generation is None else generation.rank_of(remote.hello)
-        if generation is None or rank is None:
+        if generation is None:
+            self._stray(remote, message)
+        elif rank is None:
             self._counts["stale notices"] += 1
         elif isinstance(message, AbortCall):
             generation.aborted(rank, message)
         else:
             generation.left(rank, message)
 
-    def _stray(self, remote: Remote, hop: Hop) -> None:
+    def _stray(self, remote: Remote, message: Hop | AbortCall | LeaveGroup) -> None:
         is_wanted = self._forming and remote.role in REQUESTS[Hop].senders
         if is_wanted and len(self._strays) < _STRAYS:
-            self._strays.append((remote.hello.incarnation, hop))
+            self._strays.append((remote, message))
         else:
-            self._counts["stale hops"] += 1
+            self._counts[_stale(message)] += 1
 
     def statistics(self) -> dict[str, PlainTree]:
         """Returns counts since the start, and ``waited``: seconds that collectives of
@@ -224,8 +229,8 @@ class GroupNode:
         finally:
             self._forming -= 1
         try:
-            for incarnation, hop in self._claim(formed.ticket):
-                generation.hop(incarnation, hop)
+            for remote, message in self._claim(formed.ticket):
+                self.handle(remote, message)
             await self._open(generation, deadline + _GRACE, is_given_up)
         except BaseException:  # to `form`, with cancellation: the others are notified
             await self.leave(generation, "it could not reach all ranks")
@@ -254,16 +259,16 @@ class GroupNode:
 
         Raises: as `Mesh.open`.
 
-        Cancellation: is raised once the links are open, or after `_GRACE`: only an open
-        link can notify its rank that this one leaves.
+        Cancellation: is raised once the links are open, or after `_GIVING_UP`: only an
+        open link can notify its rank that this one leaves.
         """
         if is_given_up:
-            deadline = self.loop.time() + _GRACE
+            deadline = self.loop.time() + _GIVING_UP
         opening = asyncio.ensure_future(generation.mesh.open(deadline))
         try:
             await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await asyncio.wait([opening], timeout=_GRACE)
+            await asyncio.wait([opening], timeout=_GIVING_UP)
             opening.cancel()
             raise
         if is_given_up:
@@ -295,16 +300,20 @@ class GroupNode:
         finally:
             await link.close("it has joined, or given up")
 
-    def _claim(self, ticket: int) -> list[tuple[int, Hop]]:
-        """Returns the hops of a generation that came before its `GroupFormed`."""
+    def _claim(self, ticket: int) -> list[tuple[Remote, Hop | AbortCall | LeaveGroup]]:
+        """Returns the messages of a generation that came before its `GroupFormed`."""
         claimed = [each for each in self._strays if each[1].ticket == ticket]
         others = [each for each in self._strays if each[1].ticket != ticket]
         self._strays.clear()
         if self._forming:
             self._strays.extend(others)
         else:
-            self._counts["stale hops"] += len(others)
+            self._counts.update(_stale(message) for _, message in others)
         return claimed
+
+
+def _stale(message: Hop | AbortCall | LeaveGroup) -> str:
+    return "stale hops" if type(message) is Hop else "stale notices"
 
 
 def _formed(answer: Message) -> GroupFormed:
