@@ -236,7 +236,7 @@ class Queue:
     @property
     def is_full(self) -> bool:
         """Whether too many closures, or bytes, wait for their first worker."""
-        waiting = len(self._fresh) + self.parked
+        waiting = len(self._fresh) + self._leased.parked
         return waiting >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
@@ -404,10 +404,13 @@ class Queue:
         self._stopped(closure)
         self.steps.end(closure.step)
         skipped = False
-        if closure.leases:
+        if closure.leases and error is None and not self._leased.parked:
+            self.leases.applied(closure.step, closure.draws)  # as most, at little cost
+        elif closure.leases:
             skipped = self._leased.ended(closure, error)
-            for draw in closure.draws:
-                self.leases_changed(draw.resource)
+            if self._leased.parked:
+                for draw in closure.draws:
+                    self.leases_changed(draw.resource)
         if error is not None:
             closure.source.sign(error)
             if not skipped:

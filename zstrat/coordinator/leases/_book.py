@@ -61,6 +61,8 @@ class LeaseBook:
         """Where the next new lease begins, and where those of an epoch end."""
         self._open: dict[int, Sequence[tuple[int, int, int]]] = {}
         """By step: the fields of its leases."""
+        self.applied: Final[Callable[[int], object]] = self._open.pop
+        """Notes that the updates of a step are applied."""
         self._returned: deque[Lease] = deque()
         self._failed: deque[Lease] = deque()
         self.skipped = 0
@@ -173,12 +175,9 @@ class LeaseBook:
         self.leased += count
         return drawn
 
-    def ended(self, step: int, *, skipped: bool = False) -> None:
-        """Notes that the updates of a step are applied; or that it has failed, and its
-        examples are ``skipped``."""
-        leases = self._open.pop(step)
-        if skipped:
-            self.skipped += sum(size for _, _, size in leases)
+    def skip(self, step: int) -> None:
+        """Leaves the examples of a step out, which has failed."""
+        self.skipped += sum(size for _, _, size in self._open.pop(step))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
         """Leases the ranges of a step again, as it had no effect: those of one that has

@@ -49,11 +49,8 @@ class ClosureLeases(Generic[C]):
         self._leases: Final = leases
         self._parked: Final[dict[int, list[C]]] = {}
         """By number of the dataset."""
-
-    @property
-    def parked(self) -> int:
+        self.parked = 0
         """The number of closures that wait."""
-        return sum(map(len, self._parked.values()))
 
     def lease(self, taken: list[C]) -> LeasedClosures[C]:
         """Leases what these closures draw, but for those that have it."""
@@ -98,13 +95,16 @@ class ClosureLeases(Generic[C]):
     def unpark(self, resource: int) -> Sequence[C]:
         """Returns closures that waited for leases of the dataset and may try again."""
         if resource in self._parked and not self._leases.books[resource].waits:
-            return self._parked.pop(resource)
+            again = self._parked.pop(resource)
+            self.parked -= len(again)
+            return again
         return ()
 
     def unpark_all(self) -> list[C]:
         """Returns all closures that wait, which are cancelled."""
         waiting = [closure for parked in self._parked.values() for closure in parked]
         self._parked.clear()
+        self.parked = 0
         return waiting
 
     def give_back(self, resource: int, closures: Iterable[C]) -> None:
@@ -128,4 +128,5 @@ class ClosureLeases(Generic[C]):
             return True
         found.parked.append(closure)
         self._parked.setdefault(leased, []).append(closure)
+        self.parked += 1
         return False

@@ -96,7 +96,7 @@ class SessionLeases:
             if (book := self.books.get(resource)) is not None:
                 if self.rounds:
                     self._note(step, book)
-                book.ended(step)
+                book.applied(step)
 
     def ended(
         self, step: int, draws: Sequence[Draw], how: EndOf, *, skipped: bool = False
@@ -109,9 +109,9 @@ class SessionLeases:
                 continue  # the program has dropped the iterator
             match how:
                 case EndOf.UNKNOWN:
-                    book.ended(step, skipped=True)
+                    book.skip(step)
                 case EndOf.FAILED if skipped:
-                    book.ended(step, skipped=True)
+                    book.skip(step)
                 case EndOf.FAILED:
                     book.give_back(step, failed=True)
                 case EndOf.CANCELLED:
