@@ -106,13 +106,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest selects by marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files first, all others in the order of the folders. `make test-fast`
-    leaves out what is marked here."""
+    """The slowest files first, all others in the order of the folders, in whichever
+    order they were collected. `make test-fast` leaves out what is marked here."""
     slow = {name for name, each in SECONDS.items() if each >= SLOW}
     for item in items:
         if item.path.name in slow or item.path.parent.name in WHOLE:
             item.add_marker("slow")
-    items.sort(key=lambda item: -SECONDS.get(item.path.name, 0))
+    items.sort(key=lambda item: (-SECONDS.get(item.path.name, 0), item.path))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,22 +17,23 @@ PAGE = ROOT / "tests" / "messages.txt"
 
 SENTENCE = re.compile(r"[A-Za-z`'}),:;][,:;]? +[a-z]{2,}")
 """What sets a sentence apart from a key, a path or a format."""
+STRINGS: Final = (ast.Constant, ast.JoinedStr)
 TABLE: Final = 1000
 """A longer text is a table: each of its lines is a sentence."""
 
 
 def messages(source: str) -> list[str]:
     """The sentences of a file, in its order, each once."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     within: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr):  # a docstring
             within.add(node.value)
         elif isinstance(node, ast.JoinedStr):
             within.update(set(ast.walk(node)) - {node})
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node not in within:
+    for node in nodes:
+        if isinstance(node, STRINGS) and node not in within:
             text = written(node)
             lines = text.split("\n") if len(text) > TABLE else [text]
             for row, line in enumerate(lines):
@@ -63,9 +64,10 @@ def page() -> str:
 
 
 def test_every_message_is_in_the_file() -> None:
-    new = set(page().splitlines()) ^ set(PAGE.read_text().splitlines())
+    now, before = page(), PAGE.read_text()
+    new = set(now.splitlines()) ^ set(before.splitlines())
     assert not new, "run `make messages`, and read what it changes"
-    assert page() == PAGE.read_text(), "run `make messages`"
+    assert now == before, "run `make messages`"
 
 
 def test_a_message_is_what_the_code_has() -> None:

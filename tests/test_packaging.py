@@ -50,6 +50,14 @@ def checkout(*options: str) -> set[str]:
     return found - set(LEFT)
 
 
+BUILD = """
+import sys
+from setuptools import build_meta
+getattr(build_meta, sys.argv[1])(sys.argv[2])
+"""
+"""What pip and build call, in the folder of the sources."""
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built offline from a copy: a build in the checkout would leave files in it."""
@@ -58,8 +66,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     files = checkout("--cached", "--others", "--exclude-standard")
     run("cp", "--parents", "--target-directory", source, *sorted(files), cwd=ROOT)
-    build = "import sys; from setuptools.build_meta import build_sdist as build"
-    run(sys.executable, "-c", f"{build}; build(sys.argv[1])", work, cwd=source)
+    run(sys.executable, "-c", BUILD, "build_sdist", work, cwd=source)
     (built,) = work.glob("*.tar.gz")
     return built
 
@@ -67,9 +74,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> Path:
     work = sdist.parent
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", work]
-    run(*pip, "wheel", *options, sdist, cwd=work)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work, filter="data")
+    source = work / sdist.name.removesuffix(".tar.gz")
+    run(sys.executable, "-c", BUILD, "build_wheel", work, cwd=source)
     (built,) = work.glob("*.whl")
     return built
 

@@ -40,7 +40,9 @@ assert (sys.stdin, sys.stdout, sys.stderr) == before, "they are the program's"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("closed", [(2,), STREAMS])
+@pytest.mark.parametrize(
+    "closed", [pytest.param((2,), marks=pytest.mark.thorough), STREAMS]
+)
 def test_a_program_with_a_cluster(closed, tmp_path):
     body = """
 import sys

@@ -125,10 +125,21 @@ def phrases(
         if file.suffix not in (".md", ".py") or "__pycache__" in file.parts:
             continue
         name = file.relative_to(ROOT).as_posix()
-        read = _in_python if file.suffix == ".py" else _in_markdown
-        for line, phrase, plain in read(file):
+        for line, phrase, plain in _in_file(file):
             if not (exceptions and (name, phrase) in RIGHT):
                 yield name, line, phrase, plain
+
+
+@cache
+def _in_file(file: Path) -> list[tuple[int, str, str]]:
+    if file.suffix != ".py":
+        return list(_in_markdown(file))
+    # Most files have none, which is seen without the tokens, which take much longer.
+    text = file.read_text("utf-8")
+    names = set(re.findall(r"[^\W\d]\w*", text))
+    if any(map(_in_name, names)) or any(_in_text(text, 1)):
+        return list(_in_python(file))
+    return []
 
 
 def _in_python(file: Path) -> Iterator[tuple[int, str, str]]:
@@ -136,13 +147,21 @@ def _in_python(file: Path) -> Iterator[tuple[int, str, str]]:
     with file.open("rb") as source:
         for token in tokenize.tokenize(source.readline):
             if token.type == tokenize.NAME:
-                words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", token.string).lower()
-                for phrase, plain in GONE_NAMES.items():
-                    for part in words.split("_"):
-                        if re.fullmatch(phrase, part):
-                            yield token.start[0], part, plain
+                for part, plain in _in_name(token.string):
+                    yield token.start[0], part, plain
             elif token.type in TEXTS:
                 yield from _in_text(token.string, token.start[0])
+
+
+@cache
+def _in_name(name: str) -> list[tuple[str, str]]:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return [
+        (part, plain)
+        for phrase, plain in GONE_NAMES.items()
+        for part in words.split("_")
+        if re.fullmatch(phrase, part)
+    ]
 
 
 TEXTS = {tokenize.COMMENT, tokenize.STRING} | (

@@ -14,12 +14,14 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from programs import Program
+
 
 @dataclass
 class Daemon:
     """A daemon and the manager's end of its notify socket."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Program
     manager: socket.socket
     log: Path
 
@@ -35,22 +37,25 @@ class Daemon:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, programs):
     """Starts a daemon: ``start("ps", "--index", "0", ...)``; kills it afterwards.
-    ``without_streams``: it has no standard streams."""
+    ``without_streams``: it has no standard streams. ``forked``: it has imported what it
+    needs before, which is most of what one takes that does not serve."""
     running: list[Daemon] = []
 
-    def begin(job, *argv, without_streams=False, **env):
+    def begin(job, *argv, without_streams=False, forked=False, **env):
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         manager.bind(str(tmp_path / f"notify-{len(running)}"))
         manager.settimeout(60)
         log = tmp_path / f"log-{len(running)}"
         inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         with log.open("wb") as out:
-            command = [sys.executable, "-m", f"zstrat.daemons.{job}", *argv]
+            command = ["-m", f"zstrat.daemons.{job}", *argv]
+            if not forked:
+                command = [sys.executable, *command]
             if without_streams:  # `preexec_fn` would fork this process, which has jax
                 command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
-            process = subprocess.Popen(
+            process = (programs.Program if forked else subprocess.Popen)(
                 command,
                 env={**inherited, "NOTIFY_SOCKET": manager.getsockname(), **env},
                 stdin=subprocess.DEVNULL,

@@ -36,12 +36,14 @@ PROGRAM = """
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, programs):
+    """Starts an evaluator: forked, as most of what one takes is to import jax, or by
+    ``python``."""
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
 
-    def started(*words):
-        return subprocess.Popen(
-            [sys.executable, "-m", "zstrat.daemons.evaluator", *map(str, words)],
+    def started(*words, python=()):
+        return (subprocess.Popen if python else programs.Program)(
+            [*python, "-m", "zstrat.daemons.evaluator", *map(str, words)],
             cwd=tmp_path,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,7 +64,8 @@ def folder(tmp_path):
 
 def test_it_evaluates_and_ends(run, folder, tmp_path):
     lines = tmp_path / "m.jsonl"
-    child = run("program:make", folder, "--metrics", lines, "--max-evaluations", 1)
+    options = ["--metrics", lines, "--max-evaluations", 1]
+    child = run("program:make", folder, *options, python=[sys.executable])
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
     line = json.loads(lines.read_text())

@@ -116,7 +116,7 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
 def test_a_parent_that_is_gone_already(start):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    daemon = start("ps", *LOCAL, "--parent", str(gone.pid))
+    daemon = start("ps", *LOCAL, "--parent", str(gone.pid), forked=True)
     assert daemon.process.wait(100) == 1
     assert "already ended" in daemon.words()
 
@@ -124,7 +124,7 @@ def test_a_parent_that_is_gone_already(start):
 def test_it_drains_when_the_process_that_it_was_told_ends(start):
     """As under ssh: that is no child's parent, and standard input says nothing."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shell:
-        daemon = start("ps", *LOCAL, "--parent", str(shell.pid))
+        daemon = start("ps", *LOCAL, "--parent", str(shell.pid), forked=True)
         daemon.hear("READY=1")
     assert f"{shell.pid} of --parent has ended" in daemon.hear("STOPPING=1")
     assert daemon.process.wait(100) == 0
@@ -155,7 +155,7 @@ def test_two_lives_have_two_incarnations(start):
 def test_port_taken(start):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        daemon = start("ps", "--index", "0", "--bind", address)
+        daemon = start("ps", "--index", "0", "--bind", address, forked=True)
         assert daemon.process.wait(100) == 2
     assert f"cannot bind {address}" in daemon.words()
     assert "Traceback" not in daemon.words()
@@ -164,29 +164,31 @@ def test_port_taken(start):
 def test_an_address_that_the_machine_may_get_yet(start):
     """As at boot, before the network is up: the manager is to try again."""
     nowhere = "192.0.2.1:7"  # kept free for examples: no machine has it
-    daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure")
+    daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure", forked=True)
     assert daemon.process.wait(100) == 75
     assert f"cannot bind {nowhere}" in daemon.words()
 
 
 def test_a_name_that_is_not_known_yet(start):
     """As in Kubernetes, where a pod starts before its name is in DNS."""
-    daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7")
+    daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7", forked=True)
     assert daemon.process.wait(100) == 75
     assert "the name 'ps-0.ps.invalid' cannot be resolved" in daemon.words()
 
 
 def test_other_machines_need_keys(start):
-    daemon = start("ps", "--index", "0", "--bind", "0.0.0.0:0")
+    daemon = start("ps", "--index", "0", "--bind", "0.0.0.0:0", forked=True)
     assert daemon.process.wait(100) == 2
     assert "zstrat keygen" in daemon.words()
     assert "Traceback" not in daemon.words()
-    insecure = start("ps", "--index", "0", "--bind", "0.0.0.0:0", "--insecure")
+    insecure = start(
+        "ps", "--index", "0", "--bind", "0.0.0.0:0", "--insecure", forked=True
+    )
     insecure.hear("READY=1")
 
 
 def test_keys_that_are_not_there(start, tmp_path):
-    daemon = start("ps", *LOCAL, "--keys", str(tmp_path / "nowhere"))
+    daemon = start("ps", *LOCAL, "--keys", str(tmp_path / "nowhere"), forked=True)
     assert daemon.process.wait(100) == 2
     assert "nowhere" in daemon.words()
     assert "Traceback" not in daemon.words()
@@ -199,10 +201,10 @@ def test_keys_from_the_service_manager(start, tmp_path):
     keys.chmod(0o550)
     (keys / "ps.secret").chmod(0o440)
     where = ("--index", "0", "--bind", "0.0.0.0:0", "--keys", str(keys))
-    refused = start("ps", *where)
+    refused = start("ps", *where, forked=True)
     assert refused.process.wait(100) == 2
     assert "mode 0440" in refused.words()
-    start("ps", *where, CREDENTIALS_DIRECTORY=str(keys)).hear("READY=1")
+    start("ps", *where, CREDENTIALS_DIRECTORY=str(keys), forked=True).hear("READY=1")
     keys.chmod(0o700)
 
 

@@ -93,7 +93,16 @@ def assert_moves_as_optax(optimizer, params):
     assert_close(optimizer.state, state)
 
 
-@pytest.mark.parametrize("title", [title for title in SECTIONS if title])
+def of_a_process():
+    """The sections with a block of their own for it; `make test-thorough` runs all,
+    most of which are the same blocks as on servers."""
+    for title, blocks in SECTIONS.items():
+        if title:
+            has_own = any(only == "in-process" for _, only, _ in blocks)
+            yield pytest.param(title, marks=[] if has_own else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("title", [*of_a_process()])
 def test_the_examples_run_in_a_process(title, tmp_path):
     strategy = zs.OneDeviceStrategy("CPU:0")
     names = {"strategy": strategy, "folder": tmp_path / "saved"}

@@ -124,7 +124,9 @@ def test_a_step_runs_in_another_process(storage, tmp_path):
 
 
 @pytest.mark.parametrize("made", [Node, KeyNode, Trained])
-def test_an_optimizer_of_a_tree_of_a_users_class_arrives(storage, tmp_path, made):
+def test_an_optimizer_of_a_tree_of_a_users_class_arrives(
+    storage, tmp_path, made, programs
+):
     """It was flattened before jax was told of the class."""
     params = made(storage.variable(np.float32(1), "w"))
     optimizer = storage.optimizer(optax.sgd(0.1), params)
@@ -143,7 +145,7 @@ def test_an_optimizer_of_a_tree_of_a_users_class_arrives(storage, tmp_path, made
     (tmp_path / "code").write_bytes(step.code)
     (tmp_path / "args").write_bytes(zs.dump_code(()))
     paths = [str(tmp_path / name) for name in ("code", "args", "out.npz")]
-    subprocess.run([sys.executable, "-c", RUNNER, *paths], check=True, cwd="/")
+    programs.run(["-c", RUNNER, *paths], check=True, cwd="/")
     got = np.load(tmp_path / "out.npz")
     assert (got["leaf0"], got["update"]) == (10, 20)
     assert got["optimizer"] == optimizer.id

@@ -38,7 +38,7 @@ def counted(strategy, aggregation):
         context = zs.get_replica_context()
         v.assign_add(jnp.float32(context.replica_id_in_sync_group)[None])
 
-    strategy.run(number)
+    zs.function(lambda: strategy.run(number))()
     return v
 
 

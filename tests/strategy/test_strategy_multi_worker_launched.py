@@ -1,8 +1,6 @@
 """Processes without TF_CONFIG that somebody started as several."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -102,12 +100,12 @@ print(strategy.num_replicas_in_sync, total, type(strategy.cluster_resolver).__na
 """
 
 
-def test_processes_that_jax_has_brought_together_train_together():
+def test_processes_that_jax_has_brought_together_train_together(programs):
     (port,) = free_ports(1)
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINS, f"127.0.0.1:{port}", str(rank)],
-            stdout=subprocess.PIPE,
+        programs.Program(
+            ["-c", TRAINS, f"127.0.0.1:{port}", str(rank)],
+            stdout=programs.PIPE,
             text=True,
         )
         for rank in range(2)

@@ -59,7 +59,8 @@ def check(strategy, folder, first):
             context = zs.get_replica_context()
             v.assign(jnp.asarray(values)[context.replica_id_in_sync_group])
 
-        strategy.run(replica)
+        # In a step: outside of one, each operation is compiled by itself.
+        zs.function(lambda replica=replica: strategy.run(replica))()
         wanted = exact(values)
         np.testing.assert_array_equal(v.numpy(), wanted)
         assert v.numpy().dtype == values.dtype

@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from programs import Program
+from programs import Program, run
 
 from zstrat.cluster import free_ports
 
@@ -154,18 +154,18 @@ class Ranks:
 
 
 def zstrat_run(count, program, *options, **environment):
-    """What ``zstrat run`` exits with, and the lines of each copy and its own."""
+    """What ``zstrat run`` exits with, and the lines of each copy and its own. It is
+    forked (fixture `programs`); the copies are started."""
     with tempfile.TemporaryDirectory(prefix="zs-") as folder:
         script = Path(folder) / "program.py"
         script.write_text(HEAD + textwrap.dedent(program))
-        command = [sys.executable, "-m", "zstrat.cli", "run", "-n", str(count)]
-        done = subprocess.run(
+        command = ["-m", "zstrat.cli", "run", "-n", str(count)]
+        done = run(
             [*command, *options, str(script)],
             env={**os.environ, **QUICK, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
     said = {}
     for line in done.stdout.splitlines():

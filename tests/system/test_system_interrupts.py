@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from programs import run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 STRIKES = """
     import faulthandler, itertools, signal, sys, threading
@@ -74,8 +73,7 @@ SAVING = """
 
 def ends_well(program, *arguments):
     source = textwrap.dedent(STRIKES) + textwrap.dedent(program)
-    command = [sys.executable, "-c", source, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run(["-c", source, *map(str, arguments)], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "goes on\n"), ended.stderr
 
 

@@ -1,12 +1,13 @@
-"""MultiWorkerMirroredStrategy as programs use it, under ``zstrat run``."""
+"""MultiWorkerMirroredStrategy as programs use it, under ``zstrat run`` and without."""
 
 from __future__ import annotations
 
 import json
+import signal
 
 import numpy as np
 import pytest
-from system_ranks import zstrat_run
+from system_ranks import Ranks, zstrat_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
@@ -149,9 +150,11 @@ strategy.close()
 
 def test_after_a_loss_all_go_on_from_a_checkpoint(tmp_path):
     program = HEAD + SAVING.replace("STEPS", str(STEPS))
-    code, said = zstrat_run(SIZE, program, "--restarts", "1", FOLDER=str(tmp_path))
-    assert code == 0, said
-    assert said[None] == ["worker:1 was killed by SIGKILL: restarting it"]
+    with Ranks(SIZE, program, FOLDER=str(tmp_path)) as ranks:
+        assert ranks.all[1].wait() == -signal.SIGKILL
+        ranks.start(1)
+        said = [ranks.all[rank].stdout.read().splitlines() for rank in range(SIZE)]
+        assert ranks.ends() == [0] * SIZE, said
     _, value = by_hand(STEPS)
     for rank in range(SIZE):
         came, words = said[rank][-1].split(": ")
