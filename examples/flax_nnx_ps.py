@@ -69,7 +69,8 @@ def make_step(graph, params, averages, optimizer):
 
 
 def train(strategy, data, options):
-    """The trained model and the last losses."""
+    """The trained model and the last losses. Each epoch has each image once, but for a
+    last few that are no batch, though a worker dies."""
     model = DigitsModel(options.width, nnx.Rngs(options.seed))
     graph, params, averages = nnx.split(model, nnx.Param, nnx.BatchStat)
     with strategy.scope():
@@ -78,17 +79,15 @@ def train(strategy, data, options):
         optimizer = zs.Optimizer(optax.adam(options.rate))
     step = make_step(graph, params, averages, optimizer)
 
-    def dataset_fn(context):
-        rows = zs.data.Dataset.from_tensor_slices(data)
-        rows = rows.shuffle(2000, seed=context.input_pipeline_id).repeat()
-        return rows.batch(options.batch, drop_remainder=True)
-
     with zs.ClusterCoordinator(strategy) as coordinator:
-        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        losses = [
-            coordinator.schedule(step, args=(iterator,)) for _ in range(options.steps)
-        ]
-        coordinator.join()
+        leased = coordinator.create_leased_dataset(  # each image once in each epoch
+            data, options.batch, shuffle_seed=options.seed, epochs=options.epochs,
+            drop_remainder=True,
+        )  # fmt: skip
+        iterator = iter(leased)
+        with iterator.progress():
+            for _ in iterator.epochs:
+                losses = coordinator.schedule_epoch(step, iterator)
         trained, averages = zs.values(params), zs.values(averages)
         return nnx.merge(graph, trained, averages), coordinator.fetch(losses[-10:])
 
@@ -98,7 +97,7 @@ def arguments():
     add = parser.add_argument
     add("--ps", type=int, default=2, help="parameter servers to start here")
     add("--workers", type=int, default=2, help="workers to start here")
-    add("--steps", type=int, default=400)
+    add("--epochs", type=int, default=18)
     add("--batch", type=int, default=64)
     add("--width", type=int, default=128, help="of the hidden layer")
     add("--rate", type=float, default=0.003, help="learning rate of Adam")

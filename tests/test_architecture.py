@@ -86,7 +86,7 @@ DOORS = {
     "prometheus_client": "zstrat.transport.health._exposition",
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",
-    "rich": "zstrat.cli",
+    "rich": ("zstrat.cli", "zstrat.coordinator.leases._progress"),
 }
 
 JAX_AT_IMPORT = {

@@ -1,5 +1,7 @@
 """Workers as a state machine: a closure is at one of them at most, and only if open."""
 
+import heapq
+import math
 from collections import deque
 
 import pytest
@@ -70,10 +72,21 @@ class MembersMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self):
-        grants = self.members.grants(len(self.waiting), len(self.suspects))
-        room = sum(m.free for m in self.members.members if m is not self._reserved)
-        ordinary = sum(grant.count for grant in grants if not grant.alone)
-        assert ordinary == min(len(self.waiting), room)
+        running = self.members.in_flight
+        left = running + len(self.waiting)
+        grants = self.members.grants(len(self.waiting), len(self.suspects), running)
+        granted = {grant.member: grant.count for grant in grants if not grant.alone}
+        assert sum(granted.values()) <= len(self.waiting)
+        rates = sum(m.rate for m in self.members.members)
+        for m in (
+            self.members.members if sum(granted.values()) < len(self.waiting) else ()
+        ):
+            room, has = m.free, len(m.in_flight)
+            if m.rate:
+                room = min(room, math.ceil(left * m.rate / rates) - has)
+            # Shares may be rounded another way.
+            assert m is self._reserved or abs(granted.get(m, 0) - max(0, room)) <= 1
+            assert m is self._reserved or granted.get(m) or has or not m.free
         for grant in grants:
             source = self.suspects if grant.alone else self.waiting
             batch = [source.pop(0) for _ in range(grant.count)]
@@ -132,7 +145,7 @@ def opened(count=2, **options):
 
 def give(members, ordinary, suspects=0, first=1, now=0.0):
     given = {}
-    for grant in members.grants(ordinary, suspects):
+    for grant in members.grants(ordinary, suspects, members.in_flight):
         batch = closures(grant.count, first)
         first += grant.count
         members.dispatched(grant.member, batch, now, alone=grant.alone)
@@ -162,6 +175,33 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     members.lost(0, "killed", now)
     members.connected(0)
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
+
+
+@pytest.mark.parametrize("seconds", [0.0005, 0.004, 0.03])
+@pytest.mark.parametrize("count", [100, 400])
+def test_a_slow_worker_has_little_left_when_the_others_are_done(seconds, count):
+    """One of two and one of three workers takes five times as long for each step: the
+    last step ends at most a slow step, or 10 %, after the ideal time."""
+    for workers in (2, 3):
+        members = opened(workers, prefetch=1)
+        takes = [5 * seconds, *[seconds] * (workers - 1)]
+        ends, now, waiting, free_at = [], 0.0, count, [0.0] * workers
+        while waiting or ends:
+            running = members.in_flight
+            for grant in members.grants(waiting, 0, running):
+                batch = closures(grant.count, count - waiting)
+                waiting -= grant.count
+                members.dispatched(grant.member, batch, now)
+                place = grant.member.place
+                for closure in batch:
+                    free_at[place] = max(free_at[place], now) + takes[place]
+                    heapq.heappush(ends, (free_at[place], place, closure.step))
+            now, place, step = heapq.heappop(ends)
+            member = members.members[place]
+            del member.in_flight[step]
+            members.ended(member, 1, now)
+        ideal = count / sum(1 / each for each in takes)
+        assert now <= max(1.1 * ideal, ideal + 5 * seconds)
 
 
 @pytest.mark.parametrize("round_trip", [0.0, 0.002, 0.04, 0.2])

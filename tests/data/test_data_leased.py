@@ -102,6 +102,25 @@ def test_map_is_applied_to_each_example(threads):
     ]
 
 
+@pytest.mark.parametrize(("skip", "take"), [(0, 7), (2, 6), (5, 1), (6, 99), (8, 9)])
+def test_take_and_skip_leave_whole_and_parts_of_blocks(tmp_path, skip, take):
+    sizes, paths, rows = (5, 3, 4), [], range(12)
+    for number, size in enumerate(sizes):
+        paths.append(str(tmp_path / f"{number}.npy"))
+        np.save(paths[-1], sum(sizes[:number]) + np.arange(size))
+    data = Dataset.from_npy(paths).map(lambda x: x + 1).skip(skip).take(take)
+    wanted = [row + 1 for row in rows][skip:][:take]
+    assert np.concatenate(batches(data, 4)).tolist() == wanted
+    shuffled = np.concatenate(batches(data, 4, 3))
+    assert sorted(shuffled) == wanted
+    assert len(Dataset.from_indexed(data, 4)) == -(-len(wanted) // 4)
+    paths = [tmp_path / "text"]
+    paths[0].write_text("".join(f"{n}\n" for n in rows))
+    lines = Dataset.from_text_lines(paths).skip(skip).take(take)
+    found = np.concatenate(batches(lines, 4)).astype(int)
+    assert found.tolist() == [*rows][skip:][:take]
+
+
 def test_rows_of_files_are_shuffled_within_their_file(tmp_path):
     sizes, paths = (5, 3, 4), []
     for number, size in enumerate(sizes):
@@ -175,7 +194,8 @@ def test_a_pass_without_leases_has_the_same_order_and_can_continue(drop):
         (Dataset.range(9).batch(3), "batch="),
         (Dataset.range(9).repeat(), "epochs="),
         (Dataset.range(9).filter(lambda x: True), "weight of 0"),
-        (Dataset.range(9).take(3), "slice the arrays"),
+        (Dataset.range(9).filter(lambda x: True).take(3), "weight of 0"),
+        (Dataset.range(9).shard(2, 0), "all workers share"),
         (Dataset.from_generator(lambda: iter([1])), "create_per_worker_dataset"),
         ((n for n in range(3)), "create_per_worker_dataset"),
     ],

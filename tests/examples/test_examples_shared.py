@@ -113,7 +113,7 @@ def blocks(page):
 def test_a_model_of_flax_learns_in_few_steps(run):
     for module in ("flax", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
-    few = ["--ps", "1", "--workers", "1", "--steps", "60"]
+    few = ["--ps", "1", "--workers", "1", "--epochs", "3"]
     code, out = run("flax_nnx_ps.py", *few)
     (accuracy,) = re.findall(r"test accuracy (\S+)% \(goal 95%\)$", out, re.MULTILINE)
     assert float(accuracy) > 80

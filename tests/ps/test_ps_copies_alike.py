@@ -12,8 +12,10 @@ from ps_copies import OPTIMIZERS, Copies
 from ps_rounds import close, contribute, members
 from ps_trees import message, of_values
 
-from zstrat.errors import ZstratError
+from zstrat.errors import InvalidArgumentError, ZstratError
 from zstrat.wire import (
+    LEASE,
+    AskLeases,
     AskParts,
     CreateOptimizer,
     CreateVariables,
@@ -67,11 +69,21 @@ operations = st.sampled_from(
 updates = st.lists(st.builds(update, keys, operations, number), max_size=3)
 
 
-def push(step, part, low_water, made, writer=0):
+def leased(*ranges):
+    return b"".join(LEASE.pack(*each) for each in ranges)
+
+
+leases = st.builds(
+    leased,
+    st.tuples(st.integers(1, 2), st.just(0), st.integers(0, 9), st.integers(0, 3)),
+)
+
+
+def push(step, part, low_water, made, writer=0, leases=b""):
     arrays = tuple(array for _, arrays in made for array in arrays)
     low = min(low_water, step) if writer else 0
     each = [update for update, _ in made]
-    return Push(SESSION, step, part, low, each, arrays, writer)
+    return Push(SESSION, step, part, low, each, arrays, writer, leases)
 
 
 def part_of(step, part, attempt, names, made):
@@ -99,7 +111,7 @@ def store(key, start, filled):
 
 
 remembered = st.one_of(
-    st.builds(push, steps, st.integers(0, 1), st.just(0), updates),
+    st.builds(push, steps, st.integers(0, 1), st.just(0), updates, st.just(0), leases),
     st.builds(push, steps, st.just(0), steps, updates, st.just(SESSION)),
     st.builds(exchange, steps, updates, keys),
     st.builds(
@@ -200,6 +212,9 @@ async def compare(rig, optimizers=()):
     await rig.ask(DetachBackup(SESSION, 8))
     await rig.promote(9)
     await alike(rig, list(optimizers))
+    asked = AskLeases(SESSION)
+    done = [await rig.ask(asked, service) for service in (rig.primary, rig.backup)]
+    assert done[0].arrays[0].tobytes() == done[1].arrays[0].tobytes()
     for again in repetitions():
         answers = [
             await answer_of(rig, again, service)
@@ -462,5 +477,30 @@ def test_a_contribution_whose_step_is_over_is_copied():
         for service in (rig.primary, rig.backup):
             assert service.statistics()["contributions"] == 1
         await rig.close()
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.tuples(*[st.integers(0, n) for n in (2, 2, 30, 5)]), max_size=30))
+def test_what_is_done_of_leased_datasets_is_joined(ranges):
+    """Beside a set of places; a range without examples forgets its dataset."""
+
+    async def run():
+        rig, done = Copies(), set()
+        for step, (dataset, epoch, start, size) in enumerate(ranges):
+            again = leased((dataset, epoch, start, size))
+            if not size:
+                done = {place for place in done if place[0] != dataset}
+            done |= {(dataset, epoch, start + n) for n in range(size)}
+            for _ in range(2):  # the second time it is a duplicate
+                await rig.ask(push(step, 0, 0, [], leases=again))
+        answer = await rig.ask(AskLeases(SESSION))
+        found = [*LEASE.iter_unpack(answer.arrays[0].tobytes())]
+        places = [(d, e, start + n) for d, e, start, size in found for n in range(size)]
+        assert sorted(places) == sorted(done)
+        runs = {(d, e, n) for d, e, n in done if (d, e, n - 1) not in done}
+        assert len(found) == len(runs)
+        with pytest.raises(InvalidArgumentError):
+            await rig.ask(push(50, 0, 0, [], leases=b"1"))
 
     asyncio.run(run())

@@ -6,19 +6,26 @@ The oracle is a counter for each example, to which a step adds 1 for each that i
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+import programs
 import pytest
+from click.testing import CliRunner
+from killed_leases import CountingLeases
 from system_worlds import all_running
 
 import zstrat as zs
+from zstrat.cli import main
 from zstrat.data import Lease, LeasedSource
 from zstrat.errors import ClosureInputError, InvalidArgumentError
 from zstrat.testing import leak_check
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 SIZE, BATCH, SEED = 3001, 8, 11
 
@@ -47,13 +54,13 @@ def resolver_of(cluster, ps, workers):
 class Counting:
     """A program with a counter for each example."""
 
-    def __init__(self, strategy, **options):
-        self.coordinator = zs.ClusterCoordinator(strategy)
+    def __init__(self, strategy, size=SIZE, batch=BATCH, **options):
+        self.coordinator, self.size = zs.ClusterCoordinator(strategy), size
         with strategy.scope():
-            counts = self.counts = zs.Variable(np.zeros(SIZE, "i4"), name="counts")
+            counts = self.counts = zs.Variable(np.zeros(size, "i4"), name="counts")
             total = self.total = zs.Variable(np.int32(0), name="total")
         data = self.coordinator.create_leased_dataset(
-            np.arange(SIZE), BATCH, shuffle_seed=SEED, **options
+            np.arange(size), batch, shuffle_seed=SEED, **options
         )
         iterator = self.iterator = iter(data)
         self.checkpoint = zs.Checkpoint(counts=counts, total=total, iterator=iterator)
@@ -61,7 +68,7 @@ class Counting:
         @zs.function
         def count(iterator):
             ids = next(iterator)
-            counts.assign_add(jnp.zeros(SIZE, jnp.int32).at[ids].add(1))
+            counts.assign_add(jnp.zeros(size, jnp.int32).at[ids].add(1))
             total.assign_add(len(ids))
             return ids
 
@@ -78,36 +85,46 @@ class Counting:
 
     def require_all(self, epochs):
         assert np.unique(self.counts.numpy()).tolist() == [epochs]
-        assert self.total.numpy() == epochs * SIZE
+        assert self.total.numpy() == epochs * self.size
 
 
-def test_kills_a_join_a_leave_and_a_restore_on_other_counts(local, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "batch"),
+    [(SIZE, BATCH), pytest.param(100_000, 32, marks=pytest.mark.thorough)],
+)
+def test_kills_a_join_a_leave_and_a_restore_on_other_counts(
+    local, tmp_path, size, batch
+):
+    """3 workers and a server are killed, one worker joins and leaves, and a checkpoint
+    of the midst is restored on one server, not two, and three workers."""
     workers = [local.spec.task_address("worker", n) for n in range(3)]
+    part = -(-size // batch) // 3
+    options = {"size": size, "batch": batch, "epochs": 2}
     with zs.ParameterServerStrategy(
         resolver_of(local, (0, 1), (0, 1)), replicas=1
     ) as strategy:
-        program = Counting(strategy, epochs=2)
-        program.schedule(120)
+        program = Counting(strategy, **options)
+        program.schedule(part)
         local.kill("worker:0")
         strategy.workers.add(workers[2])
-        program.schedule(120)
+        program.schedule(part)
         local.restart("worker:0")
         local.kill("worker:1")
-        program.schedule(120)
+        program.schedule(part)
         strategy.workers.remove(workers[2])
         local.restart("worker:1")
         local.kill("ps:1")
-        program.schedule(100)
+        program.schedule(part)
         path = program.checkpoint.save(tmp_path / "c")  # amid the steps
         program.schedule(20)
         program.coordinator.join()
         assert program.coordinator.metrics()["failovers"] == 1
     local.restart("ps:1")
     with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1, 2))) as strategy:
-        program = Counting(strategy, epochs=2)
+        program = Counting(strategy, **options)
         program.checkpoint.restore(path)
         before = int(program.total.numpy())
-        assert 0 < before < 2 * SIZE
+        assert 0 < before < 2 * size
         program.schedule(20)
         local.kill("worker:2")
         program.rest()
@@ -138,24 +155,65 @@ def test_servers_that_are_restored_count_what_was_lost_again(local, tmp_path):
         program.require_all(1)
 
 
-def test_one_worker_reads_the_order_of_the_seed(local, tmp_path):
+def test_a_program_that_resumes_a_session_reads_what_was_not_applied(local, tmp_path):
+    """One that was killed had restored a checkpoint, and was amid an epoch. One server:
+    of several a step that is under way may be on some alone."""
+    size = 701
+    spec = resolver_of(local, (0,), (0, 1)).cluster_spec()
+    resolver = resolver_of(local, (0,), (0, 1))
+    with zs.ParameterServerStrategy(resolver) as strategy:
+        work = CountingLeases(strategy, size)
+        work.schedule(35)
+        path = work.checkpoint.save(tmp_path / "c")  # amid the steps
+    script = Path(__file__).with_name("killed_leases.py")
+    run = [str(script), json.dumps(spec.as_dict()), str(size), str(path)]
+    assert programs.run(run).returncode == -9
+    with zs.ParameterServerStrategy(resolver, resume="leases") as strategy:
+        assert strategy.resumed
+        work = CountingLeases(strategy, size)
+        before = work.counts.numpy().sum()
+        assert before >= (30 + 1) * 8
+        work.schedule(1)
+        work.coordinator.join()
+        (seen,) = work.coordinator.metrics()["leases"].values()
+        assert seen["done"] == before + 8 == work.counts.numpy().sum()
+
+        @zs.function
+        def number(iterator):
+            return len(next(iterator))
+
+        assert work.coordinator.evaluate(number, work.data) == size
+        work.rest()
+        assert np.unique(work.counts.numpy()).tolist() == [3]
+
+
+def test_one_worker_reads_the_order_of_the_seed(local, tmp_path, capsys):
     with zs.ParameterServerStrategy(resolver_of(local, (0,), (0,))) as strategy:
         program = Counting(strategy, epochs=2)
         coordinator, iterator = program.coordinator, program.iterator
         reader = LeasedSource(np.arange(SIZE), BATCH, SEED).open()
-        for epoch in range(2):
-            values = coordinator.schedule_epoch(program.step, iterator)
-            found = np.concatenate(coordinator.fetch(values))
-            wanted = reader.read(Lease(epoch, 0, SIZE))
-            np.testing.assert_array_equal(found, wanted)
+        with iterator.progress():
+            for epoch in range(2):
+                values = coordinator.schedule_epoch(program.step, iterator)
+                found = np.concatenate(coordinator.fetch(values))
+                wanted = reader.read(Lease(epoch, 0, SIZE))
+                np.testing.assert_array_equal(found, wanted)
+        assert f"{2 * SIZE}/{2 * SIZE}" in capsys.readouterr().out
         with pytest.raises(zs.OutOfRangeError):
             coordinator.schedule_epoch(program.step, iterator)
         (seen,) = coordinator.metrics()["leases"].values()
         worker = "/job:worker/task:0"
         assert seen == {
-            "epoch": 2, "examples": SIZE, "open": 0, "to_lease_again": 0,
-            "done": 2 * SIZE, "skipped": 0, "workers": {worker: 0},
+            "epoch": 2, "epochs": 2, "examples": SIZE, "total": 2 * SIZE, "open": 0,
+            "to_lease_again": 0, "done": 2 * SIZE, "skipped": 0, "workers": {worker: 0},
         }  # fmt: skip
+        file = tmp_path / "cluster.toml"
+        jobs = local.spec.as_dict().items()
+        lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
+        file.write_text("[cluster]\n" + "".join(lines))
+        looks = ["top", "--cluster", str(file), "--count", "1"]
+        shown = CliRunner().invoke(main, looks).stdout
+        assert re.search(r"dataset of ndarray: epoch \d, \d+ of 6002 \(", shown)
         state = asyncio.run(iterator.get_state_async())
         assert state["leases"]["open"] == []
         other = iter(coordinator.create_leased_dataset(np.arange(SIZE), 2))

@@ -95,6 +95,16 @@ def test_rounds_are_those_that_the_program_sent_last():
     assert (nothing["rounds"], nothing["largest_lead"]) == ({}, None)
 
 
+def test_leases_are_those_that_the_program_sent_last():
+    counts = {"epoch": 1, "epochs": None, "examples": 9, "total": None}
+    counts |= {"open": 2, "done": 7, "skipped": 0}
+    sent = {"at": 3.0, "leases": {"rows": {**counts, "workers": {}}, "odd": 4}}
+    told = {"program": {"seconds": 0.1, "metrics": sent}}
+    made = report({"worker:0": TaskReport("open", "a:1", "", told)})
+    assert made["leases"] == {"rows": counts, "odd": dict.fromkeys(counts)}
+    assert report({"worker:2": TaskReport("open", "a:1")})["leases"] == {}
+
+
 def test_rounds_of_no_form_are_empty():
     odd = {"late": {"worker:0": "3"}, "waited_for": {"worker:0": 4}, "recent": 5}
     made = report({"worker:0": of_program("now", "far", adam=odd, sgd=None)})

@@ -65,6 +65,10 @@ def told():
                 "waited_for": {"worker:3": {"rounds": 9, "seconds": 1.5}},
             }
         },
+        "leases": {
+            HOSTILE: {"epoch": 1, "total": 80, "done": 20, "open": 3, "skipped": 4},
+            "endless": {"epoch": 1, "total": None, "done": 20, "open": 3},
+        },
         "scalars": {HOSTILE: [[0, 0.0, 2.0], [1, 1.0, None], [2, 2.0, 0.5]]},
         "logs": [[1.0, HOSTILE, HOSTILE, HOSTILE]],
         "slowest": {"task": HOSTILE, "why": HOSTILE},
@@ -121,9 +125,10 @@ def test_what_is_seen_is_what_the_run_told(browser):
         assert not browser.run("return document.getElementById('tile-largest_lead')")
         sums = [
             value(browser, f"{bars} data")
-            for bars in ("#phases", "#bytes", "#memory", "#waited")
+            for bars in ("#phases", "#bytes", "#memory", "#waited", "#leased")
         ]
-        assert sums == [pytest.approx(0.015), 3072, 3 * 2**20, 1.5]
+        assert sums == [pytest.approx(0.015), 3072, 3 * 2**20, 1.5, 0.25]
+        assert "3 leases open · 4 skipped" in browser.run(TEXT, "#leases")
         assert f"late: {HOSTILE} 3".replace("\udc80", "\ufffd") in browser.run(
             TEXT, "#rounds"
         )

@@ -161,7 +161,7 @@ class RunScreen:
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
         width = options.max_width
-        lines = [*_round_lines(self.metrics), *_held_up(self.metrics)]
+        lines = [*_program_lines(self.metrics), *_held_up(self.metrics)]
         texts = [Text(line) for line in lines]
         lost = _lost(self.metrics)
         if lost:
@@ -186,7 +186,7 @@ def run_lines(metrics: Mapping[str, Any]) -> list[str]:
     return [
         _summary(metrics),
         *[" ".join(f"{k}={cell}" for k, cell in row.items() if cell) for row in rows],
-        *_round_lines(metrics),
+        *_program_lines(metrics),
         *_held_up(metrics),
     ]
 
@@ -202,6 +202,19 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     if (lead := metrics["largest_lead"]) is not None:
         parts.append(f"largest lead {lead}")
     return ", ".join(parts)
+
+
+def _program_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
+    """Describes each leased dataset, and the rounds of each optimizer, in a line."""
+    for name, leases in metrics["leases"].items():
+        done, total = leases["done"] + leases["skipped"], leases["total"]
+        of = f" of {total} ({percent(done / total)})" if total else ""
+        skipped = f", {leases['skipped']} skipped" if leases["skipped"] else ""
+        yield (
+            f"{name}: epoch {leases['epoch']}, {done}{of} examples, "
+            f"{leases['open']} leases open{skipped}"
+        )
+    yield from _round_lines(metrics)
 
 
 def _round_lines(metrics: Mapping[str, Any]) -> Iterable[str]:

@@ -23,6 +23,7 @@ from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._leased_datasets import (
     LeasedDataset,
     LeasedIterator,
+    begin_evaluation,
     current_epoch,
     make_leased_dataset,
     summed,
@@ -79,10 +80,10 @@ class CoordinatorFace:
           by worker how many came ``late``, how many were ``dropped``, and in how many
           ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
           same of the last 64 rounds.
-        - ``leases``: for each pass through a leased dataset, by name: the ``epoch``,
-          its number of ``examples``, leases that are ``open`` or come back
-          (``to_lease_again``), examples that are ``done`` and ``skipped``, and how many
-          leases each of the ``workers`` has.
+        - ``leases``: for each pass through a leased dataset, by name: the ``epoch`` of
+          ``epochs``, its number of ``examples``, leases that are ``open`` or come back
+          (``to_lease_again``), examples that are ``done`` and ``skipped`` of ``total``
+          in all epochs, and how many leases each of the ``workers`` has.
         - ``largest_lead`` (with ``staleness=``): the most closures by which a worker
           was ahead of the slowest one; else None.
         - ``stores``: for each store the ``process`` that serves it, its ``address``,
@@ -293,9 +294,10 @@ class ClusterCoordinator(CoordinatorFace):
         Args:
             source: Arrays (a tree of them, sliced by their first axes), anything with
                 ``len`` and an index (a list, a dataset of grain or HuggingFace), or a
-                `zs.data.Dataset` of arrays or files, perhaps with `map`. Or a function
-                that returns one of these, called on each worker, and here never. Or a
-                `zs.data.Dataset.from_indexed`, which has the next four arguments.
+                `zs.data.Dataset` of arrays or files, perhaps with `map`, `take` or
+                `skip`. Or a function that returns one of these, called on each worker,
+                and here never. Or a `zs.data.Dataset.from_indexed`, which has the next
+                four arguments.
             batch: Examples of a batch; the last one of an epoch may have fewer.
             shuffle_seed: Of the order, which is another one in each epoch; None: the
                 order of the source. Of files their order is shuffled, and the rows
@@ -369,7 +371,7 @@ class ClusterCoordinator(CoordinatorFace):
         exactly once. ``fn`` returns a pytree of sums over its batch, such as of losses
         and of examples; floats are summed in float64. Raises what `schedule_epoch`
         raises."""
-        iterator = iter(data)
+        iterator = begin_evaluation(data)
         return summed(value.fetch() for value in self.schedule_epoch(fn, iterator))
 
     def shutdown(self, cluster: bool = False) -> None:
@@ -577,7 +579,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
 
         Cancellation: steps that were scheduled continue.
         """
-        values = await self.schedule_epoch(fn, iter(data))
+        values = await self.schedule_epoch(fn, begin_evaluation(data))
         return summed([await value for value in values])
 
     async def shutdown(self, cluster: bool = False) -> None:

@@ -130,10 +130,12 @@ class CoordinatorCore:
         *,
         kind: type[RemoteValue] = RemoteValue,
         book: LeaseBook | None = None,
+        anew: bool = False,
     ) -> Record:
         """Starts to build a resource on every worker. ``kind`` is the type of the
         values that hold the outcome on each worker, ``book`` has the leases of a leased
-        dataset."""
+        dataset, which begins ``anew`` or continues where a program before has left
+        it."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -146,6 +148,10 @@ class CoordinatorCore:
             book=book,
         )
         if book is not None:
+            cluster = self.session.cluster
+            if cluster.name and not anew:
+                book.noted_as = number = next(cluster.renewal.leased_passes)
+                book.inherited = cluster.renewal.done_leases.pop(number, ())
             with self.engine.lock:
                 self.engine.queue.leases.books[record.number] = book
         self.dispatcher.builder.add_soon(record)

@@ -358,7 +358,9 @@ class Dispatcher:
             # No closure is handed out before all workers build the new resources, which
             # it may need.
             runs = not records and self.engine.outage_error is None and queue.runs
-            grants = self.members.grants(*queue.ready(now)) if runs else []
+            grants = []
+            if runs:
+                grants = self.members.grants(*queue.ready(now), queue.running)
             full, parked = queue.is_full, queue.parked
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
             exhausted, queue.exhausted = queue.exhausted, []
@@ -410,13 +412,16 @@ class Dispatcher:
 
     def _metrics_for_observers(self, now: float) -> PlainTree:
         """Returns the metrics that observers can have of workers alone, once a second;
-        None in between, and without rounds and bounded staleness."""
-        is_asynchronous = not self.rounds.rounds and self.members.staleness is None
-        if now < self._metrics_due or is_asynchronous:
+        None in between, and if there are none: without rounds, bounded staleness and
+        leased datasets."""
+        leases = self.queue.leases
+        is_plain = not self.rounds.rounds and self.members.staleness is None
+        if now < self._metrics_due or (is_plain and not leases.books):
             return None
         self._metrics_due = now + OBSERVED_EVERY
         # Several workers have some; the latest ones count.
-        return {"at": now, **self.consistency(now, OBSERVED_WORKERS)}
+        found = self.consistency(now, OBSERVED_WORKERS)
+        return {"at": now, "leases": leases.metrics({}), **found}
 
     def _take_closures(self, grant: Grant, now: float) -> list[Closure]:
         if grant.alone:

@@ -23,7 +23,7 @@ from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
 from ._on_worker import DatasetOnWorker
 from ._values import NoArgument, RemoteValue
-from .leases import LeaseBook, OnError
+from .leases import LeaseBook, LeaseProgress, OnError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -58,10 +58,15 @@ class LeasedDataset(NoArgument):
         self._spec: Any = None
 
     def __iter__(self) -> LeasedIterator:
-        """Starts a pass. Returns before the workers have opened the source."""
+        """Starts a pass, or continues that of the program whose session this one
+        resumes. Returns before the workers have opened the source."""
+        return self.begin()
+
+    def begin(self, *, anew: bool = False) -> LeasedIterator:
+        """See ``iter()``; ``anew``: starts in any case."""
         book = self._book()
         record = self._core.create_resource(
-            "iterator", self._name, self._maker, kind=self._kind, book=book
+            "iterator", self._name, self._maker, kind=self._kind, book=book, anew=anew
         )
         return LeasedIterator(self, self._core, record, book)
 
@@ -106,6 +111,15 @@ class LeasedIterator(PerWorkerIterator):
         """The epochs from the first one that is not over."""
         return LeasedEpochs(self)
 
+    def progress(self) -> LeaseProgress:
+        """Shows a bar in the terminal, in ``with iterator.progress():``, with the
+        examples of all epochs that are done, and the time that is left."""
+        return LeaseProgress(self._read)
+
+    def _read(self, look: Callable[[LeaseBook], object]) -> None:
+        with self._core.engine.lock:
+            look(self._book)
+
     async def get_state_async(self) -> dict[str, Any]:
         """Returns the examples that are not done as JSON types, for `set_state_async`:
         after all steps that have ended."""
@@ -139,6 +153,7 @@ class LeasedIterator(PerWorkerIterator):
                 self._book.restore(state[_KEY])
                 engine.queue.leases_changed(self.resource)
             self._core.dispatcher.turn_soon()
+            await self.session.cluster.renewal.note_leases({})
 
         async with self.session.at_rest():
             await self.session.run_async(restore(), f"restoring the leases of {self}")
@@ -308,6 +323,20 @@ def current_epoch(iterator: Any) -> LeasedEpoch:
     if (epoch := iterator._next_epoch()) is None:
         raise OutOfRangeError(f"End of sequence: {iterator._book.name} is exhausted")
     return epoch
+
+
+def begin_evaluation(data: Any) -> LeasedIterator:
+    """Starts a pass through all examples of a leased dataset.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(data, LeasedDataset):
+        raise TypeError(
+            f"evaluate() got a {type(data).__name__}: give it the leased dataset, "
+            "coordinator.create_leased_dataset(...), without iter()"
+        )
+    return data.begin(anew=True)
 
 
 def make_leased_dataset(

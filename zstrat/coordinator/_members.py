@@ -197,6 +197,8 @@ class Members:
         """Since when there is no worker; None while there is one."""
         self._reserved: Member | None = None
         self._throughput = Throughput()
+        self._rates = 0.0
+        """The sum of the rates of all members."""
 
     @property
     def usable(self) -> list[Member]:
@@ -304,8 +306,6 @@ class Members:
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch += 1
         member.building, member.alone, member.avoided = 0, False, False
-        # It may be another process on another machine: measure its speed again.
-        member._count = member._seconds = 0.0
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
@@ -361,13 +361,20 @@ class Members:
         member.state, member.reason = MemberState.LOST, reason
         member.losses += counts
         member.building, member.alone = 0, False
+        # What comes back may be another process on another machine.
+        self._rates -= member.rate
+        member._count = member._seconds = 0.0
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
         self._missing(member, now)
         return orphans
 
-    def grants(self, ordinary: int, suspects: int) -> list[Grant]:
-        """Distributes waiting closures over the members, the least loaded first."""
+    def grants(self, ordinary: int, suspects: int, running: int) -> list[Grant]:
+        """Distributes waiting closures over the members, the least loaded first.
+
+        Args:
+            running: Closures that are in flight on all members.
+        """
         grants = self._grant_alone(suspects)
         if not ordinary:
             return grants
@@ -379,6 +386,8 @@ class Members:
             # A sound member may have no room now; better to wait for it than to fail.
             sound = any(m.is_open and not m.avoided for m in self.members)
             takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
+        if self._depth is None and not self._is_paced:
+            takers = self._within_share(takers, ordinary + running)
         if ordinary < sum([free for _, free in takers]):
             given = _level(takers, ordinary)
         else:
@@ -396,6 +405,21 @@ class Members:
         roomy.sort(key=lambda pair: pair[0].place)
         self._roomy = {member.place: member for member, _ in roomy}
         return roomy
+
+    def _within_share(
+        self, takers: Sequence[tuple[Member, int]], left: int
+    ) -> list[tuple[Member, int]]:
+        """Limits members to their share, by rate, of the closures that are ``left``.
+        Before the end of an epoch that is more than they may hold. There a slow worker
+        with more would be waited for by all others."""
+        found = []
+        for member, free in takers:
+            if rate := member.rate:
+                share = math.ceil(left * rate / self._rates)
+                free = min(free, share - len(member.in_flight))
+            if free > 0:
+                found.append((member, free))
+        return found
 
     def _slowest(self) -> int:
         """Returns how many closures the slowest usable worker has ended."""
@@ -439,10 +463,11 @@ class Members:
             self._throughput.mark(now, completed - count, completed)
         # Not 0: two messages may be handled at one reading of the clock.
         elapsed = max(now - member._measured_at, 1e-6)
-        kept = math.exp(-elapsed / HORIZON)
+        kept, before = math.exp(-elapsed / HORIZON), member.rate
         member._count = member._count * kept + count
         member._seconds = member._seconds * kept + elapsed
         member._measured_at = now
+        self._rates += member.rate - before
 
     def failed(self, member: Member, error: str) -> None:
         """Notes the error of a step that failed on the member for good."""

@@ -41,16 +41,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import (
     CancelledError,
-    ClosureInputError,
-    OutOfRangeError,
     ResultLostError,
     WorkerLostError,
-    ZstratError,
 )
 
 from ._pending_errors import ClosureSource, PendingError, PendingErrors
 from ._steps import Steps
-from .leases import EndOf, SessionLeases
+from .leases import ClosureLeases, EndOf, SessionLeases
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -197,9 +194,7 @@ class Queue:
         """Closures that came back before they had started."""
         self._doubtful: list[Closure] = []
         self.leases = SessionLeases()
-        self._parked: dict[int, list[Closure]] = {}
-        """Closures that wait until it is known how leases of others end, by number of
-        the dataset."""
+        self._leased: Final = ClosureLeases[Closure](self.leases)
         self.exhausted: list[Ended] = []
         """Closures that ended as there are no data for them, to be settled."""
         self.held = False
@@ -221,7 +216,7 @@ class Queue:
     @property
     def parked(self) -> int:
         """Closures that wait until it is known how leases of others end."""
-        return sum(map(len, self._parked.values()))
+        return self._leased.parked
 
     @property
     def runs_again(self) -> bool:
@@ -241,7 +236,7 @@ class Queue:
     @property
     def is_full(self) -> bool:
         """Whether too many closures, or bytes, wait for their first worker."""
-        waiting = len(self._fresh) + (self.parked if self._parked else 0)
+        waiting = len(self._fresh) + self._leased.parked
         return waiting >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
@@ -393,7 +388,7 @@ class Queue:
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
-        return self._leased(taken) if self.leases.books else taken
+        return self._lease(taken) if self.leases.books else taken
 
     def take_suspect(self, now: float) -> Closure:
         """Hands out a closure that has to run alone."""
@@ -409,10 +404,13 @@ class Queue:
         self._stopped(closure)
         self.steps.end(closure.step)
         skipped = False
-        if closure.leases and error is None and not self._parked:
+        if closure.leases and error is None and not self._leased.parked:
             self.leases.applied(closure.step, closure.draws)  # as most, at little cost
         elif closure.leases:
-            skipped = self._end_leases(closure, error)
+            skipped = self._leased.ended(closure, error)
+            if self._leased.parked:
+                for draw in closure.draws:
+                    self.leases_changed(draw.resource)
         if error is not None:
             closure.source.sign(error)
             if not skipped:
@@ -485,79 +483,25 @@ class Queue:
 
     def leases_changed(self, resource: int) -> None:
         """Lets closures try again that wait for leases of the dataset."""
-        if resource in self._parked and not self.leases.books[resource].waits:
-            parked = self._parked.pop(resource)
-            self._fresh.extendleft(reversed(parked))
+        self._fresh.extendleft(reversed(self._leased.unpark(resource)))
 
     def give_leases_back(self, resource: int) -> None:
         """Takes the leases of the dataset back from closures that have not started, for
         a pass that is moved while nothing runs."""
-        for _, _, closure in self._returned:
-            if any(draw.resource == resource for draw in closure.draws):
-                self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
-                closure.leases = b""
-        self.leases.moved(resource)
+        self._leased.give_back(resource, [item[2] for item in self._returned])
 
-    def _leased(self, taken: list[Closure]) -> list[Closure]:
-        """Leases what these closures draw; returns those that have it."""
-        new = [closure for closure in taken if closure.draws and not closure.leases]
-        if not new:
-            return taken
-        draws = new[0].draws  # one object for all closures of a call
-        same = [closure for closure in new if closure.draws is draws]
-        leases = self.leases.lease_whole([closure.step for closure in same], draws)
-        for closure, lease in zip(same, leases, strict=False):
-            closure.leases = lease
-        if len(leases) == len(new):
-            return taken
-        return [closure for closure in taken if self._lease(closure)]
-
-    def _lease(self, closure: Closure) -> bool:
-        """Leases what a closure draws. If that is not there it waits, or ends."""
-        if closure.leases or not closure.draws:
-            return True
-        try:
-            leased = self.leases.lease(closure.step, closure.draws)
-        except (OutOfRangeError, ClosureInputError) as error:
+    def _lease(self, taken: list[Closure]) -> list[Closure]:
+        """Leases what these closures draw; returns those that have it. The others wait,
+        or end."""
+        leased = self._leased.lease(taken)
+        for closure in leased.parked:
+            self.running -= 1
+            closure.attempt -= 1
+            self._nbytes += closure.nbytes
+        for closure, error in leased.over:
             self.end(closure, error)
             self.exhausted.append(Ended(closure, error))
-            return False
-        if isinstance(leased, bytes):
-            closure.leases = leased
-            return True
-        self.running -= 1
-        closure.attempt -= 1
-        self._nbytes += closure.nbytes
-        self._parked.setdefault(leased, []).append(closure)
-        return False
-
-    def _end_leases(self, closure: Closure, error: Exception | None) -> bool:
-        """Notes how a closure with leases has ended. Returns True if its examples are
-        skipped, so that the error is raised by a fetch alone."""
-        leases, skipped = self.leases, False
-        if error is None:
-            leases.applied(closure.step, closure.draws)
-        else:
-            what = leases.held_by(closure.step, closure.draws)
-            how = EndOf.FAILED
-            # An error of the cluster says nothing against the examples.
-            skipped = leases.skips(closure.draws) and not isinstance(error, ZstratError)
-            if isinstance(error, WorkerLostError):
-                how = EndOf.UNKNOWN
-                then = "left out, as its updates may have been applied"
-            elif skipped:
-                then = 'skipped (on_error="skip")'
-            else:
-                then = (
-                    'read again by a later step of their epoch; on_error="skip" would '
-                    "skip them"
-                )
-            error.add_note(f"The step had leased {what}, which are {then}.")
-            leases.ended(closure.step, closure.draws, how, skipped=skipped)
-        if self._parked:
-            for draw in closure.draws:
-                self.leases_changed(draw.resource)
-        return skipped
+        return leased.ready
 
     def _stopped(self, closure: Closure) -> None:
         assert self.running > 0, f"step {closure.step} stopped, but nothing runs"
@@ -566,8 +510,7 @@ class Queue:
     def _cancel_queued(self, cause: str | None) -> list[Ended]:
         heaps = (*self._retries, *self._suspects, *self._returned)
         waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
-        waiting += [each for parked in self._parked.values() for each in parked]
-        self._parked.clear()
+        waiting += self._leased.unpark_all()
         self._fresh.clear()
         self._nbytes = 0
         self._retries.clear()

@@ -431,6 +431,7 @@ class Builder:
             pipeline,
             record.pipelines.count,
             record.states.get(pipeline, ""),
+            0 if record.book is None else record.book.noted_as,
         )
         future = channel.task.link.submit(
             message, deadline=loop.time() + BUILD_DEADLINE

@@ -114,6 +114,8 @@ def _of_recipe(recipe: Recipe) -> IndexedRows:
             return _Mapped(_of_recipe(recipe.source), recipe)
         case Prefetched() | Opted():  # what is leased is read ahead anyway
             return _of_recipe(recipe.source)
+        case SlicedPass(step=1):  # take and skip
+            return _Sliced(_of_recipe(recipe.source), recipe.start, recipe.stop)
         case TableRows():
             return _Tables(recipe)
         case Records():
@@ -144,14 +146,14 @@ _REMEDIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (
         Filtered,
         "filter()",
-        "how many examples it keeps is not known before they are read: filter the "
-        "source once, or give its examples a weight of 0 in map()",
+        "how many examples it keeps is not known before they are read: lease what it "
+        "keeps, Dataset.from_tensor_slices(list(dataset)) or files of it, or give the "
+        "examples that it leaves out a weight of 0 in map()",
     ),
     (
         SlicedPass,
-        "take(), skip() or shard()",
-        "all workers share one dataset, so shard() is not needed; slice the arrays, or "
-        "give fewer files",
+        "shard()",
+        "leave it out: all workers share one dataset, and each example goes to one",
     ),
     (Cached, "cache()", "leave it out: examples are read by number, in any order"),
 )
@@ -223,6 +225,36 @@ class _Mapped(IndexedRows):
         if self._threads:
             return stacked(list(in_order(each, self._made, self._threads, True)))
         return stacked([self._made(*pair) for pair in enumerate(each)])
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@final
+class _Sliced(IndexedRows):
+    """The examples ``start`` to ``stop`` of all blocks; None: to the end."""
+
+    def __init__(self, source: IndexedRows, start: int, stop: int | None) -> None:
+        self.is_quick = source.is_quick
+        self.is_sequential = source.is_sequential
+        self._source, self._start, self._stop = source, start, stop
+
+    @cached_property
+    def _ranges(self) -> list[range]:
+        """The rows that are left of each block."""
+        ranges, start, stop = [], self._start, self._stop
+        for size in self._source.blocks:
+            ranges.append(range(size)[start:stop])
+            start = max(0, start - size)
+            stop = None if stop is None else max(0, stop - size)
+        return ranges
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(map(len, self._ranges))
+
+    def read(self, block: int, rows: np.ndarray) -> Element:
+        return self._source.read(block, rows + self._ranges[block].start)
 
     def close(self) -> None:
         self._source.close()

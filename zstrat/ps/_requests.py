@@ -267,6 +267,7 @@ def exchange(
         message.low_water,
         message.updates,
         arrays[:operands],
+        leases=message.leases,
     )
     applied, push_error = False, None
     try:

@@ -24,6 +24,7 @@ from zstrat.wire import (
     REQUESTS,
     AnswerReport,
     AskClock,
+    AskLeases,
     AskParts,
     AttachBackup,
     BeginCapture,
@@ -261,7 +262,7 @@ class PsService:
                     self._ownership.check(message.session)
                     self._require_open()
                     return self._rounds.handle(message)
-                case AskParts() | Fence() | RaiseMark():
+                case AskLeases() | AskParts() | Fence() | RaiseMark():
                     self._ownership.check(message.session)
                     return self._steps.handle(message)
                 case Inspect():

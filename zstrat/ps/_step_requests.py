@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from zstrat.wire import AppliedParts, AskParts, Done, Fence, Fenced, Message, RaiseMark
+import numpy as np
+
+from zstrat.wire import (
+    AppliedLeases,
+    AppliedParts,
+    AskLeases,
+    AskParts,
+    Done,
+    Fence,
+    Fenced,
+    Message,
+    RaiseMark,
+)
 
 from .store._changes import acknowledged
 
@@ -19,7 +31,7 @@ if TYPE_CHECKING:
     from ._serving import Serving
     from .store._store import Store
 
-StepRequest = AskParts | Fence | RaiseMark
+StepRequest = AskLeases | AskParts | Fence | RaiseMark
 
 
 @final
@@ -44,6 +56,8 @@ class StepRequests:
             StaleSessionError: A later run of the step has begun.
         """
         match message:
+            case AskLeases():
+                return self._applied_leases(message)
             case AskParts():
                 # Before what waits: earlier runs of the step push in vain from here on.
                 self._store.claim(message.step, message.attempt)
@@ -61,6 +75,13 @@ class StepRequests:
         await self._serving.settled()  # an earlier run may have a part under way
         self._require_place(asked.session)
         applied = self._store.applied_parts(asked.step, asked.first)
+        return await acknowledged(self._store.log, applied)
+
+    async def _applied_leases(self, asked: AskLeases) -> AppliedLeases:
+        await self._serving.settled()
+        self._require_place(asked.session)
+        packed = b"".join(self._store.leases.packed())
+        applied = AppliedLeases((np.frombuffer(packed, np.uint8),))
         return await acknowledged(self._store.log, applied)
 
     async def _fenced(self, fence: Fence) -> Fenced:

@@ -50,8 +50,8 @@ class TaskReport:
 
 def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     """Computes ``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``,
-    ``tasks``, ``rounds``, ``largest_lead`` and ``slowest`` of
-    `ClusterCoordinator.metrics`; the numbers of rounds are a second old.
+    ``tasks``, ``rounds``, ``largest_lead``, ``leases`` and ``slowest`` of
+    `ClusterCoordinator.metrics`; the numbers of rounds and leases are a second old.
 
     Args:
         tasks: The reports by task name, such as "worker:0".
@@ -79,7 +79,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         },
         "staleness": {**ages.summary(), "buckets": ages.buckets()},
         "tasks": entries,
-        **_consistency(programs),
+        **_of_program(programs),
     }
     metrics["slowest"] = slowest(metrics)
     return metrics
@@ -125,15 +125,25 @@ def _last_program(programs: Iterable[dict[str, Plain]]) -> dict[str, Plain]:
     return min(known, key=lambda program: _number(program.get("seconds")), default={})
 
 
-def _consistency(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
-    """Returns ``rounds`` and ``largest_lead``, from the newest metrics that the program
-    has sent to a worker."""
+def _of_program(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+    """Returns ``rounds``, ``largest_lead`` and ``leases``, from the newest metrics that
+    the program has sent to a worker."""
     sent = [_part(program, "metrics") for program in programs]
     newest = max(sent, key=lambda metrics: _number(metrics.get("at")), default={})
     rounds, lead = _part(newest, "rounds"), newest.get("largest_lead")
+    leases = _part(newest, "leases")
     return {
         "rounds": {name: _rounds(_part(rounds, name)) for name in rounds},
         "largest_lead": None if lead is None else int(_number(lead)),
+        "leases": {name: _leases(_part(leases, name)) for name in leases},
+    }
+
+
+def _leases(values: Mapping[str, Plain]) -> dict[str, Plain]:
+    counts = ("epoch", "epochs", "examples", "total", "open", "done", "skipped")
+    return {
+        what: None if values.get(what) is None else int(_number(values[what]))
+        for what in counts
     }
 
 

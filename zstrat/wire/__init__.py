@@ -136,7 +136,9 @@ from ._task_messages import Statistics as Statistics
 from ._task_messages import Telemetry as Telemetry
 from ._task_messages import WorkerReported as WorkerReported
 from ._variable_messages import CODED as CODED
+from ._variable_messages import AppliedLeases as AppliedLeases
 from ._variable_messages import AppliedParts as AppliedParts
+from ._variable_messages import AskLeases as AskLeases
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
 from ._variable_messages import Codec as Codec

@@ -201,7 +201,8 @@ class BuildResource:
     digest of a callable, ``purpose`` is "iterator" (its result is iterated) or "value".
     A dataset is built for input pipeline ``pipeline`` of ``pipelines``; if that is 0,
     for the worker's index in the session. An iterator continues at ``state``, of an
-    `IteratorState`; "": at the beginning."""
+    `IteratorState`; "": at the beginning. ``noted_as``: the number under which
+    parameter servers note what is done of a leased dataset; 0: they do not."""
 
     kind: ClassVar = 57
     session: int
@@ -212,6 +213,7 @@ class BuildResource:
     pipeline: int = 0
     pipelines: int = 0
     state: str = ""
+    noted_as: int = 0
 
 
 @message

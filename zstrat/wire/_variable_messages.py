@@ -211,6 +211,9 @@ class Push:
     ``writer``: 0 for closures of the session. Else the incarnation of the sending
     process, and ``step`` is the number of one of its own updates: all of its updates
     below ``low_water`` have ended.
+
+    ``leases``: each a `LEASE`, the ranges of leased datasets that are done with it.
+    One of no examples comes first, to forget what was done of its dataset before.
     """
 
     kind: ClassVar = 37
@@ -221,6 +224,7 @@ class Push:
     updates: list[Update]
     arrays: Arrays
     writer: int = 0
+    leases: bytes = b""
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
@@ -252,6 +256,7 @@ class PushPart:
     names: list[str]
     updates: list[Update]
     arrays: Arrays
+    leases: bytes = b""
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
@@ -282,6 +287,23 @@ class AppliedParts:
     kind: ClassVar = 102
     parts: list[PartEntry]
     more: int
+
+
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
+class AskLeases:
+    """Asks which ranges of leased datasets are done, by all pushes so far. Answered by
+    `AppliedLeases`."""
+
+    kind: ClassVar = 127
+    session: int
+
+
+@message
+class AppliedLeases:
+    """Answers `AskLeases`: as ``leases`` of `Push`, one array uint8 [bytes]."""
+
+    kind: ClassVar = 128
+    arrays: Arrays
 
 
 class StepRun(NamedTuple):
@@ -342,6 +364,7 @@ class Exchange:
     reads: list[Read]
     rows: list[int]
     arrays: Arrays
+    leases: bytes = b""
 
 
 @message
@@ -377,6 +400,8 @@ VariableMessage = (
     | PushPart
     | AskParts
     | AppliedParts
+    | AskLeases
+    | AppliedLeases
     | Fence
     | Fenced
     | RaiseMark

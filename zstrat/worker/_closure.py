@@ -186,6 +186,8 @@ class Ending:
     contributions: Sequence[StepContribution] = ()
     lent: Sequence[Lent] = ()
     """Residuals of error feedback that its push has taken."""
+    leases: bytes = b""
+    """What its push notes as done of leased datasets; see `Push`."""
 
 
 class RoundPush(NamedTuple):

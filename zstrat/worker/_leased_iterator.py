@@ -23,12 +23,14 @@ class LeasedIterator(StepIterator):
     Args:
         source: Is opened, and owned from now on.
         name: Stands in errors.
+        noted_as: See `BuildResource`.
     """
 
     is_resource = True
 
-    def __init__(self, source: LeasedSource, name: str) -> None:
+    def __init__(self, source: LeasedSource, name: str, noted_as: int = 0) -> None:
         reader = source.open()
+        self.noted_as: Final = noted_as
         self._elements: Final = LeasedElements(reader)
         super().__init__(self._elements, name=name, steady=True)
         self.examples: Final = reader.size

@@ -224,7 +224,7 @@ class Resources:
                 self._made[order.resource] = made
                 layout, what = _layout_of_value(made), "the value is a pytree"
             else:
-                layout = self._iterate(order.resource, made, order.state)
+                layout = self._iterate(order, made)
                 what = "the dataset has elements"
             check_layout(layout, self._limits, what)
             return layout
@@ -276,6 +276,16 @@ class Resources:
         for made in self._made.values():
             if isinstance(made, LeasedIterator):
                 made.expect_none()
+
+    def to_note(self, leases: Leases) -> bytes:
+        """Returns the leases that parameter servers note as done; see `Push`."""
+        return b"".join(
+            LEASE.pack(made.noted_as, *lease)
+            for number, found in leases.items()
+            if isinstance(made := self._made.get(number), LeasedIterator)
+            and made.noted_as
+            for lease in found
+        )
 
     def begin_leases(self, leases: Leases) -> list[LeasedIterator]:
         """Has the iterators yield these leases next; returns the iterators.
@@ -361,13 +371,14 @@ class Resources:
             self._resource(number)
             require_fit(_checkpointable(self._open.get(number)), json.loads(state))
 
-    def _iterate(self, number: int, made: object, state: str) -> LayoutMessage:
+    def _iterate(self, order: BuildResource, made: object) -> LayoutMessage:
+        number, state = order.resource, order.state
         name = f"the dataset of {self._task}"
         parse_no_flags()  # for modules that the dataset function imported
         if is_huggingface(made):
             made = as_dataset(made)
         if isinstance(made, LeasedSource):
-            leased = LeasedIterator(made, name)
+            leased = LeasedIterator(made, name, order.noted_as)
             self._made[number] = self._open[number] = leased
             return _layout_of_element(leased.first, name)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas

@@ -361,6 +361,8 @@ class StepRunner:
                     push, lent = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
+                if task.leases:
+                    ending.leases = self.resources.to_note(task.leases)
                 if kept:
                     self.resources.residents.put(step.number, kept, step.place)
             except BaseException as error:  # to the coordinator, as the outcome
@@ -499,7 +501,8 @@ class StepRunner:
     def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)
         args, kwargs = self._arguments(task)
-        run = EagerRun(step.number, task.context.attempt, task.low_water)
+        attempt, to_note = task.context.attempt, self.resources.to_note(task.leases)
+        run = EagerRun(step.number, attempt, task.low_water, to_note)
         storage = self._storage(run, notes)
         draw = partial(self._draw, notes)
         leased = self.resources.begin_leases(task.leases)

@@ -337,6 +337,7 @@ class WorkerSession:
                 refs,
                 rows,
                 clocks=(push.clocks, pull.clocks),
+                leases=ending.leases,
             )
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._not_sent(ending, error)
@@ -359,7 +360,12 @@ class WorkerSession:
         push = _PushUnderWay(ending, read_at, now)
         try:
             future = self.client.push(
-                step, 0, self._low_water, updates, clocks=push.clocks
+                step,
+                0,
+                self._low_water,
+                updates,
+                clocks=push.clocks,
+                leases=ending.leases,
             )
         except Exception as error:  # goes to the coordinator as this step's outcome
             self._not_sent(ending, error)

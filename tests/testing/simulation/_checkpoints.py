@@ -77,6 +77,7 @@ class MemoryPoint:
         tensors: Sequence[SavedTensor],
         optimizers: frozenset[int],
         rounds: RoundsLog,
+        places: Mapping[int, Sequence[str]],
     ) -> None:
         self._rounds = rounds
         self._training, self.path, self._saved = training, path, saved
@@ -84,8 +85,8 @@ class MemoryPoint:
         self.variables = frozenset(values_of(tensors))
         self.optimizers = optimizers
         self.lacks: Sequence[str] = ()
-        self.places: Mapping[int, Sequence[str]] = {}
         self.rounds: Mapping[int, object] = {}
+        self.places = places
 
     async def check(self) -> None:
         """Does nothing: what is in memory is whole."""

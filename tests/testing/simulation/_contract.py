@@ -160,6 +160,8 @@ class Training:
     """What was read last, by reader."""
     late: LateModel = field(default_factory=LateModel)
     """What the program makes late."""
+    leased: dict[int, list[int]] = field(default_factory=dict)
+    """The examples that each step has read of the leased dataset, by place."""
 
     _seen: int = 0
     """Restores of which the fields above know."""
@@ -216,6 +218,7 @@ class Training:
     def go_on_with(self, lost: Training) -> None:
         """Another program, which is lost, has left what is there."""
         past = self.past
+        self.leased.update(lost.leased)
         if lost.late.next_key:  # else it has made nothing, and may not have looked
             self.late = lost.late
             self.late.go_on()

@@ -15,6 +15,8 @@ from zstrat.coordinator.parts import (
     Cluster,
     Code,
     Dispatcher,
+    Draw,
+    LeaseBook,
     ParameterServers,
     PickledArguments,
     Queue,
@@ -22,7 +24,8 @@ from zstrat.coordinator.parts import (
     Result,
     ScheduledCall,
 )
-from zstrat.program import bytes_of_inputs, cut_inputs
+from zstrat.data import Dataset, LeasedSource
+from zstrat.program import bytes_of_inputs, cut_inputs, dump_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -117,17 +120,37 @@ class LoopCoordinator:
 
     def iterate(self, name: str, maker: Code) -> int:
         """Builds an iterator on every worker; returns its resource number."""
+        return self._add(name, maker)
+
+    def _add(self, name: str, maker: Code, book: LeaseBook | None = None) -> int:
         members = self._dispatcher.members.members
         places = [member.place for member in members]
-        record = Record(self.engine, places, name=name, purpose="iterator", maker=maker)
+        record = Record(
+            self.engine, places, name=name, purpose="iterator", maker=maker, book=book
+        )
         self._dispatcher.builder.add_soon(record)
         self._dispatcher.turn_soon()
         return record.number
 
-    def call(self, name: str, code: Code, example: np.generic) -> ScheduledCall:
-        """A call of a function of one number, which each closure passes."""
+    def lease(self, size: int, batch: int) -> tuple[int, LeaseBook]:
+        """Starts a pass of a leased dataset, of the numbers below ``size``."""
+        book = LeaseBook("the examples", batch)
+        if self.cluster.name:
+            book.noted_as = number = next(self.cluster.renewal.leased_passes)
+            book.inherited = self.cluster.renewal.done_leases.pop(number, ())
+        maker = Code(dump_code(LeasedSource(Dataset.range(size), batch)))
+        record = self._add("the examples", maker, book)
+        self.engine.queue.leases.books[record] = book
+        return record, book
+
+    def call(
+        self, name: str, code: Code, example: np.generic, leases: int = 0
+    ) -> ScheduledCall:
+        """A call of a function of one number, which each closure passes, and of a batch
+        of a leased dataset."""
         arguments = PickledArguments(cut_inputs((example,), [0]), {})
-        return ScheduledCall(Result(name, None), code, arguments, ())
+        draws = [Draw(leases, 1)] if leases else ()
+        return ScheduledCall(Result(name, None), code, arguments, (), draws=draws)
 
     async def schedule(
         self, call: ScheduledCall, number: np.generic

@@ -25,6 +25,7 @@ from zstrat.wire import (
     Pushed,
 )
 
+from ._lease_mutations import LEASE_MUTATIONS
 from ._replacing import around, function, nothing
 from ._round_mutations import ROUND_MUTATIONS
 from ._run import run_seed
@@ -332,5 +333,6 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
     **ROUND_MUTATIONS,
+    **LEASE_MUTATIONS,
 }
 """By name: what is replaced, and by what."""

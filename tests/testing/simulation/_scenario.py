@@ -21,6 +21,9 @@ _MOVING: Final = frozenset({6, 15, 23, 29, 31, 33, 35, 36})
 _STRUCK: Final = 15
 """Of each forty seeds that in which a server is killed behind each change of some
 kinds."""
+_LEASED: Final = frozenset({3, 13, 14, 34})
+"""Of each forty seeds those with a leased dataset: with second copies, with programs
+that go on, and with none of these."""
 _HURRIED: Final = 32
 """Of each forty seeds that in which lines break while workers always have work."""
 _ASKING: Final = 12
@@ -105,6 +108,8 @@ class Scenario:
     moves: bool = False
     """The program drains servers, adds them again and rebalances, beside its steps."""
     stores_per_ps: int = 1
+    leases: bool = False
+    """Each step reads a batch of a leased dataset, too."""
     late: bool = False
     """The program makes variables late, and changes them by all that there is; where
     nothing may be lost, the server that has made a change may be killed behind it."""
@@ -150,7 +155,8 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     forty lines break while workers always have work, and in one programs change their
     coordinator. In three of ten, of all these kinds but those in which programs are
     killed, steps contribute to rounds. In each eightieth a server with a second copy
-    comes back to workers first, or is lost while its second copy is away."""
+    comes back to workers first, or is lost while its second copy is away. In one of ten
+    steps read a leased dataset."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
@@ -164,6 +170,8 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         chance = random.Random(f"late {seed}")
         late, optimizes = chance.random() < 0.8, chance.random() < 0.5
         scenario = replace(scenario, late=late, optimizes=late and optimizes)
+    if seed % 40 in _LEASED:
+        return replace(scenario, leases=True)
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
     scenario = _with_rounds(scenario)

@@ -103,11 +103,18 @@ class ScriptedFunction:
     broken: Callable[[str], None] | None = None
     eager: bool = False
     rounds: tuple[DrawnRounds, ...] = ()
+    leases: int = 0
+    """The number of the leased dataset of which each step reads a batch; 0: none."""
+    counted: tuple[VariableSpec, ...] = ()
+    """One on each server, with a counter for each example."""
+    read: dict[int, list[int]] = field(default_factory=dict)
+    """The examples that a step has read, for all copies of the function."""
     plan: ScriptedPlan = field(init=False)
     layouts: tuple[ResultLayout, ResultLayout] = field(init=False)
     """Of a small result, and of a large one."""
     iterator: Any = field(init=False, default=None)
     """Of the worker that has loaded it."""
+    leased: Any = field(init=False, default=None)
     drawn: dict[ScriptedStep, None] = field(init=False, default_factory=dict)
     """Steps that have drawn, and neither run nor given back."""
     returned: set[int] = field(init=False, default_factory=set)
@@ -121,7 +128,7 @@ class ScriptedFunction:
         op = UpdateOp.SCATTER_ADD if self.by_rows else UpdateOp.ADD
         said = UpdateOp.OPERANDS if self.reads_ahead else op
         updates = tuple([PlannedMark(said) for _ in self.marks])
-        draws = (self.resource,) if self.resource else ()
+        draws = tuple([number for number in (self.resource, self.leases) if number])
         reads = self.marks + tuple([spec for specs in self.moved for spec in specs])
         self.plan = ScriptedPlan(reads, updates, self.by_rows, draws=draws)
         self.plan.targets = tuple([((), _handle_of(each)) for each in self.rounds])
@@ -159,6 +166,8 @@ class ScriptedStep:
             self._element = self._draw()
             self.examples = 1
             function.drawn[self] = None
+        if function.leased is not None:
+            self._leased = function.leased.draw()
 
     def unread(self) -> None:
         """Gives back what it has drawn."""
@@ -167,6 +176,8 @@ class ScriptedStep:
             del function.drawn[self]
             function.returned.add(self._element)
             function.iterator.unread(np.int64(self._element))
+        if function.leased is not None:
+            function.leased.unread(self._leased)
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step."""
@@ -180,11 +191,26 @@ class ScriptedStep:
             StepUpdate(spec, op, 0, arrays)
             for spec, op, arrays in _marks(function, number)
         ]
+        if function.leased is not None:
+            updates += self._counts()
         updates += self._contributions(values)
         is_large = number % 4 == 1
         layout = function.layouts[is_large]
         result = np.full(layout.shapes[0], number, np.int64)
         return StepResult([result], layout, updates)
+
+    def _counts(self) -> list[StepUpdate]:
+        """Counts the examples, which are the same in each run of the step."""
+        function, found = self._function, self._leased.tolist()
+        before = function.read.setdefault(self._number, found)
+        if before != found and function.broken is not None:
+            function.broken(f"step {self._number} read {found}, and before {before}")
+        updates = []
+        for spec in function.counted:
+            counts = np.zeros(spec.shape, spec.numpy_dtype)
+            counts[found] = 1
+            updates.append(StepUpdate(spec, UpdateOp.ADD, 0, (counts,)))
+        return updates
 
     def _contributions(self, values: Sequence[np.ndarray]) -> list[StepUpdate]:
         """A gradient of each variable that moves by rounds, which was read behind the
@@ -295,6 +321,8 @@ class Scripts:
         loaded.broken = self._broken
         if made.resource:
             loaded.iterator = resolve(made.resource)
+        if made.leases:
+            loaded.leased = resolve(made.leases)
         return loaded
 
 

@@ -35,12 +35,13 @@ from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
 from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
 from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
+from ._leased_counts import BATCH, LeasedCounts
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
 from ._training_rounds import TrainingRounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.coordinator import SessionCut
     from zstrat.coordinator.parts import ScheduledCall
@@ -105,6 +106,11 @@ class TrainingSession:
             self._created += self._restored
         self._rounds: Final = TrainingRounds(context, coordinator, training)
         self._created += self._rounds.specs
+        self._leased: Final = LeasedCounts(
+            coordinator, training, 3 * BATCH * length if self._scenario.leases else 0
+        )
+        if self._scenario.leases:
+            self._created += self._leased.specs
         self._updates: set[asyncio.Task[None]] = set()
         self._pinned: set[int] = set()
         """Snapshots that were not released, as their servers were away."""
@@ -148,6 +154,7 @@ class TrainingSession:
         if self._scenario.draws:
             numbers = Code(dump_code(Dataset.range(2**20)))
             self._elements = self._coordinator.iterate("numbers", numbers)
+        leases = self._leased.start() if self._scenario.leases else 0
         function = ScriptedFunction(
             self._training.number,
             self._marks,
@@ -158,11 +165,15 @@ class TrainingSession:
             self._scenario.reads_ahead,
             self._elements,
             rounds=self._scenario.rounds,
+            leases=leases,
+            counted=self._leased.specs,
+            read=self._training.leased,
         )
         self._call = self._call_of("mark", DENSE, function)
         answer = replace(
-            function, marks=(), tables=(), by_rows=False, resource=0, rounds=()
-        )
+            function, marks=(), tables=(), by_rows=False, resource=0, rounds=(),
+            leases=0,
+        )  # fmt: skip
         self._answer = self._call_of("answer", ANSWER, answer)
 
     def _call_of(
@@ -172,7 +183,7 @@ class TrainingSession:
         if function.resource and self._coordinators > 1:  # which is another one
             code = Code(b"%s, iterator %d" % (code.code, function.resource))
         self._context.scripts.add(code.code, function)
-        return self._coordinator.call(name, code, _PLACE(0))
+        return self._coordinator.call(name, code, _PLACE(0), function.leases)
 
     async def _train(self) -> None:
         draw = self._context.draw
@@ -432,11 +443,12 @@ class TrainingSession:
         fills, late = training.fills, training.late
         specs = [*self._marks, *self._own, *self._tables, *self._rounds.specs]
         specs += map(self._late.spec, late.keys)
+        specs += self._leased.specs if self._scenario.leases else ()
         optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
         optimizers |= {each.number for each in self._scenario.rounds}
         session = coordinator.cluster.session
         try:
-            cut, tensors = await until_settled(
+            cut, places, tensors = await until_settled(
                 [coordinator.cluster], partial(self._cut, specs, optimizers)
             )
         except ZstratError as error:  # a lost server is reported by the next call, too
@@ -449,6 +461,9 @@ class TrainingSession:
         marks, own = ([values[s.key] for s in of] for of in (self._marks, self._own))
         lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
         rounds = self._rounds.moment_of(session, tensors)
+        for (state,) in places.values():
+            counts = [values[spec.key] for spec in self._leased.specs]
+            self._leased.check(counts, state)
         saved = Saved(cut, marks, own, lost, doubtful, [found], rounds)
         training.saved.append(saved)
         training.check_saved(saved)
@@ -457,18 +472,19 @@ class TrainingSession:
         if (recovery := coordinator.cluster.recovery) is not None:
             path = f"{len(training.saved)}"
             log = self._context.rounds
-            point = MemoryPoint(training, path, saved, tensors, optimizers, log)
+            point = MemoryPoint(training, path, saved, tensors, optimizers, log, places)
             if missing := recovery.remember(point, cut, fills):
                 training.broken(f"a checkpoint of all lacks {missing}")
 
     async def _cut(
         self, specs: Sequence[VariableSpec], optimizers: frozenset[int]
-    ) -> tuple[SessionCut, list[SavedTensor]]:
-        """The values at one moment between two steps."""
+    ) -> tuple[SessionCut, Mapping[int, Sequence[str]], list[SavedTensor]]:
+        """The values at one moment between two steps, and what is leased."""
         cluster, number = self._coordinator.cluster, self._context.new_number()
         holder, refs = object(), [Ref(spec.ps, spec.key) for spec in specs]
         try:
             cut = await cluster.pause.begin(holder)
+            places = self._leased.places() if self._scenario.leases else {}
             update = self._update_soon()
             await asyncio.sleep(0.0)
             self._pinned.add(number)  # though it fails, where a server is away
@@ -481,7 +497,7 @@ class TrainingSession:
         tensors = await read_pinned(cluster.client, number, pinned, delay)
         await cluster.client.release(number)
         self._pinned.discard(number)
-        return cut, tensors
+        return cut, places, tensors
 
     async def _restore(self) -> None:
         """Gives variables other values between two steps, as a restore does."""
@@ -527,18 +543,24 @@ class TrainingSession:
         """All is over: look at everything, between two restores."""
         training = self._training
         tables: Sequence[np.ndarray] = ()
+        counts: Sequence[np.ndarray] = ()
         while True:
             fills = training.fills
             values = await self._steadily(self._read)
             if self._scenario.by_rows:
                 read = partial(self._coordinator.servers.read, self._tables)
                 tables = await self._steadily(read)
+            if self._scenario.leases:
+                read = partial(self._coordinator.servers.read, self._leased.specs)
+                counts = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
         training.freeze(marks)
+        if counts:
+            self._leased.check(counts)
         # Rows and marks are pushed together.
         for table, mark in zip(tables, marks if tables else (), strict=True):
             if not np.array_equal(table[:, 0], table[:, 1]):

@@ -24,7 +24,7 @@ from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 OnError = Literal["raise", "skip"]
 
@@ -53,7 +53,7 @@ class LeaseBook:
     ) -> None:
         self.name: Final = name
         self.on_error: Final = on_error
-        self._batch, self._seed, self._epochs = batch, seed, epochs
+        self._batch, self._seed, self.epochs = batch, seed, epochs
         self._drops: Final = drop_remainder
         self._size = 0
         """Number of examples; 0: no worker has built the dataset."""
@@ -61,12 +61,19 @@ class LeaseBook:
         """Where the next new lease begins, and where those of an epoch end."""
         self._open: dict[int, Sequence[tuple[int, int, int]]] = {}
         """By step: the fields of its leases."""
+        self.applied: Final[Callable[[int], object]] = self._open.pop
+        """Notes that the updates of a step are applied."""
         self._returned: deque[Lease] = deque()
         self._failed: deque[Lease] = deque()
         self.skipped = 0
         """Number of examples that are left out so far."""
         self.leased = 0
         """Number of leases so far, those of what came back included."""
+        self.noted_as = 0
+        """The number under which parameter servers note what is done, for a program
+        that resumes the session; 0: they do not."""
+        self.inherited: Sequence[Lease] = ()
+        """What another program has done of this pass before, known before its size."""
         self.failure: Callable[[], Exception | None] = lambda: None
         """Returns why no worker can build the dataset; None: one may."""
 
@@ -83,6 +90,16 @@ class LeaseBook:
         return drawn - sum(lease.size for lease in self._pending()) - self.skipped
 
     @property
+    def total(self) -> int | None:
+        """The number of examples that are read in all epochs; None: without end."""
+        return None if self.epochs is None else self.epochs * self._end
+
+    @property
+    def done_leases(self) -> Sequence[Lease]:
+        """The ranges that are done or skipped."""
+        return done_in(self.state()) if self._size else self.inherited
+
+    @property
     def open(self) -> int:
         """The number of leases that steps have."""
         return sum(map(len, self._open.values()))
@@ -95,7 +112,7 @@ class LeaseBook:
     @property
     def is_over(self) -> bool:
         """Whether all examples of all epochs are done or skipped."""
-        return self._new == self._epochs and not (
+        return self._new == self.epochs and not (
             self._open or self._returned or self._failed
         )
 
@@ -105,7 +122,7 @@ class LeaseBook:
         how many examples there are."""
         if not self._size:
             return self.failure() is None
-        has_more = self._returned or self._failed or self._new != self._epochs
+        has_more = self._returned or self._failed or self._new != self.epochs
         return bool(self._open) and not has_more
 
     def built(self, size: int) -> str:
@@ -116,6 +133,8 @@ class LeaseBook:
                 return self._too_few(size)
             self._size = size
             self._set_end()
+            if self.inherited:
+                return self._inherit()
         if size == self._size:
             return ""
         return (
@@ -127,7 +146,7 @@ class LeaseBook:
         """Returns how many leases of an epoch no step has."""
         again = sum(each.epoch == epoch for each in (*self._returned, *self._failed))
         start = self._next if epoch == self._epoch else 0
-        is_new = epoch >= self._epoch and (self._epochs is None or epoch < self._epochs)
+        is_new = epoch >= self._epoch and (self.epochs is None or epoch < self.epochs)
         return again + (-(-(self._end - start) // self._batch) if is_new else 0)
 
     def lease_whole(self, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -156,12 +175,9 @@ class LeaseBook:
         self.leased += count
         return drawn
 
-    def ended(self, step: int, *, skipped: bool = False) -> None:
-        """Notes that the updates of a step are applied; or that it has failed, and its
-        examples are ``skipped``."""
-        leases = self._open.pop(step)
-        if skipped:
-            self.skipped += sum(size for _, _, size in leases)
+    def skip(self, step: int) -> None:
+        """Leaves the examples of a step out, which has failed."""
+        self.skipped += sum(size for _, _, size in self._open.pop(step))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
         """Leases the ranges of a step again, as it had no effect: those of one that has
@@ -196,8 +212,8 @@ class LeaseBook:
             return f"it was saved with {saved.size} examples, and has {self._size} now"
         if saved.seed != self._seed:
             return f"it was saved with shuffle_seed={saved.seed}, now {self._seed}"
-        if self._epochs is not None and saved.epoch >= self._epochs:
-            return f"it was saved in epoch {saved.epoch}, now epochs={self._epochs}"
+        if self.epochs is not None and saved.epoch >= self.epochs:
+            return f"it was saved in epoch {saved.epoch}, now epochs={self.epochs}"
         if self._drops and 0 < saved.size < self._batch:
             return self._too_few(saved.size)
         return ""
@@ -230,12 +246,31 @@ class LeaseBook:
         """Returns counts, as plain data."""
         return {
             "epoch": self.epoch,
+            "epochs": self.epochs,
             "examples": self._size,
+            "total": self.total,
             "open": self.open,
             "to_lease_again": len(self._returned) + len(self._failed),
             "done": self.done,
             "skipped": self.skipped,
         }
+
+    def _inherit(self) -> str:
+        """Continues after another program; returns why that was of other data, or
+        ""."""
+        epoch, start, size = max(self.inherited)
+        if start + size > self._size:
+            return (
+                f"it has {self._size} examples, and a program before has done "
+                f"{Lease(epoch, start, size)}: with resume= create the same datasets "
+                "in the same order"
+            )
+        self._epoch, self._next = epoch, start + size
+        for gap in gaps(self.inherited, epoch, self._next, self._end):
+            stop = gap.start + gap.size
+            for at in range(gap.start, stop, self._batch):
+                self._returned.append(Lease(gap.epoch, at, min(self._batch, stop - at)))
+        return ""
 
     @property
     def _new(self) -> int:
@@ -263,13 +298,33 @@ class LeaseBook:
 
     def _draw_new(self) -> Lease | None:
         if self._next >= self._end:
-            if self._new == self._epochs or not self._size:
+            if self._new == self.epochs or not self._size:
                 return None
             self._epoch, self._next = self._new, 0
         size = min(self._batch, self._end - self._next)
         lease = Lease(self._epoch, self._next, size)
         self._next += size
         return lease
+
+
+def gaps(leases: Iterable[Lease], epoch: int, stop: int, end: int) -> Iterator[Lease]:
+    """Yields the ranges that are in none of these leases, before the position ``stop``
+    of an epoch; those before it have ``end`` positions."""
+    found: dict[int, list[Lease]] = {}
+    for lease in leases:
+        found.setdefault(lease.epoch, []).append(lease)
+    for each in range(epoch + 1):
+        at, last = 0, end if each < epoch else stop
+        for lease in (*sorted(found.get(each, ())), Lease(each, last, 0)):
+            if lease.start > at:
+                yield Lease(each, at, lease.start - at)
+            at = max(at, lease.start + lease.size)
+
+
+def done_in(state: Mapping[str, Any]) -> list[Lease]:
+    """Returns the ranges that are done, or skipped, in a state of a book."""
+    saved = _Saved(state)
+    return [*gaps(saved.open, saved.epoch, saved.next, saved.size)]
 
 
 class _Saved:

@@ -8,10 +8,13 @@ A closure that draws from several datasets gets all its leases or none.
 from __future__ import annotations
 
 import enum
+import json
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import OutOfRangeError
 from zstrat.wire import LEASE
+
+from ._book import done_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +96,7 @@ class SessionLeases:
             if (book := self.books.get(resource)) is not None:
                 if self.rounds:
                     self._note(step, book)
-                book.ended(step)
+                book.applied(step)
 
     def ended(
         self, step: int, draws: Sequence[Draw], how: EndOf, *, skipped: bool = False
@@ -106,9 +109,9 @@ class SessionLeases:
                 continue  # the program has dropped the iterator
             match how:
                 case EndOf.UNKNOWN:
-                    book.ended(step, skipped=True)
+                    book.skip(step)
                 case EndOf.FAILED if skipped:
-                    book.ended(step, skipped=True)
+                    book.skip(step)
                 case EndOf.FAILED:
                     book.give_back(step, failed=True)
                 case EndOf.CANCELLED:
@@ -145,6 +148,19 @@ class SessionLeases:
             }
             metrics[name] = {**book.metrics(), "workers": having}
         return metrics
+
+    def packed_done(self, states: Mapping[int, Sequence[str]]) -> bytes:
+        """Returns what is done of each dataset in these states, or else now, as
+        ``leases`` of a `Push` in place of all before."""
+        packed = []
+        for number, book in self.books.items():
+            if not (name := book.noted_as):
+                continue
+            found = states.get(number)
+            done = done_in(json.loads(found[0])) if found else book.done_leases
+            packed.append(LEASE.pack(name, 0, 0, 0))
+            packed += [LEASE.pack(name, *lease) for lease in done]
+        return b"".join(packed)
 
     def waiting_for_rounds(self, book: LeaseBook) -> list[Lease]:
         """Returns the leases of ended steps whose gradients wait for a round, so that

@@ -19,3 +19,5 @@ from zstrat.coordinator._session_pause import cut_of as cut_of
 from zstrat.coordinator._values import Kept as Kept
 from zstrat.coordinator._values import Result as Result
 from zstrat.coordinator._waiting import Cancelling as Cancelling
+from zstrat.coordinator.leases import Draw as Draw
+from zstrat.coordinator.leases import LeaseBook as LeaseBook

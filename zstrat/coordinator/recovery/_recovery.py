@@ -307,6 +307,7 @@ class Recovery:
         await self.inventory.create_again(cluster.client, self._filling)
         await point.fill(cluster.client)
         await self._renewal.close_ended_steps(point.rounds)
+        await self._renewal.note_leases(point.places)
         for task in cluster.ps:
             if not task.is_ready:
                 raise PSUnavailableError(task.name, "it was lost again")

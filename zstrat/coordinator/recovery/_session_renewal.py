@@ -11,11 +11,13 @@ changes the number of a session; tasks refuse what was sent for an earlier numbe
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._session_pause import SessionCut, cut_of
 from zstrat.coordinator.connecting import ClusterTasks, all_joined, arrive
+from zstrat.data import Lease
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
@@ -66,6 +68,9 @@ class SessionRenewal:
         """What keys are counted from: the first number of the session."""
         self.resumed = False
         """The session resumes what another program has left."""
+        self.done_leases: dict[int, list[Lease]] = {}
+        """What it had done of leased datasets: of the first pass, the second one..."""
+        self.leased_passes = itertools.count(1)
         self.close_messages: list[CloseSession] = []
         """Close earlier sessions, on a task that still serves one of them."""
         self._cluster, self._draw = cluster, draw
@@ -136,6 +141,7 @@ class SessionRenewal:
         else:
             await replication.orphans.unless_lost(entered)
             await replication.orphans.unless_lost(self._inherit_rounds(deadline))
+            await replication.orphans.unless_lost(self._inherit_leases(deadline))
             await replication.orphans.unless_lost(replication.open(deadline))
 
     async def _inherit_rounds(self, deadline: float) -> None:
@@ -143,6 +149,11 @@ class SessionRenewal:
         await rounds.inherit(deadline)
         if rounds.first_step > 1:  # which may be more than a ledger can remember
             await self._cluster.fences.up_to(rounds.first_step, ())
+
+    async def _inherit_leases(self, deadline: float) -> None:
+        self.done_leases.clear()
+        for number, *lease in await self._cluster.client.applied_leases(deadline):
+            self.done_leases.setdefault(number, []).append(Lease(*lease))
 
     def _keep_origin(self) -> None:
         for task in self._cluster.ps:
@@ -176,6 +187,20 @@ class SessionRenewal:
         cut = self.ended_steps
         await self._cluster.fences.up_to(cut.end, cut.besides)
         await self._cluster.rounds.drop(rounds)
+
+    async def note_leases(self, states: Mapping[int, Sequence[str]]) -> None:
+        """Has the servers note what is done of leased datasets, for a program that
+        resumes the session: that of these states of iterators, by number, and that of
+        other iterators as it is now.
+
+        Raises:
+            PSUnavailableError, DeadlineExceededError: One does not answer.
+        """
+        dispatcher = self._cluster.dispatcher
+        if self._cluster.name and dispatcher is not None:
+            with dispatcher.engine.lock:
+                packed = dispatcher.queue.leases.packed_done(states)
+            await self._cluster.client.note_leases(packed)
 
     def renew_workers(self, places: Mapping[int, Sequence[str]]) -> None:
         """Moves workers to the session of the servers. Their unfinished closures run

@@ -14,8 +14,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
+from zstrat.ps.store._done_leases import PACKED, DoneLeases
 from zstrat.ps.store._parts import named
-from zstrat.wire import AppliedParts, AskParts, Codec, Pulled, Pushed
+from zstrat.wire import (
+    LEASE,
+    AppliedLeases,
+    AppliedParts,
+    AskLeases,
+    AskParts,
+    Codec,
+    Pulled,
+    Pushed,
+)
 
 from ._asking import CallPart, nothing
 from ._line import REQUEST_TIMEOUT
@@ -125,6 +135,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         *,
         deadline: float | None = None,
         clocks: Clocks | None = None,
+        leases: bytes = b"",
     ) -> asyncio.Future[bool]:
         """Applies updates: on each server all of its updates, or none.
 
@@ -134,6 +145,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             low_water: Of an own update (`update`); what the push of a closure says of
                 it is not believed.
             clocks: Gets what the servers that apply it say of their time.
+            leases: See `Push`.
 
         Returns:
             Whether any server applied it; False if all had done so before.
@@ -145,7 +157,9 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             ValueError: The updates of one server do not fit one message, as those of
                 about ten thousand variables: it could not apply them as a whole.
         """
-        pushing = Pushing(self.session, step, part, low_water, updates, clocks=clocks)
+        pushing = Pushing(
+            self.session, step, part, low_water, updates, clocks=clocks, leases=leases
+        )
         return self._push(pushing, deadline)
 
     def update(
@@ -153,10 +167,46 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     ) -> asyncio.Future[bool]:
         """`push`, of no closure: an update of this process's own, applied once by each
         server however often it has to be sent."""
+        return self._update(updates, deadline)
+
+    async def note_leases(self, leases: bytes) -> None:
+        """Has all servers note ranges of leased datasets as done; see `Push`.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+        """
+        for at in range(0, len(leases), PACKED * LEASE.size):
+            part = leases[at : at + PACKED * LEASE.size]
+            await self._update((), None, part, range(self.count))
+
+    async def applied_leases(self, deadline: float) -> list[tuple[int, ...]]:
+        """Returns the ranges of leased datasets that any server has as done: the fields
+        of each `LEASE`.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+        """
+        asked = [(ps, AskLeases(self.session)) for ps in range(self.count)]
+        answers = await self.each(asked, AppliedLeases, deadline=deadline)
+        joined = DoneLeases()
+        for answer in answers:
+            joined.note(answer.arrays[0].tobytes())
+        return [lease for part in joined.packed() for lease in LEASE.iter_unpack(part)]
+
+    def _update(
+        self,
+        updates: Sequence[PsUpdate],
+        deadline: float | None,
+        leases: bytes = b"",
+        servers: Iterable[int] = (),
+    ) -> asyncio.Future[bool]:
         number, low_water = self._own.begin()
         writer = self._own.writer
         try:
-            pushing = Pushing(self.session, number, 0, low_water, updates, writer)
+            pushing = Pushing(
+                self.session, number, 0, low_water, updates, writer,
+                leases=leases, servers=servers,
+            )  # fmt: skip
             done = self._push(pushing, deadline)
         except BaseException:  # to the caller: it was not sent
             self._own.end(number)
@@ -183,8 +233,10 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             RetryDiffersError: An earlier run has done something else there.
             StaleSessionError: A later run has begun.
         """
-        step, attempt, low_water = run
-        pushing = Pushing(self.session, step, part, low_water, updates, clocks=clocks)
+        step, attempt, low_water, leases = run
+        pushing = Pushing(
+            self.session, step, part, low_water, updates, clocks=clocks, leases=leases
+        )
         parts = [
             CallPart(
                 ps,
@@ -242,6 +294,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         *,
         deadline: float | None = None,
         clocks: tuple[Clocks, Clocks] | None = None,
+        leases: bytes = b"",
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
         """`push`, and after it `pull`, in half as many messages. Either may fail
         without the other, unless a server is gone.
@@ -249,14 +302,16 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         Args:
             deadline: Loop time, of both; None: the default of the link.
             clocks: Those of `push`, and those of `pull`.
+            leases: Of the push.
 
         Returns:
             What `push` and what `pull` would have returned.
         """
         push_clocks, pull_clocks = clocks or (None, None)
         pushing = Pushing(
-            self.session, step, part, low_water, updates, clocks=push_clocks
-        )
+            self.session, step, part, low_water, updates,
+            clocks=push_clocks, leases=leases,
+        )  # fmt: skip
         reading = self._reading(refs, rows, pull_clocks)
         return exchange(self.lines, self.session, pushing, reading, deadline)
 

@@ -46,7 +46,8 @@ class PsUpdate(NamedTuple):
 
 @final
 class Pushing:
-    """A push to several servers: ``messages`` by server, `take` for each answer, and
+    """A push to several servers, those of its updates and ``servers``: ``messages`` by
+    server, `take` for each answer, and
     `result` when all have answered."""
 
     __slots__ = ("_applied", "_clocks", "messages")
@@ -61,8 +62,11 @@ class Pushing:
         writer: int = 0,
         *,
         clocks: Clocks | None = None,
+        leases: bytes = b"",
+        servers: Iterable[int] = (),
     ) -> None:
-        by_ps: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
+        by_ps: dict[int, tuple[list[Update], list[np.ndarray]]]
+        by_ps = {ps: ([], []) for ps in servers}
         for ps, key, op, optimizer, operands in updates:
             if ps not in by_ps:
                 by_ps[ps] = ([], [])
@@ -70,7 +74,9 @@ class Pushing:
             entries.append(Update(key, int(op), optimizer, len(operands)))
             arrays.extend(operands)
         self.messages = {
-            ps: Push(session, step, part, low_water, entries, tuple(arrays), writer)
+            ps: Push(
+                session, step, part, low_water, entries, tuple(arrays), writer, leases
+            )
             for ps, (entries, arrays) in by_ps.items()
         }
         self._applied = not by_ps
@@ -192,6 +198,7 @@ class _Both:
             asked.reads,
             asked.rows,
             (*push.arrays, *asked.indices),
+            push.leases,
         )
         try:
             reply = line.submit(message, deadline=self._deadline)

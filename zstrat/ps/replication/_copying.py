@@ -14,6 +14,7 @@ import numpy as np
 
 from zstrat.ps.engine._slots import Unbound
 from zstrat.ps.snapshots._snapshot import SnapshotTensor
+from zstrat.ps.store._ledger import UNNAMED
 from zstrat.wire import (
     AskParts,
     CopiedSlot,
@@ -26,6 +27,7 @@ from zstrat.wire import (
     CreateOptimizer,
     KeptOptimizer,
     Message,
+    Push,
     PushPart,
 )
 
@@ -61,6 +63,7 @@ class StoreCopy:
             raise
         self.messages: Sequence[Message] = [
             *_ledgers(store),
+            *[Push(0, UNNAMED, 0, 0, [], (), leases=x) for x in store.leases.packed()],
             *_parts(store),
             *_variables(store),
             *_optimizers(store),
@@ -81,6 +84,7 @@ _CONTENT: Final = (
     "variables",
     "ledger",
     "writers",
+    "leases",
     "parts",
     "rounds",
     "counts",

@@ -164,11 +164,13 @@ def require_same(step: int, before: Sequence[str], now: Sequence[str]) -> None:
 
 
 class EagerRun(NamedTuple):
-    """One run of an eager step; all steps below ``low_water`` are over."""
+    """One run of an eager step; all steps below ``low_water`` are over. ``leases`` as
+    in `Push`."""
 
     step: int
     attempt: int
     low_water: int
+    leases: bytes = b""
 
 
 def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
@@ -182,13 +184,20 @@ def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
         list(names),
         push.updates,
         push.arrays,
+        push.leases,
     )
 
 
 def plain_push(part: PushPart) -> Push:
     """Returns the push that a part is for the variables."""
     return Push(
-        part.session, part.step, part.part, part.low_water, part.updates, part.arrays
+        part.session,
+        part.step,
+        part.part,
+        part.low_water,
+        part.updates,
+        part.arrays,
+        leases=part.leases,
     )
 
 

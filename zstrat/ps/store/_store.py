@@ -49,6 +49,7 @@ from zstrat.wire import (
 
 from ._changes import ChangeLog, log_plan
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
+from ._done_leases import DoneLeases
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import Ledger, Writers
 from ._lookups import RowsPlan, rows_plan, too_many
@@ -93,6 +94,7 @@ class Store:
         self.variables = HeldVariables(task)
         """The variables, for the session that is open."""
         self.ledger, self.writers = Ledger(), Writers(task)
+        self.leases = DoneLeases()
         self.parts, self.rounds = Parts(task), OpenRounds(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
@@ -209,15 +211,17 @@ class Store:
         self.variables.clear()
         self.engine.clear()
         self._forget_pushes()
+        self.leases = DoneLeases()
         self.rounds = OpenRounds(self._task)
         self.kept.clear()
         self.kept_optimizers.clear()
 
     def change_program(self) -> None:
         """Prepares the store for another program that takes over what is here, in a
-        session of another number. Variables, slots and rounds stay. Pushes are counted
-        from the start. That program sends its optimizers and trees again; until then
-        those that are here close the round that other servers have closed."""
+        session of another number. Variables, slots, rounds and leases that are done
+        stay. Pushes are counted from the start. That program sends its optimizers and
+        trees again; until then those that are here close the round that other servers
+        have closed."""
         self.kept.update(self.variables)
         optimizers = {known.optimizer: known.name for known in self.engine}
         self.kept_optimizers.update(optimizers)
@@ -477,6 +481,8 @@ class Store:
         if self.log is not None:
             self.log.append(push)
         self._ledger_of(push).record(push.step, push.part)
+        if push.leases:
+            self.leases.note(push.leases)
         self.counts.pushes += 1
         self.counts.updates += updates
 
@@ -491,6 +497,7 @@ class Store:
 
     def _duplicate(self, push: Push) -> Pushed | None:
         """Returns the answer to a push that was applied before; admits any other."""
+        self.leases.require(push.leases)
         ledger = self._ledger_of(push)
         if push.writer and self.log is not None:  # its mark rises even if it is refused
             self.log.append(RaiseWriterMark(push.writer, push.low_water))

@@ -81,13 +81,14 @@ function show({ metrics, history, since, held_up, name, seconds: now }) {
   showPhases(workers);
   showStaleness(metrics.staleness);
   showRounds(entries(metrics.rounds));
+  showLeases(entries(metrics.leases));
   showBytes(servers);
   showMemory(tasks);
   showTable(tasks, since, now);
   showLogs(metrics.logs ?? []);
   const there = {
     history: history.length, phases: workers.length, staleness: metrics.staleness?.buckets?.length,
-    rounds: entries(metrics.rounds).length, bytes: servers.length, memory: tasks.length, tasks: tasks.length, logs: metrics.logs?.length,
+    rounds: entries(metrics.rounds).length, leases: entries(metrics.leases).length, bytes: servers.length, memory: tasks.length, tasks: tasks.length, logs: metrics.logs?.length,
   };
   for (const card of document.querySelectorAll("[data-needs]")) card.hidden = !there[card.dataset.needs];
 }
@@ -228,6 +229,17 @@ function showRounds(optimizers) {
     const counts = (what) => entries(rounds[what]).slice(0, 8).map(([worker, count]) => `${worker} ${plain(numberOf(count))}`).join(", ") || "none";
     setText(node, `${optimizer}: ${plain(numberOf(rounds.per_s))} rounds per second · ${plain(numberOf(rounds.closed))} closed · `
       + `${plain(numberOf(rounds.waiting))} of ${plain(numberOf(rounds.workers))} contributions wait · late: ${counts("late")} · dropped: ${counts("dropped")}`);
+  });
+}
+
+function showLeases(datasets) {
+  const ended = datasets.filter(([, { total }]) => numberOf(total));
+  bars(at("leased"), ended.map(([name, leases]) => (
+    { name, parts: [{ name: "done", value: (numberOf(leases.done) || 0) / numberOf(leases.total), color: colorOf("compute") }] }
+  )), percent);
+  keyed(at("leases"), datasets, ([name]) => name, () => make("li"), (node, [name, leases]) => {
+    const count = (what) => plain(numberOf(leases[what]) || 0);
+    setText(node, `${name}: epoch ${count("epoch")} · ${count("done")} examples done · ${count("open")} leases open · ${count("skipped")} skipped`);
   });
 }
 
