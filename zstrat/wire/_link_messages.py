@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 23
+PROTOCOL: Final = 24
 """Version of the protocol; HELLO refuses any other."""
 
 

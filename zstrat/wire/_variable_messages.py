@@ -294,7 +294,7 @@ class AskLeases:
     """Asks which ranges of leased datasets are done, by all pushes so far. Answered by
     `AppliedLeases`."""
 
-    kind: ClassVar = 127
+    kind: ClassVar = 129
     session: int
 
 
