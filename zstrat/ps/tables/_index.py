@@ -206,7 +206,9 @@ class IdIndex:
         before = self._shifts[buckets]
         words = self._words
         starts, masks = self._segments(buckets)
-        for start, stop in zip(starts.tolist(), (starts + masks + 1).tolist()):
+        for start, stop in zip(
+            starts.tolist(), (starts + masks + 1).tolist(), strict=True
+        ):
             words[start:stop] = 0
         self._shifts[buckets] = shifts
         self._most[buckets] = (2**shifts * _LIMITS[buckets]).astype(np.int64)
