@@ -47,6 +47,7 @@ def lasting(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
 _RESERVED: Final = 2**38
 """Bytes of address space of a `Reserve`, a quarter of what it is asked for again and
@@ -106,7 +107,7 @@ def _reserved(wanted: int, least: int) -> mmap.mmap:
                 raise MemoryError(f"{least} bytes of address space: {error}") from None
             wanted = -(-max(wanted // 4, least) // HUGE_PAGE) * HUGE_PAGE
             continue
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        if _HUGE_PAGES is not None:
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(_HUGE_PAGES)
         return memory

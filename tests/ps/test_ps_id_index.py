@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.memory import Reserve
-from zstrat.ps.tables import ABSENT, IdIndex
+from zstrat.ps.tables import NO_ROW, IdIndex
 
 LIMITS = np.iinfo(np.int64)
 
@@ -61,7 +61,7 @@ class Indexing(RuleBasedStateMachine):
     @rule(numbers=st.lists(st.integers(0, 2000)), span=st.integers(1, 60))
     def remove(self, numbers, span):
         ids = self.some([n + k for n in numbers for k in range(span)])
-        wanted = [self.rows.pop(i, ABSENT) for i in ids.tolist()]
+        wanted = [self.rows.pop(i, NO_ROW) for i in ids.tolist()]
         assert self.index.remove(ids).tolist() == wanted
 
     @rule(numbers=st.lists(st.integers(0, 2000)), order=st.randoms())
@@ -69,7 +69,7 @@ class Indexing(RuleBasedStateMachine):
         ids = self.some(numbers).tolist()
         order.shuffle(ids)
         found = self.index.rows(np.array(ids, np.int64))
-        assert found.tolist() == [self.rows.get(i, ABSENT) for i in ids]
+        assert found.tolist() == [self.rows.get(i, NO_ROW) for i in ids]
 
     @rule()
     def list_all(self):
@@ -97,7 +97,7 @@ def test_many_ids_grow_it_bucket_by_bucket():
     for start in range(0, len(ids), 5000):
         index.insert(ids[start : start + 5000], np.arange(start, start + 5000))
     np.testing.assert_array_equal(index.rows(ids), np.arange(len(ids)))
-    assert (index.rows(ids + 1) == ABSENT).all()
+    assert (index.rows(ids + 1) == NO_ROW).all()
     assert index.nbytes <= 100 * len(ids)
     before = index.nbytes
     for start in range(0, len(ids), 5000):  # as many leave as come
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_taken_for_nothing():
     none = np.empty(0, np.int64)
     index.insert(none, none)
     assert index.rows(none).size == index.remove(none).size == 0
-    assert index.rows(np.array([0, 1])).tolist() == [ABSENT, ABSENT]
+    assert index.rows(np.array([0, 1])).tolist() == [NO_ROW, NO_ROW]
     assert [part.size for part in index.items()] == [0, 0]
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.memory import Reserve
 
-ABSENT: Final = -1
+NO_ROW: Final = -1
 """The row of an id that is not in the table."""
 
 _SMALLEST: Final = 3
@@ -73,7 +73,7 @@ class IdIndex:
         return int((1 << self._shifts).sum()) * _RECORD.itemsize
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the row of each id, int64; `ABSENT` where there is none."""
+        """Returns the row of each id, int64; `NO_ROW` where there is none."""
         return self._find(ids)[1]
 
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -92,7 +92,7 @@ class IdIndex:
         self._count += len(ids)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
-        """Removes ids; returns the row that each had, `ABSENT` where there was none."""
+        """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
         at, rows = self._find(ids)
         there = rows >= 0
         self._words[at[there], 1] = _REMOVED
@@ -125,7 +125,7 @@ class IdIndex:
         at += starts
         pairs = self._pairs(at)
         rows = pairs[:, 1] - 1
-        left = np.flatnonzero((pairs[:, 0] != ids) & (rows != ABSENT))
+        left = np.flatnonzero((pairs[:, 0] != ids) & (rows != NO_ROW))
         if left.size:
             wanted, places = ids.take(left), hashes.take(left)
             start, mask = starts.take(left), masks.take(left)
@@ -135,10 +135,10 @@ class IdIndex:
             pairs = self._pairs(here)
             row = pairs[:, 1] - 1
             at[left], rows[left] = here, row
-            more = np.flatnonzero((pairs[:, 0] != wanted) & (row != ABSENT))
+            more = np.flatnonzero((pairs[:, 0] != wanted) & (row != NO_ROW))
             left, places, wanted = left.take(more), places.take(more), wanted.take(more)
             start, mask = start.take(more), mask.take(more)
-        np.maximum(rows, ABSENT, out=rows)
+        np.maximum(rows, NO_ROW, out=rows)
         return at, rows
 
     def _segments(self, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
