@@ -30,6 +30,7 @@ FLOORS = {
     "zstrat.paths": 0,
     "zstrat.signals": 0,
     "zstrat.streams": 0,
+    "zstrat.ids": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
     "zstrat.telemetry": 1,

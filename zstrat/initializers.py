@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import numpy as np
 
@@ -59,6 +59,22 @@ class Initializer(abc.ABC):
             ValueError: The dtype does not fit.
         """
         del dtype  # any will do
+
+    def rows(self, generator: Any, out: np.ndarray) -> None:
+        """Fills rows ``[n, ...]`` of a table of any id, one after the other.
+
+        Args:
+            generator: An `zstrat.ids.IdGenerator` of the rows' ids.
+
+        Raises:
+            ValueError: The initializer makes rows from their numbers, or from how many
+                there are, or the dtype does not hold what it makes.
+        """
+        del generator, out
+        raise ValueError(
+            f"{self!r} does not make the row of an id from the id: expected "
+            "zs.initializers.uniform, normal or constant"
+        )
 
     @abc.abstractmethod
     def _make(
@@ -131,6 +147,10 @@ class Constant(Initializer):
     def require_fitting(self, dtype: np.dtype) -> None:
         exactly(self.value, dtype, "the constant")
 
+    def rows(self, generator: Any, out: np.ndarray) -> None:
+        del generator
+        out[...] = exactly(self.value, out.dtype, "the constant")
+
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
@@ -147,6 +167,8 @@ class Drawn(Initializer):
     __slots__ = ()
 
     seed: int | None
+    counts_rows: ClassVar[bool] = False
+    """Whether a number depends on how many rows there are."""
 
     def require_fitting(self, dtype: np.dtype) -> None:
         if dtype.kind not in "fV":
@@ -154,6 +176,18 @@ class Drawn(Initializer):
                 f"{type(self).__name__} draws floating-point numbers, and was asked "
                 f"for dtype {dtype}"
             )
+
+    def rows(self, generator: Any, out: np.ndarray) -> None:
+        self.require_fitting(out.dtype)
+        if self.counts_rows:
+            Initializer.rows(self, generator, out)
+        drawn = out
+        if out.dtype.kind not in "iu":
+            wide = np.float64 if out.dtype.itemsize >= 8 else np.float32
+            drawn = np.empty(out.shape, wide)
+        self._fill(generator, drawn, out.shape)
+        if drawn is not out:
+            out[...] = drawn
 
     @abc.abstractmethod
     def _fill(
@@ -251,6 +285,7 @@ class GlorotUniform(Drawn):
     """Uniform within ``sqrt(6 / (fan_in + fan_out))``."""
 
     seed: int | None = None
+    counts_rows: ClassVar[bool] = True
 
     def _fill(
         self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
@@ -265,6 +300,7 @@ class HeNormal(Drawn):
     """Normal with ``sqrt(2 / fan_in)``."""
 
     seed: int | None = None
+    counts_rows: ClassVar[bool] = True
 
     def _fill(
         self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]

@@ -5,7 +5,9 @@ numpy alone: this is used where jax is not loaded.
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+import mmap
+from typing import Final, final
 
 import numpy as np
 
@@ -42,3 +44,70 @@ def lasting(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return aligned(shape, dtype)
     whole = aligned((-(-size // HUGE_PAGE) * HUGE_PAGE,), _BYTE, to=HUGE_PAGE)
     return whole[:size].view(dtype).reshape(shape)
+
+
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
+
+_RESERVED: Final = 2**38
+"""Bytes of address space of a `Reserve`, a quarter of what it is asked for again and
+again if the machine refuses: 256 GiB, of the 128 TiB that a process may have."""
+
+
+@final
+class Reserve:
+    """Memory that grows where it is: address space without memory behind it, which
+    comes, filled with zeros, as it is first written. ``array`` is all of it that is in
+    use.
+
+    Args:
+        size: Elements in use to begin with.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        self._memory = _reserved(_RESERVED, size * dtype.itemsize)
+        self._whole = np.frombuffer(self._memory, np.uint8)
+        self.array = self._whole[: size * dtype.itemsize].view(dtype)
+
+    def grow(self, size: int) -> None:
+        """Uses the first ``size`` elements from now on, if that is more.
+
+        Raises:
+            MemoryError: The machine has not so much; nothing has changed.
+        """
+        nbytes = size * self._dtype.itemsize
+        if nbytes <= self.array.nbytes:
+            return
+        if nbytes > len(self._whole):  # a machine that counts address space
+            self._memory = _reserved(2 * nbytes, nbytes)
+            whole = np.frombuffer(self._memory, np.uint8)
+            whole[: self.array.nbytes] = self.array.view(np.uint8)
+            self._whole = whole
+        self.array = self._whole[:nbytes].view(self._dtype)
+
+    def release(self, start: int, size: int) -> None:
+        """Gives the memory of elements, which are zero, back to the machine, as far as
+        it is whole pages."""
+        page = mmap.PAGESIZE
+        first = -(-start * self._dtype.itemsize // page) * page
+        last = (start + size) * self._dtype.itemsize // page * page
+        if last > first:
+            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _reserved(wanted: int, least: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    wanted = -(-max(wanted, least) // HUGE_PAGE) * HUGE_PAGE
+    while True:
+        try:
+            memory = mmap.mmap(-1, wanted, flags=flags)
+        except OSError as error:
+            if wanted // 4 < least:
+                raise MemoryError(f"{least} bytes of address space: {error}") from None
+            wanted = -(-max(wanted // 4, least) // HUGE_PAGE) * HUGE_PAGE
+            continue
+        if _HUGE_PAGES is not None:
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(_HUGE_PAGES)
+        return memory

@@ -1,0 +1,109 @@
+"""Ids of tables: 64-bit integers that nobody knows beforehand, spread by a hash.
+
+A table of any id has no row numbers. The hash of an id says where everything about it
+is: its bucket, of which there are `BUCKETS` in every table and which belong to servers
+whole, and its record in the bucket's index. It is the same on every machine and in
+every version, as files and servers depend on it.
+
+numpy alone: this is used where jax is not loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, final
+
+import numpy as np
+
+BUCKETS: Final = 4096
+"""Buckets of a table: what servers exchange, and what a table is divided into in
+files."""
+
+_BUCKET_SHIFT: Final = np.uint64(64 - BUCKETS.bit_length() + 1)
+
+_WEYL: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def mixed(words: np.ndarray) -> np.ndarray:
+    """Returns the hash of each word, uint64 of any shape: the finalizer of SplitMix64
+    [Steele, Lea and Flood 2014], which maps different words to different hashes."""
+    hashes = words + _WEYL
+    other = hashes >> _SHIFT_1
+    hashes ^= other
+    hashes *= _MIX_1
+    np.right_shift(hashes, _SHIFT_2, out=other)
+    hashes ^= other
+    hashes *= _MIX_2
+    np.right_shift(hashes, _SHIFT_3, out=other)
+    hashes ^= other
+    return hashes
+
+
+def hashes_of(ids: np.ndarray) -> np.ndarray:
+    """Returns the hashes, uint64, of ids of int64, of any shape. Different ids have
+    different hashes."""
+    return mixed(ids.view(np.uint64))
+
+
+def buckets_of(hashes: np.ndarray) -> np.ndarray:
+    """Returns the bucket of each hash, from 0 to `BUCKETS` - 1, as intp."""
+    return (hashes >> _BUCKET_SHIFT).view(np.int64)
+
+
+@final
+class IdGenerator:
+    """Draws row i from a seed and ``ids[i]`` alone: whoever draws the row of an id, in
+    whatever company, draws the same. It has those methods of `numpy.random.Generator`
+    that initializers call, and each of them starts at the beginning.
+
+    A number is the hash of a counter [Salmon et al. 2011], 15 ns each. Normally
+    distributed ones are made by Box and Muller's transform in float64; machines whose
+    logarithms and cosines differ in the last bit may differ in the last bit here.
+
+    Args:
+        ids: ``[n]`` of int64; arrays to fill are ``[n, ...]``.
+    """
+
+    def __init__(self, seed: int, ids: np.ndarray) -> None:
+        start = np.array([seed & (2**64 - 1)], np.uint64)
+        self._keys = mixed(hashes_of(ids) ^ mixed(start))
+
+    def random(self, *, dtype: type, out: np.ndarray) -> None:
+        """Fills ``out`` of dtype float32 or float64 with numbers from [0, 1), of which
+        all are multiples of 2⁻²⁴ or 2⁻⁵³."""
+        bits = np.finfo(dtype).nmant + 1
+        words = self._words(out[0].size if len(out) else 0)
+        words >>= np.uint64(64 - bits)
+        numbers = words.astype(dtype)
+        numbers *= dtype(2.0**-bits)
+        out[...] = numbers.reshape(out.shape)
+
+    def standard_normal(self, *, dtype: type, out: np.ndarray) -> None:
+        """Fills ``out`` with normally distributed numbers, from -6.7 to 6.7."""
+        del dtype
+        width = out[0].size if len(out) else 0
+        words = self._words(-(-width // 2))
+        low = (words & np.uint64(2**32 - 1)).astype(np.float64) * (2.0**-32 * math.tau)
+        words >>= np.uint64(32)
+        high = (words.astype(np.float64) + 1.0) * 2.0**-32
+        radius = np.sqrt(-2.0 * np.log(high))
+        pairs = np.stack([radius * np.cos(low), radius * np.sin(low)], axis=-1)
+        numbers = pairs.reshape(len(words), 2 * words.shape[1])
+        out[...] = numbers[:, :width].reshape(out.shape)
+
+    def integers(
+        self, low: int, high: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        """Returns integers from ``low`` to ``high`` - 1."""
+        width = math.prod(shape[1:])
+        words = self._words(width)
+        words %= np.uint64(high - low)
+        return (words.astype(np.int64) + low).astype(dtype).reshape(shape)
+
+    def _words(self, width: int) -> np.ndarray:
+        """Returns ``[n, width]`` random words."""
+        counters = np.arange(1, width + 1, dtype=np.uint64) * _WEYL
+        return mixed(self._keys[:, None] ^ counters)

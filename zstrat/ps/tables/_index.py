@@ -1,0 +1,223 @@
+"""The index of a table of any id: from ids to rows.
+
+Each bucket of ids is an open-addressing table with linear probing, in a *segment* of
+2ᵏ records of 16 bytes, the id and its row side by side, so that a lookup misses the
+cache once. All ids of a request are looked up together, round by round: in round i each
+id that was not found looks at its i-th record. Ids sorted by their hash walk through
+the memory in order, which costs half as much as at random.
+
+Growth: a bucket whose segment is full moves to one twice as large. Buckets differ in
+how full they may be, by a factor of two, so that they grow one after the other, and no
+request pays for the whole table. All segments of one size are neighbours, in the order
+of buckets, so that a bucket's segment follows from its size alone: bucket b has the
+records from (BUCKETS + b) · 2ᵏ. What is between them is address space without memory
+behind it, and all segments of a size are given back when the last bucket has left.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+import numpy as np
+
+from zstrat.ids import BUCKETS, buckets_of, hashes_of
+from zstrat.memory import Reserve
+
+NO_ROW: Final = -1
+"""The row of an id that is not in the table."""
+
+_SMALLEST: Final = 3
+"""The k of an empty bucket."""
+
+_REMOVED: Final = -1
+"""In place of a row: the record was removed, and those after it may still be reached
+through it."""
+
+_RECORD: Final = np.dtype(np.complex128)
+"""What numpy copies a record as: no other type of 16 bytes is taken as fast."""
+
+
+def _limits() -> np.ndarray:
+    """Returns how full a segment of each bucket may be, between 0.35 and 0.7. Equal
+    steps of the logarithm, as sizes double: at any time as many buckets are just about
+    to grow as at any other."""
+    golden = (np.arange(BUCKETS) * 0.6180339887498949) % 1.0
+    limits: np.ndarray = 0.35 * 2.0**golden
+    return limits
+
+
+_LIMITS: Final = _limits()
+
+
+@final
+class IdIndex:
+    """The rows of the ids of one table. One user at a time: no locks.
+
+    All methods take ids ``[n]`` of int64, each once, in any order.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Reserve(_end(_SMALLEST), _RECORD)
+        self._shifts = np.full(BUCKETS, _SMALLEST)
+        self._most = (2**self._shifts * _LIMITS).astype(np.int64)
+        self._used = np.zeros(BUCKETS, np.int64)
+        """Records that are not empty, by bucket: those that were removed, too."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return int((1 << self._shifts).sum()) * _RECORD.itemsize
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the row of each id, int64; `NO_ROW` where there is none."""
+        return self._find(ids)[1]
+
+    def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Adds ids that are absent, with their rows (int64, not negative).
+
+        Raises:
+            MemoryError: There is no address space left; nothing was added.
+        """
+        hashes = hashes_of(ids)
+        buckets = buckets_of(hashes)
+        added = np.bincount(buckets, minlength=BUCKETS)
+        full = np.flatnonzero(self._used + added > self._most)
+        if full.size:
+            self._grow(full, added[full])
+        self._put(ids, rows + 1, hashes, buckets)
+        self._count += len(ids)
+
+    def remove(self, ids: np.ndarray) -> np.ndarray:
+        """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
+        at, rows = self._find(ids)
+        there = rows >= 0
+        self._words[at[there], 1] = _REMOVED
+        self._count -= int(there.sum())
+        return rows
+
+    def items(
+        self, first: int = 0, last: int = BUCKETS
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids and rows of the buckets from ``first`` to before ``last``, sorted
+        by bucket and then by id."""
+        ids, marks, buckets = self._records(np.arange(first, last))
+        order = np.lexsort((ids, buckets))
+        return ids[order], marks[order] - 1
+
+    @property
+    def _words(self) -> np.ndarray:
+        return self._memory.array.view(np.int64).reshape(-1, 2)
+
+    def _pairs(self, at: np.ndarray) -> np.ndarray:
+        """Returns copies of records, ``[n, 2]``."""
+        pairs: np.ndarray = self._memory.array.take(at).view(np.int64).reshape(-1, 2)
+        return pairs
+
+    def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the record at which the search for each id ended, and its row."""
+        hashes = hashes_of(ids).view(np.int64)
+        starts, masks = self._segments(buckets_of(hashes.view(np.uint64)))
+        at = hashes & masks
+        at += starts
+        pairs = self._pairs(at)
+        rows = pairs[:, 1] - 1
+        left = np.flatnonzero((pairs[:, 0] != ids) & (rows != NO_ROW))
+        if left.size:
+            wanted, places = ids.take(left), hashes.take(left)
+            start, mask = starts.take(left), masks.take(left)
+        while left.size:
+            places += 1
+            here = (places & mask) + start
+            pairs = self._pairs(here)
+            row = pairs[:, 1] - 1
+            at[left], rows[left] = here, row
+            more = np.flatnonzero((pairs[:, 0] != wanted) & (row != NO_ROW))
+            left, places, wanted = left.take(more), places.take(more), wanted.take(more)
+            start, mask = start.take(more), mask.take(more)
+        np.maximum(rows, NO_ROW, out=rows)
+        return at, rows
+
+    def _segments(self, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the first record of each bucket, and its size - 1."""
+        shifts = self._shifts.take(buckets)
+        starts = buckets + BUCKETS
+        starts <<= shifts
+        return starts, (1 << shifts) - 1
+
+    def _put(
+        self,
+        ids: np.ndarray,
+        marks: np.ndarray,
+        hashes: np.ndarray,
+        buckets: np.ndarray,
+    ) -> None:
+        """Writes records of ids that are absent into segments that have room."""
+        words = self._words
+        starts, masks = self._segments(buckets)
+        places = hashes.view(np.int64)
+        while ids.size:
+            at = (places & masks) + starts
+            before = words[at, 1]
+            free = np.flatnonzero(before <= 0)
+            # Two ids may want one record: the one that is written last has it.
+            here, own = at.take(free), ids.take(free)
+            words[here, 0] = own
+            has = words[here, 0] == own
+            here, free = here[has], free[has]
+            words[here, 1] = marks.take(free)
+            fresh = free[before.take(free) == 0]
+            self._used += np.bincount(buckets.take(fresh), minlength=BUCKETS)
+            if len(free) == len(ids):
+                return
+            is_left = np.ones(len(ids), bool)
+            is_left[free] = False
+            left = np.flatnonzero(is_left)
+            ids, marks, buckets = ids.take(left), marks.take(left), buckets.take(left)
+            starts, masks = starts.take(left), masks.take(left)
+            places = places.take(left) + 1
+
+    def _records(
+        self, buckets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns ids, marks (rows + 1) and buckets of what these buckets hold."""
+        starts, masks = self._segments(buckets)
+        sizes = masks + 1
+        ends = np.cumsum(sizes)
+        at = np.arange(int(ends[-1]) if len(ends) else 0)
+        at += np.repeat(starts - (ends - sizes), sizes)
+        pairs = self._pairs(at)
+        live = np.flatnonzero(pairs[:, 1] > 0)
+        owners = np.repeat(buckets, sizes).take(live)
+        return pairs[:, 0].take(live), pairs[:, 1].take(live), owners
+
+    def _grow(self, buckets: np.ndarray, added: np.ndarray) -> None:
+        """Moves buckets to segments that have room for ``added`` ids."""
+        ids, marks, owners = self._records(buckets)
+        live = np.bincount(owners, minlength=BUCKETS)[buckets]
+        # An eighth more: else a bucket of which as much is removed as is added would
+        # move at each request.
+        needed = np.maximum((live + added) * 1.125 / _LIMITS[buckets], 1.0)
+        shifts = np.maximum(np.ceil(np.log2(needed)).astype(np.int64), _SMALLEST)
+        self._memory.grow(_end(int(shifts.max())))
+        before = self._shifts[buckets]
+        words = self._words
+        starts, masks = self._segments(buckets)
+        for start, stop in zip(
+            starts.tolist(), (starts + masks + 1).tolist(), strict=True
+        ):
+            words[start:stop] = 0
+        self._shifts[buckets] = shifts
+        self._most[buckets] = (2**shifts * _LIMITS[buckets]).astype(np.int64)
+        self._used[buckets] = 0
+        self._put(ids, marks, hashes_of(ids), owners)
+        for shift in set(before.tolist()) - set(self._shifts.tolist()):
+            self._memory.release(BUCKETS << shift, BUCKETS << shift)
+
+
+def _end(shift: int) -> int:
+    """Returns the number of records up to the last segment of 2**shift."""
+    return 2 * BUCKETS << shift
