@@ -77,7 +77,7 @@ class IdGenerator:
         bits = np.finfo(dtype).nmant + 1
         words = self._words(out[0].size if len(out) else 0)
         words >>= np.uint64(64 - bits)
-        numbers = words.astype(dtype)
+        numbers: np.ndarray = words.astype(dtype)
         numbers *= dtype(2.0**-bits)
         out[...] = numbers.reshape(out.shape)
 
