@@ -323,3 +323,18 @@ def test_a_large_result_goes_with_its_worker(world):
     for _ in range(2):
         with pytest.raises(ClosureAbortedError, match=f"task:{owner.index}.*again"):
             value.fetch()
+
+
+def test_a_worker_that_was_away_lacks_results_of_the_coordinator_before(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    (owner,) = [worker for worker in world.workers if worker.kept]
+    coordinator.shutdown()
+    other = world.coordinator()
+    other.schedule(constant).fetch()
+    world.on_loop(owner.kill)
+    world.on_loop(owner.come_back)
+    other.schedule(constant).fetch()
+    with pytest.raises(ClosureAbortedError):
+        value.fetch()

@@ -41,10 +41,10 @@ class MembersMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 2), resources=st.integers(0, 3))
     def connect(self, index, resources):
         if self._member(index).state in (MemberState.CONNECTING, MemberState.LOST):
-            epoch = self._member(index).epoch
-            assert self.members.connected(index) == epoch + 1
+            epoch = self._member(index).epoch + 1
+            self.members.connected(index, epoch)
             self.members.build(index, resources)
-            self.members.built(index, epoch + 1, 0)
+            self.members.built(index, epoch, 0)
             self.building[index] = resources
 
     @rule(index=st.integers(0, 2))
@@ -138,7 +138,7 @@ TestMembers.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 def opened(count=2, **options):
     members = Members(NAMES[:count], **options)
     for index in range(count):
-        members.connected(index)
+        members.connected(index, 1)
         members.built(index, 1, 0)
     return members
 
@@ -173,7 +173,7 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
         members.ended(member, ended, now)
     assert member.depth == MIN_DEPTH + 20
     members.lost(0, "killed", now)
-    members.connected(0)
+    members.connected(0, 1)
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
 
 
@@ -233,7 +233,7 @@ def test_what_was_measured_on_a_former_connection_counts_no_more():
     members.measured(0, epoch, 0.1)
     assert member.round_trip == 0.1
     members.lost(0, "killed", 0.0)
-    members.connected(0)
+    members.connected(0, 2)
     members.measured(0, epoch, 0.3)
     assert member.round_trip == 0.0
 

@@ -51,7 +51,7 @@ class Service:
         match message:
             case Push(arrays=arrays):
                 return Fetched(arrays)
-            case Pull(reads=[(size, _)]):
+            case Pull(reads=[(size, *_)]):
                 return Pulled([1], (np.arange(size, dtype=np.uint8),))
             case Inspect():
                 return Statistics({"role": remote.role})

@@ -275,7 +275,8 @@ class Dispatcher:
             return
         channel = self.channels[task.place]
         self.engine.deserted = None
-        epoch = self.members.connected(task.place)
+        epoch = task.entry
+        self.members.connected(task.place, epoch)
         channel.clear()
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that did not notice its loss may still have old closures.

@@ -75,7 +75,7 @@ class Member:
     reason: str = "not connected yet"
     """Why it is not connected, for errors."""
     epoch: int = 0
-    """Grows with each connection."""
+    """The entry of its task into the session (`TaskSession.entry`)."""
     in_flight: dict[int, Closure] = field(default_factory=dict)
     """By step, in the order of dispatch."""
     started: int = 0
@@ -186,8 +186,6 @@ class Members:
         """Present members, in the order in which they joined. Replaced as a whole, as
         other threads read it."""
         self._at: dict[int, Member] = {}
-        self._epochs: dict[int, int] = {}
-        """The last epochs of removed workers: if one returns, what it held is gone."""
         self._ended = 0
         """Closures that ended on removed members."""
         self._lost = 0
@@ -254,7 +252,6 @@ class Members:
         assert place not in self._at, place
         depth = MIN_DEPTH if self._depth is None and self._is_paced else self._depth
         member = Member(place, name, depth, self._prefetch)
-        member.epoch = self._epochs.pop(place, 0)
         self._at[place] = member
         self.members = [*self.members, member]
         return member
@@ -293,25 +290,22 @@ class Members:
         assert not member.in_flight, member
         self._roomy.pop(place, None)
         self.members = [m for m in self.members if m is not member]
-        self._epochs[place] = member.epoch
         self._ended += member.completed
         self._lost += member.losses
 
-    def connected(self, place: int) -> int:
-        """Notes that the worker has joined and builds its resources; returns its
-        epoch."""
+    def connected(self, place: int, epoch: int) -> None:
+        """Notes that the worker has joined, and builds its resources."""
         member = self._at[place]
         assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
-        member.epoch += 1
+        member.epoch = epoch
         member.building, member.alone, member.avoided = 0, False, False
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
         others = [each.finished for each in self.usable if each is not member]
         member.started = min(others, default=member.finished)
-        return member.epoch
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
         """Notes the seconds of a round trip on the connection ``epoch``."""

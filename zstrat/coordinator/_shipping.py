@@ -218,7 +218,7 @@ class WorkerChannel:
     def keeps(self, kept: Kept) -> bool:
         """Returns whether the worker still has a result: it has not reconnected
         since."""
-        return self.task.is_ready and self.member.epoch == kept.epoch
+        return self.task.is_ready and self.task.entry == kept.epoch
 
     async def fetch(self, step: int) -> list[np.ndarray]:
         """Fetches a result that the worker keeps.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import logging
 import math
 from typing import TYPE_CHECKING, Final, Protocol
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     has opened the session."""
 
 log = logging.getLogger("zstrat.coordinator")
+
+_ENTRIES: Final = itertools.count(1)
 
 
 class SessionPhase(enum.Enum):
@@ -148,6 +151,9 @@ class TaskSession:
         self.name = f"/job:{job}/task:{task_number}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
+        self.entry = 0
+        """Number of its last entry into a session, which no other entry has: what a
+        worker keeps is gone after another one."""
         """The answer of the task while it is in our session."""
         self.layouts: dict[int, LayoutMessage] = {}
         """Layouts of results, by number: the task sends each of them once after it has
@@ -485,6 +491,7 @@ class TaskSession:
         if resumed:
             log.info("%s at %s is back with its data", self.name, self.address)
             return
+        self.entry = next(_ENTRIES)
         self.layouts = {}  # it sends them again after each entry
         self._life = self.hello.incarnation
         self._entered.set()
