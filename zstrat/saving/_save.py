@@ -132,8 +132,15 @@ async def _save(
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
-            await to_its_end(kept.release())
-            await to_its_end(disk(folder.close))
+            # One call, which cancelling ends late: nothing may be left over.
+            await to_its_end(_end(kept, folder, disk))
+
+
+async def _end(kept: PinnedWindows, folder: CheckpointFolder, disk: FileThread) -> None:
+    try:
+        await kept.release()
+    finally:
+        await disk(folder.close)
 
 
 async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
