@@ -14,6 +14,7 @@ from ._late_model import Held
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from zstrat.coordinator import RestoredRounds
     from zstrat.ps import PinnedTensor, PsClient
 
     from ._contract import Saved, Training
@@ -85,7 +86,7 @@ class MemoryPoint:
         self.variables = frozenset(values_of(tensors))
         self.optimizers = optimizers
         self.lacks: Sequence[str] = ()
-        self.rounds: Mapping[int, object] = {}
+        self.rounds: Mapping[int, RestoredRounds] = {}
         self.places = places
 
     async def check(self) -> None:

@@ -17,6 +17,8 @@ from zstrat.variables import VariableSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zstrat.coordinator.parts import LeaseBook
+
     from ._contract import Training
     from ._loop_coordinator import LoopCoordinator
 
@@ -41,7 +43,8 @@ class LeasedCounts:
                 for ps in range(training.servers)
             ]
         )
-        self._resource, self._book = 0, None
+        self._resource = 0
+        self._book: LeaseBook
 
     def start(self) -> int:
         """Starts the pass; returns the number of its iterators."""
