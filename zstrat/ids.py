@@ -55,8 +55,8 @@ def buckets_of(hashes: np.ndarray) -> np.ndarray:
 
 @final
 class IdGenerator:
-    """Draws row i from a seed and ``ids[i]`` alone: whoever draws the row of an id, in
-    whatever company, draws the same. It has those methods of `numpy.random.Generator`
+    """Draws row i from a seed and ``ids[i]`` alone: the row of an id is the same on any
+    server, among any other ids. It has those methods of `numpy.random.Generator`
     that initializers call, and each of them starts at the beginning.
 
     A number is the hash of a counter [Salmon et al. 2011], 15 ns each. Normally

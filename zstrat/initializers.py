@@ -181,10 +181,9 @@ class Drawn(Initializer):
         self.require_fitting(out.dtype)
         if self.counts_rows:
             Initializer.rows(self, generator, out)
-        drawn = out
-        if out.dtype.kind not in "iu":
-            wide = np.float64 if out.dtype.itemsize >= 8 else np.float32
-            drawn = np.empty(out.shape, wide)
+        wide = np.dtype(np.float64 if out.dtype.itemsize >= 8 else np.float32)
+        is_exact = out.dtype == wide or out.dtype.kind in "iu"
+        drawn = out if is_exact else np.empty(out.shape, wide)
         self._fill(generator, drawn, out.shape)
         if drawn is not out:
             out[...] = drawn

@@ -103,7 +103,7 @@ def _reserved(wanted: int, least: int) -> mmap.mmap:
         try:
             memory = mmap.mmap(-1, wanted, flags=flags)
         except OSError as error:
-            if wanted // 4 < least:
+            if wanted <= least + HUGE_PAGE:
                 raise MemoryError(f"{least} bytes of address space: {error}") from None
             wanted = -(-max(wanted // 4, least) // HUGE_PAGE) * HUGE_PAGE
             continue

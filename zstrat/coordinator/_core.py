@@ -130,12 +130,12 @@ class CoordinatorCore:
         *,
         kind: type[RemoteValue] = RemoteValue,
         book: LeaseBook | None = None,
-        anew: bool = False,
+        from_start: bool = False,
     ) -> Record:
         """Starts to build a resource on every worker. ``kind`` is the type of the
         values that hold the outcome on each worker, ``book`` has the leases of a leased
-        dataset, which begins ``anew`` or continues where a program before has left
-        it."""
+        dataset, which begins ``from_start`` or continues where a program before has
+        left it."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -149,7 +149,7 @@ class CoordinatorCore:
         )
         if book is not None:
             cluster = self.session.cluster
-            if cluster.name and not anew:
+            if cluster.name and not from_start:
                 book.noted_as = number = next(cluster.renewal.leased_passes)
                 book.inherited = cluster.renewal.done_leases.pop(number, ())
             with self.engine.lock:

@@ -23,10 +23,11 @@ from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
 from ._on_worker import DatasetOnWorker
 from ._values import NoArgument, RemoteValue
-from .leases import LeaseBook, LeaseProgress, OnError
+from .leases import LeaseBook, OnError, lease_bar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from ._calls import ScheduledCall
     from ._core import CoordinatorCore
@@ -62,11 +63,16 @@ class LeasedDataset(NoArgument):
         resumes. Returns before the workers have opened the source."""
         return self.begin()
 
-    def begin(self, *, anew: bool = False) -> LeasedIterator:
-        """See ``iter()``; ``anew``: starts in any case."""
+    def begin(self, *, from_start: bool = False) -> LeasedIterator:
+        """See ``iter()``; ``from_start``: starts in any case."""
         book = self._book()
         record = self._core.create_resource(
-            "iterator", self._name, self._maker, kind=self._kind, book=book, anew=anew
+            "iterator",
+            self._name,
+            self._maker,
+            kind=self._kind,
+            book=book,
+            from_start=from_start,
         )
         return LeasedIterator(self, self._core, record, book)
 
@@ -111,10 +117,10 @@ class LeasedIterator(PerWorkerIterator):
         """The epochs from the first one that is not over."""
         return LeasedEpochs(self)
 
-    def progress(self) -> LeaseProgress:
+    def progress(self) -> AbstractContextManager[object]:
         """Shows a bar in the terminal, in ``with iterator.progress():``, with the
         examples of all epochs that are done, and the time that is left."""
-        return LeaseProgress(self._read)
+        return lease_bar(self._read)
 
     def _read(self, look: Callable[[LeaseBook], object]) -> None:
         with self._core.engine.lock:
@@ -336,7 +342,7 @@ def begin_evaluation(data: Any) -> LeasedIterator:
             f"evaluate() got a {type(data).__name__}: give it the leased dataset, "
             "coordinator.create_leased_dataset(...), without iter()"
         )
-    return data.begin(anew=True)
+    return data.begin(from_start=True)
 
 
 def make_leased_dataset(

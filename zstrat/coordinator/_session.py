@@ -207,7 +207,7 @@ class ClusterSession:
     def forget_rounds(self, optimizer: int) -> None:
         """Forgets the rounds of an optimizer that has no handle, if it has any. From
         any thread."""
-        self.portal.call_soon(self.cluster.rounds.rounds.remove, optimizer)
+        self.portal.call_soon(self.cluster.rounds.remove, optimizer)
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
         """Drops what waits for rounds, while the session is `at_rest`: it would move
@@ -225,9 +225,10 @@ class ClusterSession:
         work = self.cluster.rounds.drop(restored)
         await self.run_async(work, "dropping what waits for rounds")
         for each in self.cluster.rounds.rounds:
-            number = each.number if each.optimizer in restored else -1
-            for worker in self.workers:
-                await self.ask_worker(worker, RestartWindows, each.optimizer, number)
+            fields = each.optimizer, each.number if each.optimizer in restored else -1
+            await asyncio.gather(
+                *(self.ask_worker(n, RestartWindows, *fields) for n in self.workers)
+            )
 
     def open_round(self, optimizer: int) -> int | None:
         """Returns how many rounds of an optimizer were closed, or restored; None: it

@@ -8,6 +8,7 @@ at the same places; workers that the checkpoint does not have start from scratch
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -117,25 +118,30 @@ class PinnedWindows:
     async def pin(self) -> None:
         """Pins it on the connected workers. `release` has to follow in any case."""
         if self._optimizers:
-            for cluster in self._clusters:
-                for worker in cluster.workers:
-                    self._workers.append((cluster, worker))
-                    await self._pin(cluster, worker)
+            self._workers = [
+                (c, worker) for c in self._clusters for worker in c.workers
+            ]
+            found = await asyncio.gather(*(self._pin(*each) for each in self._workers))
+            self.pinned = [tensor for tensors in found for tensor in tensors]
 
     async def release(self) -> None:
         """Releases it, on the workers that are there."""
-        for cluster, worker in self._workers:
-            await cluster.ask_worker(worker, ReleaseSnapshot, self._number)
+        released = [
+            cluster.ask_worker(worker, ReleaseSnapshot, self._number)
+            for cluster, worker in self._workers
+        ]
+        await asyncio.gather(*released)
 
-    async def _pin(self, cluster: ClusterSession, worker: int) -> None:
+    async def _pin(self, cluster: ClusterSession, worker: int) -> list[SourceTensor]:
         source = _WorkerSource(cluster, self._number, worker)
         optimizers, count, total = list(self._optimizers), 0, 1
+        pinned: list[SourceTensor] = []
         while count < total:
             answer = await cluster.ask_worker(
                 worker, PinSnapshot, self._number, [], optimizers, count
             )
             if answer is None or not answer.tensors:
-                return
+                break
             for place, entry in enumerate(answer.tensors, count):
                 shape = self._shapes.get(entry.key)
                 if shape is not None:
@@ -145,8 +151,9 @@ class PinnedWindows:
                         leaf=f"{worker}/{entry.leaf}",
                         rows=bool(shape) and entry.shape[:1] == shape[:1],
                     )
-                    self.pinned.append(SourceTensor(source, place, own))
+                    pinned.append(SourceTensor(source, place, own))
             count, total = count + len(answer.tensors), answer.total
+        return pinned
 
 
 async def restore_windows(

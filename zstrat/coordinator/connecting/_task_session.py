@@ -151,10 +151,10 @@ class TaskSession:
         self.name = f"/job:{job}/task:{task_number}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
+        """The answer of the task while it is in our session."""
         self.entry = 0
         """Number of its last entry into a session, which no other entry has: what a
         worker keeps is gone after another one."""
-        """The answer of the task while it is in our session."""
         self.layouts: dict[int, LayoutMessage] = {}
         """Layouts of results, by number: the task sends each of them once after it has
         entered, to whichever coordinator of the session is there."""

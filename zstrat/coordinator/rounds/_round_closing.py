@@ -112,6 +112,11 @@ class RoundClosing:
         if self._coordinator is not None:
             self._coordinator.members.pace()
 
+    def remove(self, optimizer: int) -> None:
+        """Removes an optimizer that has no handle, if it is there."""
+        self.rounds.remove(optimizer)
+        self._codes.pop(optimizer, None)
+
     def attach(self, coordinator: CoordinatorParts) -> None:
         """Uses the session's new coordinator."""
         if self._coordinator is not None:
@@ -140,9 +145,11 @@ class RoundClosing:
     def look(self, now: float) -> None:
         """Closes the rounds that are due, and sets the timer for the next one."""
         coordinator = self._coordinator
+        if coordinator is None or not self.rounds:
+            return
         self._news.set()  # also while it is held: `hold` waits for what is being closed
         self._news = asyncio.Event()
-        if coordinator is None or not self.rounds or self._is_held:
+        if self._is_held:
             return
         members, queue = coordinator.members, coordinator.engine.queue
         # While a restore waits for a server there is no outage, and it is away.

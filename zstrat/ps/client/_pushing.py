@@ -47,8 +47,7 @@ class PsUpdate(NamedTuple):
 @final
 class Pushing:
     """A push to several servers, those of its updates and ``servers``: ``messages`` by
-    server, `take` for each answer, and
-    `result` when all have answered."""
+    server, `take` for each answer, and `result` when all have answered."""
 
     __slots__ = ("_applied", "_clocks", "messages")
 
