@@ -200,6 +200,10 @@ def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
         batches = [batch_of(context.input_pipeline_id, n) for n in range(16)]
         return zs.data.Dataset.from_tensor_slices(np.stack(batches))
 
+    @zs.function(eager=True)
+    def place():
+        return zs.coordinator.experimental_get_current_worker_index()
+
     def program(then, restored=None):
         """Runs ``then`` with what trains, saves, and tells the values."""
         with zs.ParameterServerStrategy(cluster.resolver) as strategy:
@@ -216,6 +220,11 @@ def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
                 )
             coordinator = zs.ClusterCoordinator(strategy)
             iterator = iter(coordinator.create_per_worker_dataset(data))
+            # Else the other worker may make the windows of one that is not there yet.
+            there = set()
+            while len(there) < WORKERS:
+                asked = [coordinator.schedule(place) for _ in range(2 * WORKERS)]
+                there.update(coordinator.fetch(asked))
             saved = zs.Checkpoint(params=params, local=local, iterator=iterator)
             if restored is not None:
                 saved.restore(restored).assert_consumed()
