@@ -143,6 +143,7 @@ from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
 from ._variable_messages import Codec as Codec
 from ._variable_messages import CreateOptimizer as CreateOptimizer
+from ._variable_messages import CreateTables as CreateTables
 from ._variable_messages import CreateVariables as CreateVariables
 from ._variable_messages import DeleteVariables as DeleteVariables
 from ._variable_messages import Exchange as Exchange
@@ -161,6 +162,7 @@ from ._variable_messages import PushPart as PushPart
 from ._variable_messages import RaiseMark as RaiseMark
 from ._variable_messages import Read as Read
 from ._variable_messages import StepRun as StepRun
+from ._variable_messages import TableEntry as TableEntry
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 24
+PROTOCOL: Final = 25
 """Version of the protocol; HELLO refuses any other."""
 
 

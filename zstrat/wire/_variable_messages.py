@@ -27,6 +27,7 @@ class UpdateOp(enum.IntEnum):
     OPTIMIZE = 10  # gradient, applied by the update's optimizer
     OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
     OPERANDS = 12  # what the optimizer makes of all gradients: it changes no variable
+    REMOVE_ROWS = 13  # ids [n] of a table of any id, whose rows are dropped
 
 
 class Codec(enum.IntEnum):
@@ -88,6 +89,34 @@ class InitializeVariables:
     kind: ClassVar = 39
     session: int
     variables: list[InitialEntry]
+    code: bytes
+
+
+class TableEntry(NamedTuple):
+    """A part of a table of any id, which begins without rows. ``row`` is the shape of a
+    row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value."""
+
+    key: int
+    name: str
+    trainable: bool
+    dtype: str
+    row: list[int]
+    seed: int
+
+
+@request(by=COORDINATOR, repeat=Repeat.SAFE)
+class CreateTables:
+    """Creates all tables or none, as `CreateVariables`, with first values from pickled
+    code of an initializer, `zstrat.initializers.Initializer`. Answered by `Done`.
+
+    Reads and updates of rows of a table have int64 ids in place of indices. Those of
+    `PullRows` and of `UpdateOp.OPTIMIZE_ROWS` are distinct, and their hashes
+    (`zstrat.ids.hashes_of`) ascend.
+    """
+
+    kind: ClassVar = 69
+    session: int
+    tables: list[TableEntry]
     code: bytes
 
 
@@ -388,6 +417,7 @@ class Exchanged:
 VariableMessage = (
     CreateVariables
     | InitializeVariables
+    | CreateTables
     | DeleteVariables
     | CreateOptimizer
     | BindOptimizer
