@@ -115,6 +115,7 @@ from zstrat.tpu import (
 from zstrat.transport.health import dashboard as dashboard
 from zstrat.transport.health import serve_http as serve_http
 from zstrat.variables import DowncastWarning as DowncastWarning
+from zstrat.variables import HashTable as HashTable
 from zstrat.variables import IndexedSlices as IndexedSlices
 from zstrat.variables import Module as Module
 from zstrat.variables import Optimizer as Optimizer

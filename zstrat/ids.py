@@ -15,6 +15,8 @@ from typing import Final, final
 
 import numpy as np
 
+from zstrat.rows import Runs
+
 BUCKETS: Final = 4096
 """Buckets of a table: what servers exchange, and what a table is divided into in
 files."""
@@ -51,6 +53,34 @@ def hashes_of(ids: np.ndarray) -> np.ndarray:
 def buckets_of(hashes: np.ndarray) -> np.ndarray:
     """Returns the bucket of each hash, from 0 to `BUCKETS` - 1, as intp."""
     return (hashes >> _BUCKET_SHIFT).view(np.int64)
+
+
+def id_runs(ids: np.ndarray) -> Runs:
+    """Groups equal ids ``[n]`` of int64; ``unique`` ascends by the hash."""
+    bits = len(ids).bit_length()
+    if not len(ids):
+        none = np.empty(0, np.intp)
+        return Runs(ids, none, none, none)
+    # Upper bits of the hash and position in one number: sorting that is four times as
+    # fast as a stable argsort.
+    hashes = hashes_of(ids)
+    position = np.uint64(2**bits - 1)
+    keyed = hashes & ~position
+    keyed |= np.arange(len(ids), dtype=np.uint64)
+    keyed.sort()
+    order = (keyed & position).view(np.int64)
+    keyed &= ~position
+    ordered = ids.take(order)
+    first = np.empty(len(ids), bool)
+    first[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    if np.any(first[1:] & (keyed[1:] == keyed[:-1])):  # by chance, of different ids
+        order = np.argsort(hashes, kind="stable")
+        ordered = ids.take(order)
+        np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    counts = np.diff(starts, append=len(ids))
+    return Runs(ordered.take(starts), order, starts, counts)
 
 
 @final

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
     from zstrat.transport import MakeTaskLink
     from zstrat.variables import Rounds, VariableSpec
-    from zstrat.wire import InitialEntry
+    from zstrat.wire import InitialEntry, TableEntry
 
     from ._cluster import Cluster
     from .recovery import Inventory, Recovery
@@ -155,6 +155,21 @@ class ParameterServers:
         with self._explain_resume():
             await self.client.initialize(requests, code, deadline=deadline)
         self._created([spec for spec, _ in entries])
+
+    @repeated
+    async def create_tables(
+        self, entries: Sequence[tuple[VariableSpec, TableEntry]], code: bytes
+    ) -> None:
+        """Has the servers create parts of tables of any id, without rows; ``code`` is
+        the pickled initializer."""
+        if self._cluster.options.joins:
+            await self._wait_for([spec for spec, _ in entries], [], self._timeout)
+            return
+        with self._explain_resume():
+            requests = [(spec.ps, entry) for spec, entry in entries]
+            await self.client.create_tables(requests, code)
+        if self._inventory is not None:
+            self._inventory.created_tables(entries, code)
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """Keeps the initial values of new variables that cannot be saved: a restore

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from zstrat.rows import runs, sums
+from zstrat.rows import sums
 from zstrat.variables import present
 from zstrat.wire import UpdateOp
 
@@ -132,7 +132,7 @@ def split(
     except IndexError as error:
         raise IndexError(f"{update.where}: {error}") from None
     indices, rows = present(indices, rows)
-    index_runs = runs(indices)
+    index_runs = table.runs(indices)
     if update.op in SUMMED:
         ordered, rows = index_runs.unique, sums(index_runs, rows)
     elif update.op is UpdateOp.SCATTER_UPDATE:

@@ -14,6 +14,7 @@ from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
 from ._creator import DeferredValue as DeferredValue
 from ._creator import StrategyCreator as StrategyCreator
+from ._creator import TableRequest as TableRequest
 from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._creator import initial as initial
@@ -25,6 +26,9 @@ from ._downcast import is_downcast as is_downcast
 from ._downcast import is_machinery as is_machinery
 from ._downcast import user_line as user_line
 from ._downcast import user_stacklevel as user_stacklevel
+from ._hash_table import BUCKET_ROWS as BUCKET_ROWS
+from ._hash_table import HashTable as HashTable
+from ._hash_table import hashed as hashed
 from ._local import CopyStorage as CopyStorage
 from ._local import LocalStorage as LocalStorage
 from ._local import StorageWithSlots as StorageWithSlots

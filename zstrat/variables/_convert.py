@@ -231,11 +231,14 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
-    """Refuses indices outside of ``[0, shape[0])``, except `ABSENT`.
+    """Refuses indices outside of ``[0, shape[0])``, except `ABSENT`; none of a table of
+    any id.
 
     Raises:
         IndexError: One is outside; names the first.
     """
+    if spec.buckets is not None:
+        return
     outside = ((indices < 0) & (indices != ABSENT)) | (indices >= spec.shape[0])
     if outside.any():
         raise IndexError(

@@ -117,6 +117,52 @@ def create_per_worker(request: VariableRequest) -> Any:
     return asked.create_per_worker(request)
 
 
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """The user's arguments for one new table of any id: ``row`` is the shape of a row,
+    ``seed`` from 0 to 2**63 - 1."""
+
+    row: tuple[int, ...]
+    dtype: np.dtype
+    initializer: Initializer
+    seed: int
+    name: str
+    trainable: bool
+
+
+@runtime_checkable
+class TableCreator(Protocol):
+    """A creator of tables of any id."""
+
+    def create_table(self, request: TableRequest) -> Any:
+        """Creates a `HashTable`."""
+        ...
+
+
+def create_table(request: TableRequest) -> Any:
+    """Creates a table of any id.
+
+    Raises:
+        ValueError: The current scope is not that of a strategy with parameter servers;
+            a step is being traced.
+    """
+    recording = recorder.get()
+    if recording is not None and not recording.may_create:
+        raise CreatedInStep(
+            f"table {request.name!r} is created inside a step function: create it "
+            "before, in strategy.scope(), and use it in the step"
+        )
+    current = creator.get()
+    asked = current.inner if isinstance(current, DelegatingCreator) else current
+    if not isinstance(asked, TableCreator):
+        raise ValueError(
+            f"table {request.name!r}: a zs.HashTable is stored on parameter servers: "
+            "create it in the scope of a zs.ParameterServerStrategy. Elsewhere use a "
+            "zs.Variable with a row for each id that may come"
+        )
+    return asked.create_table(request)
+
+
 @runtime_checkable
 class DelegatingCreator(Protocol):
     """A creator that delegates to another one."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.rows import Runs, runs, sums
+from zstrat.rows import Runs, sums
 from zstrat.wire import UpdateOp
 
 from ._storage import read_parts, read_parts_async
@@ -77,7 +77,7 @@ class Gathering:
         table.require_inside(index)
         flat = index.reshape(-1)
         absent_mask = absent(flat)
-        found = runs(flat if absent_mask is None else flat[~absent_mask])
+        found = table.runs(flat if absent_mask is None else flat[~absent_mask])
         return cls(table, index.shape, found, table.pieces(found.unique), absent_mask)
 
     @property
@@ -138,12 +138,12 @@ def row_updates(
     is scattered keeps the order of duplicates.
     """
     indices, rows = present(*operands)
-    index_runs = runs(indices)
+    index_runs = table.runs(indices)
     if op is UpdateOp.OPTIMIZE_ROWS:
         indices, rows = index_runs.unique, sums(index_runs, rows)
     else:
         # uint64 minus int64 is a float in numpy.
-        indices = indices.astype(np.intp, copy=False)[index_runs.order]
+        indices = indices.astype(np.int64, copy=False)[index_runs.order]
         rows = rows[index_runs.order]
     parts = {
         piece.component: (piece.local, rows[piece.positions])

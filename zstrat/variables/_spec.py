@@ -74,6 +74,9 @@ class VariableSpec:
     aggregation: VariableAggregation = VariableAggregation.NONE
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     part: ComponentRows | None = None
+    buckets: tuple[int, int] | None = None
+    """Of a part of a table of any id: it has the ids of buckets ``[first, end)``
+    (`zstrat.ids`), and the first axis of its shape is nominal."""
 
     @property
     def device(self) -> str:
@@ -90,7 +93,10 @@ class VariableSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value."""
+        """Bytes of the value; 0 for a table of any id, which has as many rows as are
+        created."""
+        if self.buckets is not None:
+            return 0
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     def __str__(self) -> str:

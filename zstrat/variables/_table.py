@@ -1,9 +1,11 @@
 """Rows of arrays: `IndexedSlices` (a value), `Table` (where rows are), `select`.
 
-A `Table` is one or several variables, in one of two layouts, as in TF: *div* gives each
+A `Table` is one or several variables. Two of its layouts are TF's: *div* gives each
 component a range of neighbouring rows, the first ones one more than the rest (as
 partitioners do); *mod* distributes the rows round-robin (only for lists in an
-`embedding_lookup` of the v1 API).
+`embedding_lookup` of the v1 API). In the third, *hash*, of a `HashTable`, rows have any
+ids of 64 bits in place of indices; each component has a range of their hashes, and ids
+are sorted by these.
 
 Indexing is that of numpy, except arrays of integers (`sparse_read` does that): `select`
 replaces the part of the index for the first axis by one for the rows that are fetched,
@@ -25,10 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.ids import buckets_of, hashes_of, id_runs
+from zstrat.rows import runs
+
 from ._downcast import DowncastWarning, downcast_loss, user_stacklevel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from zstrat.rows import Runs
 
     from ._storage import VariableHandle
 
@@ -121,6 +128,7 @@ class TableLayout(enum.StrEnum):
 
     DIV = "div"
     MOD = "mod"
+    HASH = "hash"
 
 
 class TablePiece(NamedTuple):
@@ -136,8 +144,9 @@ class TablePiece(NamedTuple):
 class Table:
     """Rows of one or several variables, which may differ in their first axis only.
 
-    ``shape`` is that of all rows together. Two tables are equal if they have the same
-    variables in the same layout; values are never compared.
+    ``shape`` is that of all rows together; the first axis of a hashed one is nominal.
+    ``is_hashed``: rows have ids of 64 bits in place of indices. Two tables are equal if
+    they have the same variables in the same layout; values are never compared.
     """
 
     name: str
@@ -159,6 +168,10 @@ class Table:
         return self.components[0].dtype
 
     @property
+    def is_hashed(self) -> bool:
+        return self.layout is TableLayout.HASH
+
+    @property
     def keys(self) -> tuple[int, ...]:
         """The keys of the components, which identify the table in its session."""
         return tuple(component.spec.key for component in self.components)
@@ -172,6 +185,9 @@ class Table:
         return hash((self.keys, self.layout))
 
     def __str__(self) -> str:
+        if self.is_hashed:
+            row = list(self.shape[1:])
+            return f"table {self.name!r} (any id, rows {self.dtype.name}{row})"
         return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
 
     def require_inside(self, ids: np.ndarray) -> None:
@@ -180,7 +196,7 @@ class Table:
         Raises:
             IndexError: An id is outside; names the table and the first such id.
         """
-        if not ids.size:
+        if not ids.size or self.is_hashed:
             return
         rows = self.shape[0]
         if int(ids.min()) < 0 or int(ids.max()) >= rows:
@@ -193,13 +209,32 @@ class Table:
                 "(zs.embedding_lookup_sparse), or look it up as row 0"
             )
 
+    def runs(self, ids: np.ndarray) -> Runs:
+        """Groups ids ``[n]`` that are inside of the table, in its order."""
+        if self.is_hashed:
+            return id_runs(ids.astype(np.int64, copy=False))
+        return runs(ids)
+
+    def cuts(self, ids: np.ndarray) -> list[int]:
+        """Returns where the ids of each component of a hashed table begin and, last,
+        where all end; ``ids`` ``[n]`` of int64 in the table's order."""
+        firsts = [self._buckets(component)[0] for component in self.components]
+        buckets = buckets_of(hashes_of(ids))
+        return [*np.searchsorted(buckets, firsts).tolist(), len(ids)]
+
     def pieces(self, ids: np.ndarray) -> Sequence[TablePiece]:
         """Splits ids ``[n]`` over the components, without those that have none.
 
-        The ids are ascending, and inside of the table.
+        The ids are in the table's order, ascending or by their hash, and inside of it.
         """
         if len(self.components) == 1:
             return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []
+        if self.is_hashed:
+            return [
+                TablePiece(n, slice(start, stop), ids[start:stop])
+                for n, (start, stop) in enumerate(itertools.pairwise(self.cuts(ids)))
+                if start < stop
+            ]
         if self.layout is TableLayout.DIV:
             return self._ranges(ids)
         count = len(self.components)
@@ -210,6 +245,11 @@ class Table:
             for n, at in enumerate(positions)
             if len(at)
         ]
+
+    @staticmethod
+    def _buckets(component: VariableHandle) -> tuple[int, int]:
+        assert component.spec.buckets is not None, component
+        return component.spec.buckets
 
     def _ranges(self, ids: np.ndarray) -> list[TablePiece]:
         cuts = np.searchsorted(ids, self.offsets)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.rounds import RestoredRounds
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
+    from zstrat.wire import TableEntry
 
 
 class RestorePoint(Protocol):
@@ -83,15 +84,25 @@ class Inventory:
         self._trees: dict[tuple[int, bytes], None] = {}
         """Trees of optimizers that this program has sent. Workers send those of their
         steps in each session, before the first gradient."""
+        self._tables: dict[int, tuple[int, TableEntry, bytes]] = {}
+        """Parts of tables of any id, by key: server, entry, and the initializer."""
         self._initial: dict[int, np.ndarray] = {}
         """First values of variables that no checkpoint has, by key."""
 
     def created(self, specs: Iterable[VariableSpec]) -> None:
         self._variables.update((spec.key, spec) for spec in specs)
 
+    def created_tables(
+        self, tables: Iterable[tuple[VariableSpec, TableEntry]], code: bytes
+    ) -> None:
+        for spec, entry in tables:
+            self._variables[spec.key] = spec
+            self._tables[spec.key] = spec.ps, entry, code
+
     def deleted(self, specs: Iterable[VariableSpec]) -> None:
         for spec in specs:
             self._variables.pop(spec.key, None)
+            self._tables.pop(spec.key, None)
             self._initial.pop(spec.key, None)
 
     def note_initial(
@@ -138,7 +149,10 @@ class Inventory:
         Raises:
             PSUnavailableError: A server is lost.
         """
-        specs, initial = self._variables.values(), self._initial
+        specs = [s for s in self._variables.values() if s.key not in self._tables]
+        initial = self._initial
+        for ps, entry, code in self._tables.values():
+            await client.create_tables([(ps, entry)], code)
         entries = [(spec.ps, _zeros(spec)) for spec in specs if spec.key not in initial]
         await client.create(
             [

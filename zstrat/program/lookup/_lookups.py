@@ -12,6 +12,9 @@ component of each row, and the positions of each row in the result. Tables with 
 the same shape and dtype are neighbours: their rows are one array, a *block*, which the
 program takes as one input and cuts.
 
+Ids of a hashed table have no numbers of their own: those of one request are numbered in
+the order of their hashes, which is that of the components, too.
+
 Law of the file: the layout of a level is computed once; a step does no work per lookup,
 and per component only a slice.
 """
@@ -42,7 +45,7 @@ Part = tuple["VariableSpec", slice, np.ndarray]
 
 class WantedRows(NamedTuple):
     """Rows of one variable: ``indices`` ``[n]`` of its first axis, int64, strictly
-    ascending."""
+    ascending; or ids of a part of a hashed table, with strictly ascending hashes."""
 
     spec: VariableSpec
     indices: np.ndarray
@@ -86,6 +89,15 @@ class IdSegment(NamedTuple):
     base: int
     first: int
 
+    @property
+    def heights(self) -> list[int]:
+        """How many numbers each component has: those of a hashed table share as many
+        as there are ids."""
+        if self.table.is_hashed:
+            others = len(self.table.components) - 1
+            return [self.stop - self.start, *[0] * others]
+        return [component.shape[0] for component in self.table.components]
+
 
 class LookupBlock(NamedTuple):
     """Segments with rows of one shape and dtype: ids ``[start, stop)``, components
@@ -126,7 +138,7 @@ class Level:
         )
         self.size: int = segments[-1].stop
         self._components = [c for segment in segments for c in segment.table.components]
-        heights = [component.shape[0] for component in self._components]
+        heights = [height for segment in segments for height in segment.heights]
         self._bounds = np.cumsum([0, *heights], dtype=np.int64)
         self._base = np.repeat(
             np.array([s.base for s in segments], np.int64),
@@ -134,8 +146,14 @@ class Level:
         )
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
-        self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
+        fits = np.iinfo(np.int64)
+        ends = [
+            (fits.min, fits.max) if s.table.is_hashed else (0, s.table.shape[0] - 1)
+            for s in self._full
+        ]
+        self._least, self._most = np.array(ends, np.int64).reshape(-1, 2).T
         self._modular = [s for s in self._full if s.table.layout is TableLayout.MOD]
+        self._hashed = [s for s in self._full if s.table.is_hashed]
 
     def ask(self, ids: np.ndarray) -> LevelRequest:
         """Makes the request for ids ``[size]``, int64.
@@ -150,20 +168,44 @@ class Level:
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
             keys[own] = bounds[ids[own] % count] + ids[own] // count
+        bounds, ids_of = self._bounds, {}
+        if self._hashed:
+            bounds, ids_of = self._numbered(ids, keys)
         if absent_mask is None:
             found = runs(keys)
         else:  # positions among all keys
             found = runs(keys[~absent_mask])
             found = found._replace(order=np.flatnonzero(~absent_mask)[found.order])
-        cuts = np.searchsorted(found.unique, self._bounds).tolist()
+        cuts = np.searchsorted(found.unique, bounds).tolist()
         wanted = [
-            WantedRows(component.spec, found.unique[start:stop] - self._bounds[c])
+            WantedRows(
+                component.spec,
+                found.unique[start:stop] - bounds[c]
+                if c not in ids_of
+                else ids_of[c].take(found.unique[start:stop] - bounds[c]),
+            )
             for c, (component, (start, stop)) in enumerate(
                 zip(self._components, itertools.pairwise(cuts), strict=True)
             )
             if start < stop
         ]
         return LevelRequest(found, cuts, tuple(wanted), absent_mask)
+
+    def _numbered(
+        self, ids: np.ndarray, keys: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Numbers the ids of hashed tables, in ``keys``; returns the first number of
+        each component, and by component the ids that its numbers stand for."""
+        bounds, ids_of = self._bounds.copy(), {}
+        for segment in self._hashed:
+            own, first = slice(segment.start, segment.stop), segment.first
+            found = segment.table.runs(ids[own])
+            keys[own] = found.inverse() + segment.base
+            cuts = segment.table.cuts(found.unique)
+            for c, (start, stop) in enumerate(itertools.pairwise(cuts), first):
+                bounds[c] = segment.base + start
+                ids_of[c] = found.unique[start:stop]
+        return bounds, ids_of
 
     def assembled(
         self, asked: LevelRequest, answers: Sequence[np.ndarray]
@@ -239,8 +281,8 @@ class Level:
             return False
         low = np.minimum.reduceat(ids, self._starts)
         high = np.maximum.reduceat(ids, self._starts)
-        if not ((low < 0) | (high >= self._rows)).any():
-            return False
+        if not ((low < self._least) | (high > self._most)).any():
+            return bool((low < 0).any())
         for segment in self._full:
             start = segment.start
             for number in segment.lookups:
@@ -275,8 +317,9 @@ def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[LookupBlock, 
         segments = []
         for table, numbers in tables.items():
             stop = at + sum(planned[number].size for number in numbers)
-            segments.append(IdSegment(table, tuple(numbers), at, stop, base, component))
-            at, base = stop, base + table.shape[0]
+            segment = IdSegment(table, tuple(numbers), at, stop, base, component)
+            segments.append(segment)
+            at, base = stop, base + sum(segment.heights)
             component += len(table.components)
         start, first = segments[0].start, segments[0].first
         blocks.append(LookupBlock(kind, tuple(segments), start, at, first, component))

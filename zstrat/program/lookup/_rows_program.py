@@ -23,6 +23,7 @@ from zstrat.program._compile import own
 from zstrat.program._results import SUMMED, Computed, outgoing, parted
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
+from zstrat.program.trace._wide import evaluator, with_64_bits
 from zstrat.rows import sums
 
 from ._lookups import Level, Wanted
@@ -88,7 +89,13 @@ class Ids:
     """The ids of one level: inputs of the step, or computed by a program."""
 
     def __init__(
-        self, level: Level, flow: Flow, first: int, inputs: TraceInputs, name: str
+        self,
+        level: Level,
+        flow: Flow,
+        first: int,
+        inputs: TraceInputs,
+        name: str,
+        wide: frozenset[int],
     ) -> None:
         self._taken: list[int | None] = []
         computed: dict[Any, list[int]] = {}
@@ -106,7 +113,9 @@ class Ids:
             places.append((kind.dtype.name, start, counts[kind.dtype.name]))
             computed.setdefault(kind.dtype.name, []).append(output)
         self._places = places
-        self._program = _compiled(flow, computed, inputs, name) if computed else None
+        self._program = (
+            _compiled(flow, computed, inputs, name, wide) if computed else None
+        )
 
     def __call__(self, given: list[Any], blocks: list[Any]) -> np.ndarray:
         computed: dict[Any, np.ndarray] = {}
@@ -125,11 +134,17 @@ class Ids:
 
 
 def _compiled(
-    flow: Flow, computed: dict[Any, list[int]], inputs: TraceInputs, name: str
+    flow: Flow,
+    computed: dict[Any, list[int]],
+    inputs: TraceInputs,
+    name: str,
+    wide: frozenset[int],
 ) -> Callable[..., Any]:
     """Compiles a program that returns the ids of each dtype as one vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
+    if not wide.isdisjoint(needed):
+        part, needed = flow.part(outputs, evaluate=evaluator(wide))
     chosen = inputs.givens(needed)
 
     def program(given: list[Any], blocks: list[Any]) -> Any:
@@ -142,7 +157,10 @@ def _compiled(
         }
 
     program.__name__ = program.__qualname__ = f"{name}_ids"
-    jitted = jax.jit(program)
+    jitted: Callable[..., Any] = jax.jit(program)
+    if not wide.isdisjoint(needed):
+        places = [n for n, number in enumerate(chosen) if number in wide]
+        jitted = with_64_bits(jitted, places)
     return lambda given, blocks: jitted([given[number] for number in chosen], blocks)
 
 
@@ -178,10 +196,17 @@ class RowsProgram:
         inputs = TraceInputs(traced, _places(self.levels, plan))
         first = len(traced.closed.jaxpr.outvars) - len(plan.lookups)
         self._ids = [
-            None if level is None else Ids(level, flow, first, inputs, self._name)
+            None
+            if level is None
+            else Ids(level, flow, first, inputs, self._name, plan.wide)
             for level in self.levels
         ]
         self._shared = _shared(plan, self.levels, flow, self._operands, first)
+        together = {number for shared in self._shared for number in shared.updates}
+        for number, update in enumerate(plan.updates):
+            table = update.table
+            if table is not None and table.is_hashed and number not in together:
+                raise _refusals.hashed_update(table, update.where)
         self._main = self._compiled(flow, inputs)
         self._traced = False
 
@@ -238,10 +263,20 @@ class RowsProgram:
             *(n for numbers in rows for n in numbers),
         ]
         part, needed = flow.part(wanted, with_effects=True)
+        wide = self.plan.wide & set(needed)
+        if wide:
+            part, needed = flow.part(
+                wanted, with_effects=True, evaluate=evaluator(wide)
+            )
+        kinds = [flow.kind_of(number).dtype for number in wanted]
 
         def program(given: list[Any], blocks: list[Any]) -> Any:
             values = [inputs.of(number, given, blocks) for number in needed]
-            results_by_number = dict(zip(wanted, part(*values), strict=True))
+            outputs = [
+                value if value.dtype == kind else value.astype(kind)
+                for value, kind in zip(part(*values), kinds, strict=True)
+            ]
+            results_by_number = dict(zip(wanted, outputs, strict=True))
             known = {id(value) for value in (*values, *given)}
             return (
                 [own(results_by_number[n], known) for n in results],
@@ -253,7 +288,7 @@ class RowsProgram:
             )
 
         program.__name__ = program.__qualname__ = self._name
-        return jax.jit(program)
+        return with_64_bits(jax.jit(program), wide) if wide else jax.jit(program)
 
 
 class Lookups:

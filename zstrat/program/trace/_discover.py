@@ -23,7 +23,7 @@ from . import _refusals
 from ._capture import Capture
 from ._feeds import Discovery, body_program
 from ._flow import Flow
-from ._int32_checks import downcast_leaves, taken_as_ids, wide_leaves
+from ._int32_checks import checked_plan, downcast_leaves, wide_leaves
 from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 
@@ -273,14 +273,14 @@ def discover(
                 plan, downcast_leaves=downcast_leaves(plan, in_stages.traced(), wide)
             )
         return plan, in_stages
+    for update in plan.updates if not plan.lookups else ():
+        if update.table is not None and update.table.is_hashed:
+            raise _refusals.hashed_update(update.table, update.where)
     indexed = wide and any(update.table is not None for update in plan.updates)
     if plan.lookups or indexed:
         again = retraced(plan, body, call, elements)
-        plan = replace(
-            plan,
-            downcast_leaves=downcast_leaves(plan, again, wide),
-            taken=taken_as_ids(plan, again) if wide else frozenset(),
-        )
+        if wide:
+            plan = checked_plan(plan, again, wide)
         if plan.lookups:
             return leveled(plan, again)
     return plan, body

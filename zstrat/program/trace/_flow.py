@@ -93,12 +93,19 @@ class Flow:
         return self._jaxpr.outvars[output].aval
 
     def part(
-        self, outputs: Sequence[int], *, with_effects: bool = False
+        self,
+        outputs: Sequence[int],
+        *,
+        with_effects: bool = False,
+        evaluate: Callable[[ClosedJaxpr, list[int]], Callable[..., Any]] | None = None,
     ) -> tuple[Callable[..., list[jax.Array]], list[int]]:
         """Extracts the part that computes these outputs: a function, and the numbers of
         its inputs.
 
-        ``with_effects``: include equations with side effects.
+        Args:
+            with_effects: Include equations with side effects.
+            evaluate: Makes the function that evaluates the part, whose inputs have
+                these numbers in the whole.
         """
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
@@ -113,10 +120,13 @@ class Flow:
         pruned = self._jaxpr.replace(
             invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects
         )
-        run = jaxpr_as_fun(ClosedJaxpr(pruned, self._closed.consts))
+        closed = ClosedJaxpr(pruned, self._closed.consts)
         acts = with_effects and bool(self._jaxpr.effects)
         used = -1 if acts else self.inputs_of(outputs)
         numbers = {var: n for n, var in enumerate(self._jaxpr.invars)}
+        run: Callable[..., Any] = jaxpr_as_fun(closed)
+        if evaluate is not None:
+            run = evaluate(closed, [numbers[var] for var in invars])
         inputs = [numbers[var] for var in invars if used >> numbers[var] & 1]
 
         def part(*given: Any) -> list[jax.Array]:

@@ -15,6 +15,7 @@ floats only in the first step of a program, because floats of one place are alik
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,6 +33,7 @@ from zstrat.variables import (
 from . import joined
 from ._flow import _MARK, Flow
 from ._signature import places as places_of
+from ._wide import wide_leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,11 +79,13 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
     if not wide:
         return {}
     flow = Flow(closed)
-    ids = list(range(flow.outputs - len(plan.lookups), flow.outputs))
+    first = flow.outputs - len(plan.lookups)
+    ids = [n for n, x in enumerate(plan.lookups, first) if not x.table.is_hashed]
     at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
     indices = []
     for update in plan.updates:
-        indices += [at] if update.table is not None else []
+        if update.table is not None and not update.table.is_hashed:
+            indices.append(at)
         at += len(update.operands)
     taken = _taken(plan, flow)
     computed = flow.inputs_of(
@@ -95,9 +99,28 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
     return {number: place for number, place in wide.items() if computed >> number & 1}
 
 
-def taken_as_ids(plan: Plan, closed: Any) -> frozenset[int]:
-    """Returns the leaves that are ids of lookups themselves, and keep their 64 bits."""
-    return _taken(plan, Flow(closed))
+def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
+    """Returns the plan with its leaves of 64 bits: those that have to fit 32, those
+    that are ids of lookups themselves, and those that ids of hashed tables are computed
+    from, which keep them."""
+    first = len(closed.jaxpr.outvars) - len(plan.lookups)
+    hashed = [n for n, x in enumerate(plan.lookups, first) if x.table.is_hashed]
+    at, indices = len(plan.out_specs), set()
+    for update in plan.updates:
+        if update.table is not None and update.table.is_hashed:
+            indices.add(at)  # looked up, too: the host has them
+        at += len(update.operands)
+    others = [n for n in range(first) if n not in indices]
+    leaves = wide_leaves_of(closed, hashed, others, wide)
+    fitting = downcast_leaves(plan, closed, wide)
+    fitting.update((number, wide[number]) for number in leaves.narrowed)
+    taken = _taken(plan, Flow(closed)) | leaves.used
+    return replace(
+        plan,
+        downcast_leaves=fitting,
+        taken=taken - leaves.returned,
+        wide=leaves.used,
+    )
 
 
 def _taken(plan: Plan, flow: Flow) -> frozenset[int]:

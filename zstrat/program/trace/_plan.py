@@ -137,6 +137,7 @@ class Plan:
         downcast_leaves: Leaves of arguments and elements that must fit 32 bits: by
             number, with their place for messages.
         taken: Leaves that are ids of lookups, and keep all their bits.
+        wide: Leaves that ids of hashed tables are computed from, with all their bits.
         watch: Checks all other leaves of more than 32 bits.
         calls: The trees of gradients that parameter servers apply.
     """
@@ -157,6 +158,7 @@ class Plan:
     downcast_leaves: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[GradientCall, ...] = ()
     taken: frozenset[int] = frozenset()
+    wide: frozenset[int] = frozenset()
     watch: Callable[[Sequence[Any]], None] | None = None
     captured: tuple[StepIterator, ...] = ()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.program.lookup._lookups import PlannedLookup
-    from zstrat.variables import VariableHandle
+    from zstrat.variables import Table, VariableHandle
 
     from ._iterator import StepIterator
 
@@ -293,6 +293,16 @@ def collective_inside(where: str) -> RuntimeError:
         "jax compiles (jax.lax.scan, while_loop, cond, switch, jax.vmap, "
         "jax.shard_map), where a step cannot be cut: call it in the body of the "
         "replica function, under jax.grad or in jax.jit, before or after the loop"
+    )
+
+
+def hashed_update(table: Table, where: str) -> ValueError:
+    """Returns the error for an update of rows that the step does not look up."""
+    return ValueError(
+        f"{where}: rows of {table} are updated by other ids than the step looks up "
+        "with one zs.embedding_lookup or several: in steps give an optimizer the "
+        "gradient of zs.value_and_grad as it is, or scatter_add by the very ids of a "
+        "look-up; between steps use table.assign(ids, values)"
     )
 
 

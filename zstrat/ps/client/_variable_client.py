@@ -10,6 +10,7 @@ import numpy as np
 from zstrat.wire import (
     BindOptimizer,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     DeleteVariables,
     InitialEntry,
@@ -25,7 +26,7 @@ from ._asking import AskedServers, by_server
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from zstrat.wire import PlainTree
+    from zstrat.wire import PlainTree, TableEntry
 
     from ._asking import T
     from ._reading import Ref
@@ -94,6 +95,25 @@ class VariableCalls(AskedServers, abc.ABC):
             for ps, entries in _batches(variables)
         ]
         await self.each(messages, object, deadline=deadline)
+
+    async def create_tables(
+        self, tables: Sequence[tuple[int, TableEntry]], code: bytes
+    ) -> None:
+        """Has the servers create parts of tables of any id, ``(ps, entry)`` each, with
+        one shipped initializer.
+
+        Raises:
+            InvalidArgumentError: The initializer cannot be loaded, or does not make
+                rows; says why.
+            AlreadyExistsError: A key is taken by another variable.
+
+        Cancellation: tables may have been created.
+        """
+        messages = [
+            (ps, CreateTables(self.session, entries, code))
+            for ps, entries in _batches(tables)
+        ]
+        await self.each(messages, object)
 
     async def delete(self, refs: Sequence[Ref]) -> None:
         """Deletes variables with their optimizer slots.

@@ -23,9 +23,10 @@ from zstrat.variables import (
     VariableSpec,
     encoded,
     handle,
+    hashed,
     joined,
 )
-from zstrat.wire import UpdateOp
+from zstrat.wire import TableEntry, UpdateOp
 
 from ._variable_placement import Numbers, PlacementRule, VariablePlacement, draft
 
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         GradientCall,
+        HashTable,
         OptimizerHandle,
         StorageRows,
         StorageUpdate,
+        TableRequest,
         VariableRequest,
     )
     from zstrat.wire import InitialEntry
@@ -87,6 +90,7 @@ class ServerVariables(StrategyCreator):
         bind_workers: Callable[[str], int] | None = None,
     ) -> None:
         self._session, self._servers = session, session.servers
+        self._ps_count = ps_count
         self._numbers = Numbers(session.origin, VariablePlacement(ps_count, rule))
         self._partitioner = partitioner
         self._bind_workers = bind_workers
@@ -195,6 +199,23 @@ class ServerVariables(StrategyCreator):
             work = self._servers.keep_initial(_specs(made))
             self._session.run(work, "reading first values")
         return PerWorkerVariable(request.name, made)
+
+    def create_table(self, request: TableRequest) -> HashTable:
+        """Creates a table of any id, with a part on each ps, in one round trip.
+
+        Raises:
+            InvalidArgumentError: A ps cannot load the initializer; says why.
+            PSUnavailableError: A ps is gone.
+        """
+        code = dump_code(request.initializer)
+        with self._lock:
+            self._withdraw()
+            with self._numbers.taking():
+                specs = self._numbers.parts(request, self._ps_count)
+                entries = [(spec, _table_entry(spec, request)) for spec in specs]
+                work = self._servers.create_tables(entries, code)
+                self._session.run(work, "creating a table")
+        return hashed([handle(spec, self) for spec in specs], request.name)
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
         """Frees variables that were created here, in one round trip per ps.
@@ -407,6 +428,13 @@ def _beside(variable: VariableHandle) -> Iterator[None]:
         yield
     finally:
         _colocated.set(before)
+
+
+def _table_entry(spec: VariableSpec, request: TableRequest) -> TableEntry:
+    row = list(request.row)
+    return TableEntry(
+        spec.key, spec.name, spec.trainable, spec.dtype, row, request.seed
+    )
 
 
 def _specs(variables: Sequence[VariableHandle]) -> list[VariableSpec]:

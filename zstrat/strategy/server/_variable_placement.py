@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -22,13 +23,20 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from zstrat.variables import ComponentRows, DeferredValue, VariableSpec, initial
+from zstrat.ids import BUCKETS
+from zstrat.variables import (
+    BUCKET_ROWS,
+    ComponentRows,
+    DeferredValue,
+    VariableSpec,
+    initial,
+)
 from zstrat.wire import InitialEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import VariableHandle, VariableRequest
+    from zstrat.variables import TableRequest, VariableHandle, VariableRequest
 
 
 _log: Final = logging.getLogger(__name__)
@@ -267,6 +275,28 @@ class Numbers:
             self._placement.back_to(mark)
             raise
         self.settled()
+
+    def parts(self, request: TableRequest, servers: int) -> list[VariableSpec]:
+        """Returns the parts of a table of any id, with keys: one on each server, or on
+        the first ones if there are more than buckets."""
+        count = min(servers, BUCKETS)
+        cuts = [BUCKETS * n // count for n in range(count + 1)]
+        first = self._created + 1
+        self._created += count
+        specs = [
+            VariableSpec(
+                first + n,
+                request.name if count == 1 else f"{request.name}/part_{n}",
+                ((stop - start) * BUCKET_ROWS, *request.row),
+                request.dtype.name,
+                n,
+                request.trainable,
+                buckets=(start, stop),
+            )
+            for n, (start, stop) in enumerate(itertools.pairwise(cuts))
+        ]
+        self._variables_at_risk += specs
+        return specs
 
     def components(
         self, new: VariablePlan, beside: VariableHandle | None
