@@ -8,6 +8,7 @@ from ._convert import is_weak as is_weak
 from ._convert import require_divisors as require_divisors
 from ._convert import require_unmasked as require_unmasked
 from ._convert import require_untruncated as require_untruncated
+from ._convert import require_whole_ids as require_whole_ids
 from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep

@@ -224,10 +224,32 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
         ids = integers(ids, f"ids of {table}")
         # Before jax casts them to 32 bits.
         table.require_inside(ids)
+        require_whole_ids(table, ids)
     index = jnp.asarray(ids)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"ids of {table} must be integers, got {index.dtype}")
     return index
+
+
+def require_whole_ids(table: Table, ids: Any) -> None:
+    """Refuses ids of a hashed table that are known while a step is traced, if jax would
+    downcast them.
+
+    Raises:
+        ValueError: One does not fit.
+    """
+    if not table.is_hashed or not isinstance(ids, np.ndarray | np.generic):
+        return
+    dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
+    if dtype == ids.dtype or not ids.size:
+        return
+    wrong = ids[ids != ids.astype(dtype)]
+    if wrong.size:
+        raise ValueError(
+            f"ids of {table} are a constant of what jax traces, which would downcast "
+            f"{wrong.flat[0]} to 32 bits: pass them as an argument of a zs.function, "
+            "or switch on jax_enable_x64 (JAX_ENABLE_X64=1, on the workers, too)"
+        )
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:

@@ -37,6 +37,7 @@ from zstrat.variables import (
     reaching,
     recorder,
     require_untruncated,
+    require_whole_ids,
     traced_ids,
 )
 
@@ -98,6 +99,8 @@ def lookup(
     layout = _STRATEGIES[partition_strategy]
     table, via = _table(params, layout)
     ids = _ids_given(ids, "ids" if table is None else f"ids of {table}")
+    if table is not None and not isinstance(recorder.get(), Immediate | None):
+        require_whole_ids(table, ids)
     if valid is not None:
         ids = _masked(ids, valid, 0 if table is None else ABSENT)
     if table is None:
@@ -157,6 +160,8 @@ def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
         return Immediate().lookup(table, ids)
     for component in table.components:
         require_untruncated(component.spec)
+    if table.is_hashed and isinstance(recording, Immediate):
+        return recording.lookup(table, ids)  # before jax casts them to 32 bits
     index = traced_ids(table, ids)
     if isinstance(recording, Substitution):
         return recording.lookup(table, index, via)

@@ -18,6 +18,7 @@ from zstrat.variables import (
     Table,
     TraceRecorder,
     apply_now,
+    downcast_loss,
     is_staging,
     read_parts,
     recorder,
@@ -27,6 +28,7 @@ from zstrat.variables import (
 
 from . import _refusals, joined
 from ._context import current_trace
+from ._int32_checks import is_integer_downcast
 from ._iterator import StepIterator
 from ._updates import device_storage
 
@@ -63,6 +65,8 @@ class Immediate(TraceRecorder):
         self.may_create = storage is None
         self._outermost = current_trace()
         self._drawn: list[Any] = []
+        self._lost = ""
+        """What drawing an element has lost of an integer."""
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
@@ -104,6 +108,12 @@ class Immediate(TraceRecorder):
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         storage = self._storage
+        if table.is_hashed and self._lost:
+            raise ValueError(
+                f"an eager step draws integers of 64 bits ({self._lost}) and looks up "
+                f"rows of {table}: jax has downcast the ids to 32 bits. Leave out "
+                "eager=True, or switch on jax_enable_x64"
+            )
         return rows_now(
             table, ids, read_parts if storage is None else storage.read_rows
         )
@@ -140,7 +150,11 @@ class Immediate(TraceRecorder):
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
             raise _refusals.draw_inside()
-        element = joined.mapped(_copied, self._draw(iterator))
+        element = self._draw(iterator)
+        for leaf in joined.leaves(element):
+            if is_integer_downcast(leaf) and (lost := downcast_loss(leaf)) is not None:
+                self._lost = lost
+        element = joined.mapped(_copied, element)
         self._drawn.extend(joined.leaves(element))
         return element
 

@@ -30,7 +30,7 @@ _TOGETHER: Final = frozenset(
         "abs", "add", "and", "clamp", "concatenate", "div", "eq", "ge", "gt",
         "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
         "pad", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-        "sign", "sub", "xor",
+        "sign", "square", "stack", "sub", "xor",
     }
 )  # fmt: skip
 """Operations whose integers have one dtype."""
@@ -40,7 +40,7 @@ _FIRST: Final = frozenset(
         "argmax", "argmin", "broadcast_in_dim", "convert_element_type", "copy",
         "copy_p", "cummax", "cummin", "cumsum", "dynamic_slice", "expand_dims",
         "gather", "name", "reduce_max", "reduce_min", "reduce_sum", "reshape", "rev",
-        "slice", "squeeze", "stop_gradient", "transpose",
+        "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "unstack",
     }
 )  # fmt: skip
 """Operations whose first operand may be wide; the others are positions."""
@@ -131,6 +131,13 @@ class Widened:
             return [self._narrowed(*which), *[self._widened(*each) for each in cases]]
         if name == "sort":
             return given
+        if name in ("dynamic_update_slice", "scatter"):
+            # The array, and what is written to it: neighbours, or at both ends.
+            at = (0, 1) if name == "dynamic_update_slice" else (0, 2)
+            return [
+                self._widened(*each) if place in at else self._narrowed(*each)
+                for place, each in enumerate(given)
+            ]
         if name in _FIRST:
             first, *others = given
             return [first, *[self._narrowed(*each) for each in others]]

@@ -1,0 +1,342 @@
+"""Tables of any id in steps: ids keep their 64 bits, compared with a dict."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.program as zs
+from zstrat.ids import BUCKETS, buckets_of, hashes_of
+from zstrat.variables import (
+    ABSENT,
+    BUCKET_ROWS,
+    DowncastWarning,
+    IndexedSlices,
+    VariableSpec,
+    handle,
+    hashed,
+)
+from zstrat.wire import UpdateOp
+
+RNG = np.random.default_rng(11)
+IDS = RNG.integers(-(2**63), 2**63 - 1, (4, 3))
+IDS[1] = IDS[0, ::-1]
+LOW = IDS.astype(np.int32)
+"""What would be left of them with 32 bits."""
+
+ONES = np.ones((3, 2), np.float32)
+RATE = np.float32(0.5)
+
+
+def first(ids):
+    """The first values of rows: they tell any two of these ids apart."""
+    halves = np.stack([ids >> 32, ids & (2**32 - 1)], axis=-1)
+    return (halves % 10007).astype(np.float32)
+
+
+KEYS = itertools.count(100)
+
+
+class Rows:
+    """Parts of a table as a server keeps them, in dicts; sgd for gradients."""
+
+    def __init__(self, parts: int = 3) -> None:
+        self.rows: list[dict[int, np.ndarray]] = [{} for _ in range(parts)]
+        cuts = [BUCKETS * n // parts for n in range(parts + 1)]
+        self.ranges = list(zip(cuts, cuts[1:], strict=False))
+        self.asked: list[list[int]] = []
+        specs = [
+            VariableSpec(
+                next(KEYS), f"t/{n}", ((b - a) * BUCKET_ROWS, 2), "float32", n,
+                buckets=(a, b),
+            )
+            for n, (a, b) in enumerate(self.ranges)
+        ]  # fmt: skip
+        self.table = hashed([handle(spec, self) for spec in specs], "t")
+
+    def get(self, ids):
+        whole = {k: v for part in self.rows for k, v in part.items()}
+        flat = np.ravel(ids)
+        rows = [whole.get(int(i), first(i)) for i in flat]
+        return np.array(rows, np.float32).reshape(*np.shape(ids), 2)
+
+    def own(self, variable, ids, *, distinct=True):
+        """The rows of a part; ids are its own, and sorted by their hash."""
+        assert ids.dtype == np.int64
+        part = variable.spec.ps
+        hashes, (low, high) = hashes_of(ids), self.ranges[part]
+        buckets = buckets_of(hashes)
+        assert ((buckets >= low) & (buckets < high)).all()
+        assert (hashes[1:] > hashes[:-1]).all() or not distinct
+        return self.rows[part]
+
+    def read_rows(self, parts):
+        for variable, ids in parts:
+            self.own(variable, ids)
+        self.asked.append([i for _, ids in parts for i in ids.tolist()])
+        return [self.get(ids) for _, ids in parts]
+
+    def update_many(self, updates):
+        for variable, op, operands, _ in updates:
+            ids = operands[0]
+            rows = self.own(variable, ids, distinct=op is UpdateOp.OPTIMIZE_ROWS)
+            if op is UpdateOp.REMOVE_ROWS:
+                for i in ids.tolist():
+                    rows.pop(i, None)
+                continue
+            for i, row in zip(ids.tolist(), operands[1], strict=True):
+                before = rows.get(i, first(np.int64(i)))
+                rows[i] = {
+                    UpdateOp.OPTIMIZE_ROWS: lambda a, b: a - RATE * b,
+                    UpdateOp.SCATTER_ADD: lambda a, b: a + b,
+                    UpdateOp.SCATTER_UPDATE: lambda a, b: b,
+                }[op](before, row)
+
+    def bind(self, call):
+        """Nothing: it knows one optimizer."""
+
+    def register_optimizer(self, optimizer):
+        return 1
+
+    def create_variables(self, requests):
+        raise AssertionError(requests)
+
+
+@pytest.fixture
+def rows():
+    return Rows()
+
+
+@pytest.fixture
+def optimizer(storage):
+    return storage.optimizer(optax.sgd(float(RATE)))
+
+
+def look(table):
+    return zs.function(lambda ids: zs.embedding_lookup(table, ids))
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:0], IDS.view(np.uint64), LOW])
+def test_rows_of_any_ids_in_a_step_and_outside(rows, ids):
+    wanted = rows.get(np.asarray(ids).astype(np.int64))
+    np.testing.assert_array_equal(look(rows.table)(ids), wanted)
+    np.testing.assert_array_equal(zs.embedding_lookup(rows.table, ids), wanted)
+    np.testing.assert_array_equal(rows.table.lookup(ids), wanted)
+    eager = zs.function(lambda ids: zs.embedding_lookup(rows.table, ids), eager=True)
+    np.testing.assert_array_equal(eager(ids), wanted)
+    for asked in rows.asked:
+        assert len(asked) == len(set(asked)) == len(np.unique(ids))
+
+
+def test_hashed_tables_beside_others_in_one_request(storage):
+    one, other = Rows(1), Rows(5)
+    dense = storage.sharded(np.arange(22, dtype=np.float32).reshape(11, 2), 3)
+
+    @zs.function
+    def step(a, b, c):
+        found = [zs.embedding_lookup(one.table, a), zs.embedding_lookup(dense, c)]
+        return [*found, zs.embedding_lookup(other.table, b), one.table.lookup(b)]
+
+    places = np.array([10, 0, 3])
+    got = step(IDS, IDS[2:], places)
+    wanted = [one.get(IDS), dense.numpy()[places], other.get(IDS[2:]), one.get(IDS[2:])]
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+WAYS = {
+    "reshape": lambda ids: ids.reshape(-1),
+    "slices": lambda ids: ids[1:, ::-1],
+    "a row": lambda ids: ids[2],
+    "where": lambda ids: jnp.where(ids > 0, ids, ids + 1),
+    "arithmetic": lambda ids: ids * 3 - 7,
+    "modulo": lambda ids: ids % 1_000_003,
+    "bits": lambda ids: (ids >> 7) ^ ids,
+    "concatenated": lambda ids: jnp.concatenate([ids.ravel(), -ids.ravel()]),
+    "stacked": lambda ids: jnp.stack([ids, ids], 1),
+    "taken": lambda ids: jnp.take(ids.ravel(), np.array([3, 0, 3])),
+    "sorted": lambda ids: jnp.sort(ids.ravel()),
+    "clipped": lambda ids: jnp.clip(ids, 0),
+    "a part replaced": lambda ids: ids.at[1, :2].set(ids[2, 1:]),
+    "split": lambda ids: jnp.split(ids, 2)[1],
+    "in jit": jax.jit(lambda ids: jnp.maximum(ids, 5).T),
+    "the least": lambda ids: jnp.min(ids, 0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_that_a_step_computes_are_those_of_64_bits(rows, way):
+    """The expectation is what jax computes with 64 bits."""
+    with jax.enable_x64(True):
+        ids = np.asarray(WAYS[way](jnp.asarray(IDS)))
+    assert ids.dtype == np.int64
+    got = zs.function(lambda ids: zs.embedding_lookup(rows.table, WAYS[way](ids)))(IDS)
+    np.testing.assert_array_equal(got, rows.get(ids))
+
+
+def test_what_else_a_step_computes_with_ids_sees_64_bits(rows):
+    ids = IDS.copy()
+    ids[0] = [2**32, 2**40, 0]  # with 32 bits, all are 0
+
+    @zs.function
+    def step(ids, scale):
+        found = zs.embedding_lookup(rows.table, ids)
+        mask = (ids != 0).astype(jnp.float32)[..., None]
+        return jnp.sum(found * mask * scale), jnp.sum(ids > 5)
+
+    total, large = step(ids, np.float32(2))
+    wanted = rows.get(ids) * (ids != 0)[..., None]
+    np.testing.assert_allclose(total, 2 * wanted.sum(), rtol=1e-6)
+    assert large == (ids > 5).sum()
+
+
+def test_ids_that_a_step_returns_are_warned_of(rows):
+    step = zs.function(lambda ids: (zs.embedding_lookup(rows.table, ids), ids))
+    with pytest.warns(DowncastWarning, match="ids"):
+        found, returned = step(IDS)
+    np.testing.assert_array_equal(found, rows.get(IDS))
+    np.testing.assert_array_equal(returned, LOW)
+
+
+def test_an_operation_that_is_not_known_takes_ids_of_32_bits_only(rows):
+    @zs.function
+    def step(ids):
+        _, moved = jax.lax.scan(lambda c, i: (i, i + c), jnp.zeros((), jnp.int32), ids)
+        return zs.embedding_lookup(rows.table, moved)
+
+    small = np.array([5, 6, 7], np.int64)
+    np.testing.assert_array_equal(step(small), rows.get(np.array([5, 11, 13])))
+    with pytest.raises(ValueError, match=str(IDS[0, 0])):
+        step(IDS[0])
+
+
+def test_gradients_create_rows(rows, optimizer):
+    """Rows that occur twice take one step by the sum; look-ups alone create none."""
+    table = rows.table
+    weights = RNG.normal(size=(4, 3, 2)).astype(np.float32)
+
+    @zs.function
+    def step(ids, weights):
+        loss = lambda t: jnp.sum(zs.embedding_lookup(t, ids) * weights)
+        value, gradient = zs.value_and_grad(loss)(table)
+        assert isinstance(gradient, IndexedSlices)
+        optimizer.apply_gradients([(gradient, table)])
+        return value
+
+    before = rows.get(IDS)
+    table.lookup(IDS)
+    assert rows.rows == [{}, {}, {}]
+    value = step(IDS, weights)
+    np.testing.assert_allclose(value, (before * weights).sum(), rtol=1e-4)
+    for i in np.unique(IDS):
+        moved = first(i) - RATE * weights[i == IDS].sum(0)
+        np.testing.assert_allclose(rows.get(i), moved, rtol=1e-5)
+    assert sum(map(len, rows.rows)) == len(np.unique(IDS))
+
+
+def test_gradients_of_several_lookups_of_one_table(rows, optimizer):
+    @zs.function
+    def step(a, b):
+        def loss(t):
+            more = zs.embedding_lookup(t, b + 1)
+            return jnp.sum(zs.embedding_lookup(t, a)) + 2 * jnp.sum(more)
+
+        optimizer.apply_gradients([(zs.grad(loss)(rows.table), rows.table)])
+
+    a, b = IDS[0], IDS[0, :2] - 1
+    step(a, b)
+    wanted = first(a) - RATE
+    wanted[:2] -= 2 * RATE
+    np.testing.assert_allclose(rows.get(a), wanted)
+
+
+def test_ids_that_depend_on_rows(rows):
+    table, other = rows.table, Rows(2)
+    table.assign(IDS[0], np.array([[7, 0], [8, 0], [9, 0]], np.float32))
+
+    @zs.function
+    def step(ids):
+        found = zs.embedding_lookup(table, ids)
+        return zs.embedding_lookup(other.table, found[:, 0].astype(jnp.int32) + ids)
+
+    np.testing.assert_array_equal(step(IDS[0]), other.get(IDS[0] + [7, 8, 9]))
+
+
+def test_padding_is_not_looked_up_and_not_updated(rows, optimizer):
+    mask = np.array(
+        [[True, False, True], [False, False, False], [True] * 3, [True] * 3]
+    )
+
+    @zs.function
+    def step(ids, mask):
+        def loss(t):
+            found = zs.embedding_lookup_sparse(t, (ids, mask), combiner="sum")
+            return jnp.sum(found), found
+
+        gradient, found = zs.grad(loss, has_aux=True)(rows.table)
+        optimizer.apply_gradients([(gradient, rows.table)])
+        return found
+
+    before = rows.get(IDS)
+    np.testing.assert_allclose(step(IDS, mask), (before * mask[..., None]).sum(1))
+    assert set(rows.asked[0]) == set(IDS[mask].tolist())
+    created = {i for part in rows.rows for i in part}
+    assert created == set(IDS[mask].tolist())
+    zeros = zs.embedding_lookup(rows.table, np.array([ABSENT]))
+    np.testing.assert_array_equal(zeros, np.zeros((1, 2)))
+
+
+def test_rows_are_assigned_added_and_removed_outside_of_steps(rows):
+    table = rows.table
+    table.assign([7, 2**60, 7], np.array([[1, 1], [2, 2], [3, 3]], np.float32))
+    np.testing.assert_array_equal(rows.get([7, 2**60]), [[3, 3], [2, 2]])
+    ones = np.ones((2, 2), np.float32)
+    table.scatter_add(IndexedSlices(ones, np.array([7, -(2**61)])))
+    added = first(np.array([-(2**61)])) + 1
+    np.testing.assert_array_equal(rows.get([7, -(2**61)]), [[4, 4], *added])
+    table.remove([7, 12345])
+    np.testing.assert_array_equal(rows.get([7]), first(np.array([7])))
+    assert sum(map(len, rows.rows)) == 2
+
+
+def test_scatter_by_the_ids_of_a_lookup(rows):
+    @zs.function
+    def step(ids):
+        rows.table.lookup(ids)
+        rows.table.scatter_add(IndexedSlices(jnp.ones((3, 2)), ids))
+
+    step(IDS[0])
+    np.testing.assert_array_equal(rows.get(IDS[0]), first(IDS[0]) + 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda t, ids: [t.scatter_add(IndexedSlices(ONES, ids))],
+        lambda t, ids: [t.lookup(ids), t.scatter_add(IndexedSlices(ONES, ids + 1))],
+        lambda t, ids: [t.lookup(ids), t.scatter_max(IndexedSlices(ONES, ids))],
+        lambda t, ids: [zs.embedding_lookup(t, IDS[0])],
+    ],
+)
+def test_updates_by_other_ids_than_those_of_lookups_are_refused(rows, body):
+    with pytest.raises(ValueError, match="'t'"):
+        zs.function(lambda ids: body(rows.table, ids)[:0])(IDS[0])
+    assert rows.rows == [{}, {}, {}]
+
+
+def test_a_table_of_any_id_has_no_whole_value(rows):
+    table = rows.table
+    for use in (
+        table.numpy,
+        table.value,
+        lambda: table.assign_add(np.ones((3, 2), np.float32)),
+        zs.function(lambda: table.value()),
+        lambda: table + 1,
+    ):
+        with pytest.raises(TypeError, match="embedding_lookup"):
+            use()
