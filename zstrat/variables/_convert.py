@@ -238,7 +238,7 @@ def require_whole_ids(table: Table, ids: Any) -> None:
     Raises:
         ValueError: One does not fit.
     """
-    if not table.is_hashed or not isinstance(ids, np.ndarray | np.generic):
+    if not table.is_hashed or not isinstance(ids, np.ndarray):
         return
     dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
     if dtype == ids.dtype or not ids.size:

@@ -168,7 +168,8 @@ class Level:
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
             keys[own] = bounds[ids[own] % count] + ids[own] // count
-        bounds, ids_of = self._bounds, {}
+        bounds = self._bounds
+        ids_of: dict[int, np.ndarray] = {}
         if self._hashed:
             bounds, ids_of = self._numbered(ids, keys)
         if absent_mask is None:
@@ -196,7 +197,8 @@ class Level:
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Numbers the ids of hashed tables, in ``keys``; returns the first number of
         each component, and by component the ids that its numbers stand for."""
-        bounds, ids_of = self._bounds.copy(), {}
+        bounds = self._bounds.copy()
+        ids_of: dict[int, np.ndarray] = {}
         for segment in self._hashed:
             own, first = slice(segment.start, segment.stop), segment.first
             found = segment.table.runs(ids[own])

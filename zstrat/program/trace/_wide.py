@@ -169,12 +169,20 @@ def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Masked]) -> list[Any]:
     return list(jaxpr_as_fun(ClosedJaxpr(program, []))(*values))
 
 
-def evaluator(wide: Collection[int]) -> Evaluate:
+def evaluator(
+    wide: Collection[int], made: list[tuple[Widened, list[int]]] | None = None
+) -> Evaluate:
     """Returns what `Flow.part` evaluates with, if these inputs of the whole program
-    have 64 bits."""
-    return lambda closed, numbers: Widened(
-        closed, [place for place, number in enumerate(numbers) if number in wide]
-    )
+    have 64 bits. ``made`` gets the parts, with the numbers of their inputs."""
+
+    def evaluate(closed: ClosedJaxpr, numbers: list[int]) -> Widened:
+        places = [place for place, number in enumerate(numbers) if number in wide]
+        part = Widened(closed, places)
+        if made is not None:
+            made.append((part, numbers))
+        return part
+
+    return evaluate
 
 
 def with_64_bits(
@@ -232,13 +240,7 @@ def wide_leaves_of(
     returned: set[int] = set()
     for outputs, effects in ((ids, False), (others, True)):
         made: list[tuple[Widened, list[int]]] = []
-
-        def evaluate(
-            part: ClosedJaxpr, numbers: list[int], made: Any = made
-        ) -> Callable[..., Any]:
-            made.append((evaluator(chosen)(part, numbers), numbers))
-            return made[-1][0]
-
+        evaluate = evaluator(chosen, made)
         part, needed = flow.part(outputs, with_effects=effects, evaluate=evaluate)
         kinds = [closed.jaxpr.invars[number].aval for number in needed]
         given = [
