@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from pathlib import Path
 from typing import Final, final
 
 import numpy as np
@@ -49,9 +50,10 @@ def lasting(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
-_RESERVED: Final = 2**38
+_RESERVED: Final = 2**36
 """Bytes of address space of a `Reserve`, a quarter of what it is asked for again and
-again if the machine refuses: 256 GiB, of the 128 TiB that a process may have."""
+again if the machine refuses: 64 GiB, of the 128 TiB that a process may have. One that
+needs more is copied to where there is twice as much."""
 
 
 @final
@@ -111,3 +113,17 @@ def _reserved(wanted: int, least: int) -> mmap.mmap:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(_HUGE_PAGES)
         return memory
+
+
+_FACTS: Final = Path("/proc/meminfo")
+
+
+def available_bytes() -> int | None:
+    """Returns the bytes that are free without swapping; None if unknown."""
+    try:
+        for line in _FACTS.read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None

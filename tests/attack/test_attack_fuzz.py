@@ -25,6 +25,7 @@ from zstrat.wire import (
     BuildResource,
     CloseSession,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     DeleteVariables,
     Goodbye,
@@ -50,7 +51,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 SESSION, KEY = 7, 1
 
 TRUSTED = {
-    *(BuildResource, CloseSession, CreateOptimizer, CreateVariables),
+    *(BuildResource, CloseSession, CreateOptimizer, CreateTables, CreateVariables),
     *(
         DeleteVariables,
         Withdraw,

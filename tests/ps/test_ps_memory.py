@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from ps_stores import create_in
 
+from zstrat import memory
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.ps.store import _creating, _lookups
+from zstrat.ps.store import _lookups
 from zstrat.wire import PullRows, VariableEntry
 
 MiB = 2**20
@@ -28,7 +29,7 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
 
 def test_what_the_kernel_says_is_believed_if_it_says_anything(monkeypatch, tmp_path):
     facts = tmp_path / "meminfo"
-    monkeypatch.setattr(_creating, "_FACTS", facts)
-    assert _creating.available_bytes() is None
+    monkeypatch.setattr(memory, "_FACTS", facts)
+    assert memory.available_bytes() is None
     facts.write_text("MemTotal: 9 kB\nMemAvailable:    12 kB\n")
-    assert _creating.available_bytes() == 12 * 1024
+    assert memory.available_bytes() == 12 * 1024

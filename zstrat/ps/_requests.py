@@ -23,8 +23,10 @@ from typing import (
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import (
     Again,
+    AskTables,
     BindOptimizer,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     DeleteVariables,
     Done,
@@ -34,9 +36,11 @@ from zstrat.wire import (
     Pull,
     Pulled,
     PullRows,
+    PullTable,
     Push,
     Pushed,
     PushPart,
+    TableSizes,
     Withdraw,
 )
 
@@ -44,7 +48,7 @@ from .store._creating import CreatePlan
 from .store._decoding import Decoding, Narrowing, is_coded, is_narrow
 from .store._fold import Folded
 from .store._ledger import UNNAMED
-from .store._lookups import RowsPlan
+from .store._lookups import RowsPlan, TableItems
 from .store._plans import PushPlan
 
 if TYPE_CHECKING:
@@ -68,8 +72,11 @@ Plain = (
     | PushPart
     | Pull
     | PullRows
+    | PullTable
+    | AskTables
     | CreateVariables
     | InitializeVariables
+    | CreateTables
     | DeleteVariables
     | CreateOptimizer
     | BindOptimizer
@@ -82,9 +89,9 @@ Stored = Exchange | Plain
 
 Request = Stored | Folded
 
-Outcome = Done | Pushed | Pulled | Again
-_OUTCOMES: Final = (Pulled, Pushed, Done, Again)
-_SIZED: Final = (RowsPlan, CreatePlan)
+Outcome = Done | Pushed | Pulled | TableSizes | Again
+_OUTCOMES: Final = (Pulled, Pushed, Done, Again, TableSizes)
+_SIZED: Final = (RowsPlan, TableItems, CreatePlan)
 
 
 class Computation(Protocol):
@@ -213,6 +220,12 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
             return _pulled(store, reads, (), ())
         case PullRows(reads=reads, rows=rows, arrays=arrays):
             return _pulled(store, reads, rows, arrays)
+        case PullTable(key=key, first=first, last=last):
+            return store.plan_items(key, first, last)
+        case AskTables(keys=keys):
+            return store.table_sizes(keys)
+        case CreateTables(tables=tables, code=code):
+            return store.plan_tables(tables, code)
         case CreateVariables(variables=entries, arrays=arrays):
             return store.plan_create(entries, arrays)
         case InitializeVariables(variables=initial, code=code):
@@ -355,11 +368,15 @@ def names_of(message: Request) -> list[Hashable]:
             return [read.key for read in reads]
         case PullRows(reads=reads, rows=rows):
             return [*(read.key for read in reads), *rows]
+        case PullTable(key=key):
+            return [key]
+        case CreateTables(tables=tables):
+            return [entry.key for entry in tables]
         case CreateVariables(variables=entries):
             return [entry.key for entry in entries]
         case InitializeVariables(variables=initial):
             return [entry.key for entry in initial]
-        case DeleteVariables(keys=keys):
+        case DeleteVariables(keys=keys) | AskTables(keys=keys):
             return list(keys)
         case CreateOptimizer(optimizer=optimizer) | BindOptimizer(optimizer=optimizer):
             return [("optimizer", optimizer)]

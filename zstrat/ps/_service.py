@@ -30,6 +30,7 @@ from zstrat.wire import (
     BeginCapture,
     CloseSession,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     DetachBackup,
     Done,
@@ -85,7 +86,12 @@ _LOOKUPS: Final = (PullRows, Exchange)
 _REPORTS: Final = (ReportWorker, AnswerReport)
 """Requests that every process of a program answers, whichever stores it serves."""
 
-_CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
+_CREATING: Final = (
+    CreateVariables,
+    InitializeVariables,
+    CreateTables,
+    CreateOptimizer,
+)
 
 
 class PsService:

@@ -37,6 +37,7 @@ from zstrat.wire import (
     Push,
     Pushed,
     PushPart,
+    TableSizes,
 )
 
 from ._requests import (
@@ -75,7 +76,7 @@ T = TypeVar("T")
 _PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
 """How pushes are answered."""
-_READ: Final = frozenset({Pulled, PulledRound, Merged})
+_READ: Final = frozenset({Pulled, PulledRound, Merged, TableSizes})
 """Answers that may leave before the backup has what they read."""
 
 

@@ -140,6 +140,7 @@ from ._variable_messages import AppliedLeases as AppliedLeases
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskLeases as AskLeases
 from ._variable_messages import AskParts as AskParts
+from ._variable_messages import AskTables as AskTables
 from ._variable_messages import BindOptimizer as BindOptimizer
 from ._variable_messages import Codec as Codec
 from ._variable_messages import CreateOptimizer as CreateOptimizer
@@ -156,6 +157,7 @@ from ._variable_messages import PartEntry as PartEntry
 from ._variable_messages import Pull as Pull
 from ._variable_messages import Pulled as Pulled
 from ._variable_messages import PullRows as PullRows
+from ._variable_messages import PullTable as PullTable
 from ._variable_messages import Push as Push
 from ._variable_messages import Pushed as Pushed
 from ._variable_messages import PushPart as PushPart
@@ -163,6 +165,7 @@ from ._variable_messages import RaiseMark as RaiseMark
 from ._variable_messages import Read as Read
 from ._variable_messages import StepRun as StepRun
 from ._variable_messages import TableEntry as TableEntry
+from ._variable_messages import TableSizes as TableSizes
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry

@@ -120,6 +120,41 @@ class CreateTables:
     code: bytes
 
 
+@request(by=READING, repeat=Repeat.SAFE)
+class PullTable:
+    """Reads the rows of a table whose ids are in the buckets from ``first`` to before
+    ``last`` (`zstrat.ids.buckets_of`). Answered by `Pulled`, with the table's version
+    and two arrays: ids ``[n]``, sorted by bucket and then by id, and rows
+    ``[n, ...]``."""
+
+    kind: ClassVar = 70
+    session: int
+    key: int
+    first: int
+    last: int
+
+
+@request(by=READING, repeat=Repeat.SAFE)
+class AskTables:
+    """Asks how large tables are. Answered by `TableSizes`."""
+
+    kind: ClassVar = 130
+    session: int
+    keys: list[int]
+
+
+@message
+class TableSizes:
+    """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
+    and slots; rows that were born, and removed, since the server has the table."""
+
+    kind: ClassVar = 131
+    rows: list[int]
+    nbytes: list[int]
+    births: list[int]
+    removed: list[int]
+
+
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
     """Frees the variables of these keys, and their slots. Answered by `Done`. All have
@@ -418,6 +453,9 @@ VariableMessage = (
     CreateVariables
     | InitializeVariables
     | CreateTables
+    | PullTable
+    | AskTables
+    | TableSizes
     | DeleteVariables
     | CreateOptimizer
     | BindOptimizer

@@ -31,6 +31,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
+from zstrat.ids import hashes_of
 from zstrat.rows import divided, runs, sums
 from zstrat.wire import UpdateOp
 
@@ -180,9 +181,18 @@ def is_floating(dtype: np.dtype) -> bool:
 
 
 def check(
-    op: UpdateOp, operands: Operands, shape: tuple[int, ...], dtype: np.dtype, name: str
+    op: UpdateOp,
+    operands: Operands,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    name: str,
+    *,
+    of_ids: bool = False,
 ) -> None:
     """Checks that a plain update fits a variable. Cost: one pass over the indices.
+
+    Args:
+        of_ids: The variable is a table of any id.
 
     Raises:
         InvalidArgumentError: The update does not fit; says what was expected.
@@ -200,14 +210,18 @@ def check(
         if operands[0].shape != shape:
             raise _wrong(name, op, f"shape {shape}", f"{operands[0].shape}")
     else:
-        _check_scatter(op, operands, shape, name)
+        _check_scatter(op, operands, shape, name, check_ids if of_ids else check_rows)
 
 
 def _check_scatter(
-    op: UpdateOp, operands: Operands, shape: tuple[int, ...], name: str
+    op: UpdateOp,
+    operands: Operands,
+    shape: tuple[int, ...],
+    name: str,
+    check_indices: Callable[..., object],
 ) -> None:
     indices, rows = operands
-    check_rows(indices, rows.shape, shape, f"variable {name!r}: {op.name}")
+    check_indices(indices, rows.shape, shape, f"variable {name!r}: {op.name}")
     if op is UpdateOp.SCATTER_DIV and is_integer(rows.dtype) and not rows.all():
         raise _wrong(name, op, "integer divisors other than 0", "a 0")
 
@@ -252,6 +266,40 @@ def check_rows(
             f"place {wrong[0]}"
         )
     return increasing
+
+
+def check_ids(
+    ids: np.ndarray,
+    rows: tuple[int, ...],
+    shape: tuple[int, ...],
+    who: str,
+    *,
+    in_order: bool = False,
+) -> None:
+    """Checks that ids may name rows of a table of this ``shape``, and that an array of
+    the shape ``rows`` can hold them.
+
+    Args:
+        in_order: Their hashes have to ascend, so that each is there once.
+        who: Begins the error.
+
+    Raises:
+        InvalidArgumentError: They may not.
+    """
+    if ids.ndim != 1 or ids.dtype != np.int64:
+        raise InvalidArgumentError(
+            f"{who} expects ids of int64 of shape (n,), got {ids.dtype.name} of shape "
+            f"{ids.shape}"
+        )
+    if rows != (len(ids), *shape[1:]):
+        raise InvalidArgumentError(
+            f"{who} expects rows of shape {(len(ids), *shape[1:])}, got shape {rows}"
+        )
+    if in_order and not are_increasing(hashes_of(ids)):
+        raise InvalidArgumentError(
+            f"{who} expects distinct ids in the order of their hashes "
+            "(zstrat.ids.hashes_of)"
+        )
 
 
 def compute(

@@ -203,9 +203,11 @@ def _require_fit(
         )
     for held in here:
         shape, dtype = held.cell.shape, held.cell.dtype
-        rows += shape[0] if shape else 0
         fits = shape == tuple(want.shape)
-        if is_part:
+        if held.table is not None:  # it has any number of rows
+            fits = bool(want.shape) and shape[1:] == tuple(want.shape[1:])
+        elif is_part:
+            rows += shape[0] if shape else 0
             fits = bool(shape) and shape[1:] == tuple(want.shape[1:])
             fits = fits and bool(want.shape) and rows <= want.shape[0]
         if not fits or dtype != np.dtype(want.dtype):

@@ -25,7 +25,7 @@ import numpy as np
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.wire import UpdateOp
 
-from ._arithmetic import check_rows, is_floating
+from ._arithmetic import check_ids, check_rows, is_floating
 from ._bindings import Bindings, digest_of
 from ._slots import is_wide
 
@@ -194,6 +194,44 @@ class OptimizerEngine:
         who = f"variable {held.entry.name!r}, optimizer {known.name!r}"
         return Checked(known, bound, _taken(bound, operands, who), mixed)
 
+    def adopt_slots(self, held: HeldVariable) -> None:
+        """Takes slots of a table that were loaded for those of their optimizers, as far
+        as these have trees.
+
+        Raises:
+            InvalidArgumentError: They are not what an optimizer keeps.
+        """
+        for known, bound in self._moving(held):
+            known.programs.adopt(held.slots, bound.alike, held.cell)
+
+    def extend_slots(self, held: HeldVariable) -> None:
+        """Makes slots of new rows of a table; call `adopt_slots` before these are
+        there.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for them.
+        """
+        for known, bound in self._moving(held):
+            slots = held.slots[known.optimizer]
+            known.programs.rows.extend(slots, bound.alike, held.cell)
+
+    def can_extend_slots(self, held: HeldVariable) -> bool:
+        """Returns whether `extend_slots` would compile nothing."""
+        return all(
+            known.programs.rows.can_extend(bound.alike, held.cell)
+            for known, bound in self._moving(held)
+        )
+
+    def _moving(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
+        """Returns the optimizers that have slots beside a variable, and its binding."""
+        known = [self._registered.get(number) for number in held.slots]
+        key = held.entry.key
+        return [
+            (each, bound)
+            for each in known
+            if each is not None and (bound := each.bindings.get(key)) is not None
+        ]
+
     def require_fit(
         self,
         optimizer: int,
@@ -228,7 +266,14 @@ class OptimizerEngine:
             _require_rowwise(bound, who)
         mixed = False
         cell, gradient = held.cell, arrays[-1]
-        if rows:
+        if held.table is not None:
+            if not rows:
+                raise InvalidArgumentError(
+                    f"{who}: it is a table of any id, which has no whole gradient: "
+                    "send ids and gradient rows"
+                )
+            check_ids(arrays[0], gradient.shape, cell.shape, who, in_order=True)
+        elif rows:
             mixed = not check_rows(arrays[0], gradient.shape, cell.shape, who)
         elif gradient.shape != cell.shape:
             raise InvalidArgumentError(

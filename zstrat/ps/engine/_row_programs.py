@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from zstrat.ps.store._cell import Cell
 
 _BYTE: Final = np.dtype(np.uint8)
+NEW_ROWS: Final = 64
+"""Rows of the smaller one of the two programs that make slots of rows that are born:
+both are there before the first, as compiling would hold up a push."""
+
 ROUNDS: Final = 3
 """How often the dtypes of slots may change before they have to stay as they are."""
 
@@ -191,11 +195,21 @@ class RowKinds:
                 self._steady[key] = self._settle(number, gradient)
         return self._steady[key]
 
-    def initial(self, rule: LeafRule, cell: Cell) -> tuple[Any, int]:
-        """Returns a program that makes the first slots of the rows of a variable, and
-        how many it takes at a time."""
+    def has_initial(self, rule: LeafRule, cell: Cell) -> bool:
+        """Returns whether the programs are there that make the first slots of any rows
+        of a cell that grows."""
         row = shape(cell.shape[1:], cell.dtype)
-        size = bucket(cell.shape[0], _most([row]))
+        return all((rule, row, size) in self._initials for size in _new_sizes(row))
+
+    def initial(self, rule: LeafRule, cell: Cell, count: int) -> tuple[Any, int]:
+        """Returns a program that makes the first slots of ``count`` rows of a variable,
+        and how many it takes at a time."""
+        row = shape(cell.shape[1:], cell.dtype)
+        if cell.grows:
+            few, many = _new_sizes(row)
+            size = few if count <= few else many
+        else:
+            size = bucket(count, _most([row]))
         call = self._initials.get((rule, row, size))
         if call is None:
             jitted = jax.jit(rule.init)
@@ -374,6 +388,11 @@ def _rows_of(size: int, row: Shape) -> Shape:
 
 def _nbytes_of(row: Shape) -> int:
     return int(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
+
+
+def _new_sizes(row: Shape) -> tuple[int, int]:
+    most = _most([row])
+    return min(NEW_ROWS, most), most
 
 
 def _most(rows: Iterable[Shape]) -> int:

@@ -21,13 +21,14 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.memory import lasting
 from zstrat.ps.store._cell import Cell, Write
+from zstrat.ps.tables._growing_cell import growing
 
 from ._arithmetic import as_rows, pack, put_rows
-from ._row_programs import RowKind, RowKinds
+from ._row_programs import NEW_ROWS, RowKind, RowKinds
 from ._slots import RowStep, Slots, lose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from zstrat.optimizers import LeafRule
 
@@ -194,16 +195,24 @@ class RowUpdates:
             writes.append(Write.ROWS)
             cell.reserve(writes)
 
-    def _room(self, cell: Cell, number: int) -> list[np.ndarray]:
+    def _room(self, cell: Cell, number: int) -> list[Cell]:
         layouts = self._kinds.layouts
-        leaves = layouts[number].leaves
+        layout, made = layouts[number], list[Cell]()
         try:
-            return [lasting(tuple(s.shape), np.dtype(s.dtype)) for s in leaves]
+            for about, leaf in zip(layout.about, layout.leaves, strict=True):
+                shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+                if about.rows:
+                    made.append(cell.sibling(shape[1:], dtype))
+                else:
+                    made.append(Cell.around(lasting(shape, dtype)))
         except MemoryError:
             raise ResourceExhaustedError(
                 f"{cell.who}: not enough memory for what optimizer {layouts.name!r} "
                 "keeps beside it"
             ) from None
+        for each in made:
+            each.who = f"{cell.who}, slots of optimizer {layouts.name!r}"
+        return made
 
     def _numbered(self, rule: LeafRule, cell: Cell) -> int:
         """Returns the layout of new slots, which are made by rows."""
@@ -218,32 +227,78 @@ class RowUpdates:
         return number
 
     def initial(
-        self, rule: LeafRule, cell: Cell, room: list[np.ndarray] | None = None
+        self, rule: LeafRule, cell: Cell, room: list[Cell] | None = None
     ) -> Slots:
         """Returns new slots, made a block of rows at a time: there is no second table
         of them on the way. ``room``: memory for them."""
         number = self._numbered(rule, cell)
         layout = self._kinds.layouts[number]
         made = self._room(cell, number) if room is None else room
-        value, total = cell.look(), len(cell.look())
-        call, size = self._kinds.initial(rule, cell)
+        if cell.grows:
+            for size in NEW_ROWS, NEW_ROWS + 1:
+                self._kinds.initial(rule, cell, size)
+        for at, leaves in self._begun(rule, cell, 0):
+            for each, about, leaf in zip(made, layout.about, leaves, strict=True):
+                out = each.look()
+                if about.rows:
+                    out[at : at + len(leaf)] = leaf
+                else:
+                    out[...] = leaf
+        return Slots(tuple(made), layout.about, number)
+
+    def can_extend(self, rule: LeafRule, cell: Cell) -> bool:
+        """Returns whether `extend` needs no program that is not there."""
+        return self._kinds.has_initial(rule, cell)
+
+    def extend(self, slots: Slots, rule: LeafRule, cell: Cell) -> None:
+        """Makes slots of the rows of a table that have none yet, the last ones.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for them.
+        """
+        total = cell.shape[0]
+        made = [
+            growing(each) if about.rows else None
+            for each, about in zip(slots.cells, slots.leaves, strict=True)
+        ]
+        starts = [total if each is None else each.shape[0] for each in made]
+        first = min(starts, default=total)
+        if first == total:
+            return
+        for each in made:
+            if each is not None:
+                each.extend(total - each.shape[0])
+        for at, leaves in self._begun(rule, cell, first):
+            for each, start, leaf in zip(made, starts, leaves, strict=True):
+                if each is not None and start < at + len(leaf):
+                    out, done = each.look()[at : at + len(leaf)], max(0, start - at)
+                    out[done:] = leaf[done:]
+
+    def _begun(
+        self, rule: LeafRule, cell: Cell, first: int
+    ) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """Yields first slots of the rows from ``first`` on, a block at a time: its
+        first row, which may be before, and all leaves. One block at least."""
+        value, total = cell.look(), cell.shape[0]
+        call, size = self._kinds.initial(rule, cell, total - first)
         if total < size:
             value = np.zeros((size, *cell.shape[1:]), cell.dtype)
             value[:total] = cell.look()
         with rule.tree.arithmetic():
-            for start in range(0, max(total, 1), size):
+            for start in range(first, max(total, first + 1), size):
                 # The last block overlaps the one before.
                 at = max(0, min(start, total - size))
-                leaves = call(value[at : at + size])
-                for out, about, leaf in zip(made, layout.about, leaves, strict=True):
-                    if about.rows:
-                        out[at : at + size] = np.asarray(leaf)[: total - at]
-                    else:
-                        out[...] = np.asarray(leaf)
-        cells = tuple(map(Cell.around, made))
-        for each in cells:
-            each.who = f"{cell.who}, slots of optimizer {self._kinds.layouts.name!r}"
-        return Slots(cells, layout.about, number)
+                yield (
+                    at,
+                    [
+                        np.asarray(leaf)[: total - at]
+                        if slot.rows
+                        else np.asarray(leaf)
+                        for leaf, slot in zip(
+                            call(value[at : at + size]), rule.slots, strict=True
+                        )
+                    ],
+                )
 
     def convert(self, slots: Slots, number: int) -> None:
         """Gives slots the dtypes that updates will leave in them."""
@@ -338,15 +393,14 @@ class RowUpdates:
 
 def _converted(cell: Cell, dtype: np.dtype) -> Cell:
     try:
-        new = lasting(cell.shape, dtype)
+        new = cell.sibling(cell.shape[1:], dtype)
     except MemoryError:
         raise ResourceExhaustedError(
             f"{cell.who}: not enough memory to convert them to {dtype.name}"
         ) from None
-    np.copyto(new, cell.look(), casting="unsafe")
-    converted = Cell.around(new)
-    converted.who = cell.who
-    return converted
+    np.copyto(new.look(), cell.look(), casting="unsafe")
+    new.who = cell.who
+    return new
 
 
 def _gather(

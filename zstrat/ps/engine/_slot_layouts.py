@@ -66,13 +66,17 @@ class SlotLayouts:
             InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
         """
-        key = (rule, cell.shape, cell.dtype)
+        dims = cell.shape
+        if cell.grows:  # one layout for all heights
+            dims = (rule.kind.shape[0], *dims[1:])
+        key = (rule, dims, cell.dtype)
         number = self._initial.get(key)
         if number is None:
             with rule.tree.arithmetic(), self.words(cell), self.here():
-                kinds = rule.kinds(cell.shape[0] if cell.shape else None)
+                kinds = rule.kinds(dims[0] if dims else None)
             about = tuple([SlotArray(slot.name, slot.rows) for slot in rule.slots])
-            layout = SlotLayout(spec(cell), rule, tuple(map(spec, kinds)), about)
+            value = shape(dims, cell.dtype)
+            layout = SlotLayout(value, rule, tuple(map(spec, kinds)), about)
             number = self._initial[key] = self.number(layout)
         return number
 
@@ -86,7 +90,11 @@ class SlotLayouts:
         pairs = zip(layout.about, layout.leaves, strict=True)
         wanted = [(leaf, tuple(s.shape), np.dtype(s.dtype)) for leaf, s in pairs]
         cells = unbound.taken(wanted, f"optimizer {self.name!r}")
-        leaves = tuple(map(spec, cells))
+        # With the heights of the layout, which those of a table do not have.
+        leaves = tuple(
+            shape(dims, cell.dtype)
+            for cell, (_, dims, _) in zip(cells, wanted, strict=True)
+        )
         number = self.number(SlotLayout(layout.value, rule, leaves, layout.about))
         return Slots(cells, layout.about, number)
 

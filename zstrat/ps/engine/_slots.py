@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Write
+    from zstrat.ps.tables._id_table import IdTable
     from zstrat.wire import VariableEntry
 
 LAYOUTS: Final = 4096
@@ -86,6 +87,8 @@ class HeldVariable:
     """The last one (`zstrat.ps.store._fold`), under way as long as it lives."""
     no_fold_until: int = 0
     """The version before which nothing is folded."""
+    table: IdTable | None = None
+    """Which ids its rows have, if it is a table of any id."""
 
 
 class SlotStep(NamedTuple):
@@ -135,7 +138,7 @@ class Ahead:
     layouts: dict[tuple[int, int], int] = field(default_factory=dict)
     """The numbers of the layouts that slots will have, by optimizer and by the `id` of
     the variable's cell."""
-    rooms: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    rooms: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
     """Memory for slots that will be made by rows."""
     writes: dict[int, list[Write]] = field(default_factory=dict)
     """What is written to a slot, by the `id` of its cell."""
@@ -266,6 +269,8 @@ class Unbound(Slots):
 def _fits(cell: Cell, leaf: SlotArray, kind: Kind) -> bool:
     wanted, shape, dtype = kind
     alike = is_floating(cell.dtype) and is_floating(dtype)
+    if leaf.rows and cell.grows:
+        shape = (cell.shape[0], *shape[1:])
     return (leaf, cell.shape) == (wanted, shape) and (cell.dtype == dtype or alike)
 
 

@@ -118,13 +118,13 @@ class UpdatePrograms:
         """
         numbers = []
         for step in steps:
-            self._adopt(step.slots, step.rule, step.cell)
+            self.adopt(step.slots, step.rule, step.cell)
             numbers.append(self._prepare(step, ahead))
         if steps:
             self._compile_all(steps, numbers)
         if rows:
             for each in rows:
-                self._adopt(each.slots, each.rule, each.cell)
+                self.adopt(each.slots, each.rule, each.cell)
             self.rows.prepare(rows, ahead)
 
     def complete(
@@ -161,7 +161,7 @@ class UpdatePrograms:
         Raises: As `prepare`.
         """
         layout = self._layouts[self._layouts.initial(rule, cell)]
-        if layout.by_rows:
+        if layout.by_rows or cell.grows:
             return self.rows.initial(rule, cell)
         return self._initial(rule, cell)
 
@@ -175,8 +175,8 @@ class UpdatePrograms:
         number = self._layouts.number(replace(layout, leaves=leaves))
         self.rows.convert(slots, number)
 
-    def _adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
-        """Slots that were loaded are from now on as the rule has them.
+    def adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
+        """Takes slots that were loaded for those of the rule.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps.

@@ -36,6 +36,7 @@ from zstrat.wire import (
     CopyVariables,
     CopyWhole,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     DeleteVariables,
     Fence,
@@ -188,6 +189,7 @@ CHANGES: Final[
     ]
 ] = {
     CreateVariables: _as_requested,
+    CreateTables: _as_requested,
     DeleteVariables: _as_requested,
     Withdraw: _as_requested,
     CreateOptimizer: _as_requested,

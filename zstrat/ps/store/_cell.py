@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -153,6 +153,9 @@ class Cell:
         "who",
     )
 
+    grows: ClassVar[bool] = False
+    """Whether rows come and go (`zstrat.ps.tables`)."""
+
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
         array = lasting(initial.shape, initial.dtype)
@@ -209,6 +212,11 @@ class Cell:
     def lost(self) -> str:
         """Why there is no value (`lose`); "" if there is one."""
         return self._lost
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row; of a scalar: of all of it."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
@@ -342,6 +350,14 @@ class Cell:
             self._spare = self._buffer
         self._buffer, self._device, self._writing = self._writing, None, None
         self._lost = ""
+
+    def sibling(self, row: tuple[int, ...], dtype: np.dtype) -> Cell:
+        """Makes a cell with as many rows, which have this shape and any values.
+
+        Raises:
+            MemoryError: There is no memory.
+        """
+        return Cell.around(lasting((*self.shape[:1], *row), dtype))
 
     def replace(self, array: np.ndarray) -> None:
         """Makes ``array`` the value, which is nobody else's: writable, aligned, in C

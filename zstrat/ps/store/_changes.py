@@ -15,12 +15,14 @@ import numpy as np
 from zstrat.wire import (
     BindOptimizer,
     CreateOptimizer,
+    CreateTables,
     CreateVariables,
     Message,
     VariableEntry,
 )
 
 from ._creating import CreatePlan, InitializePlan
+from ._creating_tables import TablesPlan
 from ._plans import BindPlan, OptimizerPlan
 
 T = TypeVar("T", bound=Message)
@@ -108,7 +110,8 @@ async def acknowledged(log: ChangeLog | None, answer: T) -> T:
 
 
 def log_plan(
-    log: ChangeLog, plan: CreatePlan | InitializePlan | OptimizerPlan | BindPlan
+    log: ChangeLog,
+    plan: CreatePlan | InitializePlan | TablesPlan | OptimizerPlan | BindPlan,
 ) -> None:
     """Logs a plan that was committed."""
     match plan:
@@ -120,6 +123,9 @@ def log_plan(
             for entry, cell in zip(initial, cells, strict=True):
                 created = VariableEntry(*entry[:4])
                 log.append(CreateVariables(0, [created], (cell.lease(),)))
+        case TablesPlan(entries=tables, code=code):
+            if tables:
+                log.append(CreateTables(0, list(tables), code))
         case OptimizerPlan(optimizer=optimizer, name=name, code=code):
             log.append(CreateOptimizer(0, optimizer, name, code))
         case BindPlan(optimizer=known, data=data):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -215,24 +214,11 @@ def _is_new(
     if held is None:
         return True
     cell = held.cell
-    if (cell.shape, cell.dtype, held.entry.name) == (shape, dtype, entry.name):
+    is_same = (cell.shape, cell.dtype, held.entry.name) == (shape, dtype, entry.name)
+    if is_same and held.table is None:
         return False
     raise AlreadyExistsError(
         f"{variables.task} holds key {entry.key} as {held.entry.name!r}, "
         f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
         f"{dtype.name}{list(shape)}, cannot be created under it"
     )
-
-
-_FACTS: Final = Path("/proc/meminfo")
-
-
-def available_bytes() -> int | None:
-    """Returns the bytes that are free without swapping; None if unknown."""
-    try:
-        for line in _FACTS.read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None

@@ -53,9 +53,9 @@ class Decoding:
         Raises:
             NotFoundError: A variable does not exist.
         """
-        coded = [self.variables[x.key].cell for x in self.updates if x.op >= CODED]
         # TOP_K makes a whole array of a few numbers.
-        whole = sum(cell.nbytes for cell in coded)
+        coded = [x for x in self.updates if x.op >= CODED and x.op % CODED != _ROWS]
+        whole = sum(self.variables[x.key].cell.nbytes for x in coded)
         return 4 * whole + 4 * sum(array.nbytes for array in self.arrays)
 
     def compute(self) -> None:
@@ -96,6 +96,7 @@ class Decoding:
             or op not in (_OPTIMIZE, _ROWS)
             or len(arrays) != arrays_of(codec) + is_of_rows
             or (is_of_rows and codec is Codec.TOP_K)
+            or (held.table is not None and not is_of_rows)
             or held.cell.dtype.kind in "iubc"
         ):
             raise InvalidArgumentError(

@@ -115,6 +115,8 @@ def fold_of(
     held, ufunc = find(update.key), _UFUNCS.get(update.op)
     if held is None or ufunc is None or update.optimizer or update.operands != 1:
         return None
+    if held.table is not None:
+        return None
     source = held.cell.host
     if source is None or (source.shape, source.dtype) != (spec.shape, spec.dtype):
         return None

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.ids import BUCKETS
+from zstrat.memory import available_bytes
 from zstrat.ps.client._reading import ROWS
-from zstrat.ps.engine._arithmetic import check_rows, gather
-
-from ._creating import available_bytes
+from zstrat.ps.engine._arithmetic import check_ids, check_rows, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.ps.tables._id_table import IdTable
     from zstrat.wire import Exchange, PullRows
 
     from ._variables import HeldVariables
@@ -32,11 +33,15 @@ ASKED_ABOVE: Final = 16 * 2**20
 """Bytes of rows for which it is asked whether the machine has them: asking takes as
 long as gathering a hundred KiB."""
 
+SEARCH: Final = 256
+"""Bytes that are gathered in the time in which an id is found in a table. The first
+value of one that is not found takes as long again as its row, and more."""
+
 
 @dataclass(slots=True)
 class RowsPlan:
     """Validated reads: rows to gather, and values that are leased (`Store.plan_rows`).
-    ``work`` is the bytes of the rows."""
+    ``work`` estimates the bytes that are moved."""
 
     generation: int
     wanted: Sequence[tuple[HeldVariable, np.ndarray]]
@@ -48,8 +53,12 @@ class RowsPlan:
     def compute(self) -> None:
         """Gathers; raises UnavailableError for a value that was lost."""
         for held, indices in self.wanted:
+            value = held.cell.look()
             try:
-                self.rows.append(gather(held.cell.look(), indices))
+                if held.table is not None:
+                    self.rows.append(held.table.read(value, indices))
+                else:
+                    self.rows.append(gather(value, indices))
             except MemoryError:
                 raise ResourceExhaustedError(
                     f"{held.cell.who}: not enough memory for {len(indices)} rows of it"
@@ -81,21 +90,99 @@ def rows_plan(
             f"{task}: rows of {len(rows)} variables are wanted by {len(indices)} "
             "arrays of indices"
         )
-    wanted, work = [], 0
+    wanted, work, searched = [], 0, 0
     for key, at in zip(rows, indices, strict=True):
         held = variables[key]
         shape, who = held.cell.shape, f"variable {held.entry.name!r}: a lookup"
-        check_rows(at, (at.size, *shape[1:]), shape, who)
-        wanted.append((held, at.astype(np.intp, copy=False)))
+        if held.table is not None:
+            check_ids(at, (at.size, *shape[1:]), shape, who)
+            wanted.append((held, at))
+            searched += len(at) * (held.cell.row_bytes + SEARCH)
+        else:
+            check_rows(at, (at.size, *shape[1:]), shape, who)
+            wanted.append((held, at.astype(np.intp, copy=False)))
         # 16: an index as it came, and its copy as intp, if it needs one.
-        work += len(at) * (held.cell.nbytes // max(1, shape[0]) + 16)
+        work += len(at) * (held.cell.row_bytes + 16)
     if work > largest:
         raise InvalidArgumentError(
             f"{task}: a lookup asks for {work} bytes of rows, the limit is {largest}: "
             "ask for fewer at a time"
         )
     _check_memory(task, work)
-    return RowsPlan(variables.generation, wanted, work)
+    return RowsPlan(variables.generation, wanted, work + searched)
+
+
+@dataclass(slots=True)
+class TableItems:
+    """A validated read of the buckets of a table from ``first`` to before ``last``.
+
+    Args:
+        largest: Bound of the bytes of the answer.
+    """
+
+    generation: int
+    held: HeldVariable
+    first: int
+    last: int
+    largest: int
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def work(self) -> int:
+        """Estimates the bytes that are moved."""
+        share = (self.last - self.first) / BUCKETS
+        return int(share * self.held.cell.shape[0] * (self.held.cell.row_bytes + 512))
+
+    def compute(self) -> None:
+        """Reads.
+
+        Raises:
+            UnavailableError: The value was lost.
+            InvalidArgumentError: There are too many rows for one answer.
+        """
+        held, value = self.held, self.held.cell.look()
+        assert held.table is not None
+        self.ids, at = held.table.index.items(self.first, self.last)
+        nbytes = len(at) * (held.cell.row_bytes + 8)
+        if nbytes > self.largest:
+            raise InvalidArgumentError(
+                f"{held.cell.who}: buckets {self.first} to {self.last} are {nbytes} "
+                f"bytes, the limit is {self.largest}: ask for fewer at a time"
+            )
+        self.rows = gather(value, at)
+
+
+def table_items(
+    variables: HeldVariables, key: int, first: int, last: int, largest: int
+) -> TableItems:
+    """Plans to read buckets of a table.
+
+    Raises:
+        NotFoundError: No variable has the key.
+        InvalidArgumentError: It is not a table, or has no such buckets.
+    """
+    held = variables[key]
+    require_table(held)
+    if not 0 <= first <= last <= BUCKETS:
+        raise InvalidArgumentError(
+            f"{held.cell.who}: expected buckets from 0 to {BUCKETS}, got {first} to "
+            f"{last}"
+        )
+    return TableItems(variables.generation, held, first, last, largest)
+
+
+def require_table(held: HeldVariable) -> IdTable:
+    """Returns which ids a table has.
+
+    Raises:
+        InvalidArgumentError: The variable is not a table of any id.
+    """
+    if held.table is None:
+        raise InvalidArgumentError(
+            f"{held.cell.who} is not a table of any id: read its rows by their indices"
+        )
+    return held.table
 
 
 def promise_large_reply(
@@ -114,7 +201,7 @@ def promise_large_reply(
     for key, at in zip(message.rows, message.arrays[operands:], strict=False):
         held = variables.get(key)
         if held is not None and held.cell.shape:
-            nbytes += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
+            nbytes += at.size * held.cell.row_bytes
     if nbytes > _LARGE_REPLY:
         promise(nbytes)
 

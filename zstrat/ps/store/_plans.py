@@ -7,20 +7,28 @@ on any thread; it fails as a whole or succeeds as a whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
-from zstrat.ps.engine._arithmetic import OPTIMIZERS, SCATTERS, check, compute
+from zstrat.ps.engine._arithmetic import (
+    OPTIMIZERS,
+    SCATTERS,
+    check,
+    check_ids,
+    compute,
+)
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
 from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
+from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.wire import UpdateOp
 
 from ._cell import Write
 from ._creating import CreatePlan, InitializePlan
-from ._lookups import RowsPlan
+from ._creating_tables import TablesPlan
+from ._lookups import SEARCH, RowsPlan, TableItems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
+_OF_ROWS: Final = SCATTERS | {UpdateOp.OPTIMIZE_ROWS, UpdateOp.REMOVE_ROWS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,8 @@ class ServerUpdate:
     def compute(self) -> None:
         """Makes a plain update. Updates of an optimizer go through its programs."""
         cell = self.held.cell
+        if self.op is UpdateOp.REMOVE_ROWS:
+            return  # when the push was applied (`RowChanges`)
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
         elif self.op in SCATTERS:
@@ -69,7 +80,7 @@ class ServerUpdate:
         """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
-        if self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS:
+        if self.op in _OF_ROWS:
             return Write.ROWS
         return Write.ANEW if self.op is UpdateOp.ASSIGN else Write.WHOLE
 
@@ -91,6 +102,26 @@ class UpdateRun:
         """Whether slots may have to be made, or changed, when its turn comes."""
         steps: list[SlotStep | RowStep] = [*self.steps, *self.rows]
         return any(step.late for step in steps)
+
+    def find_rows(
+        self, changes: dict[int, RowChanges], engine: OptimizerEngine
+    ) -> None:
+        """Puts rows in place of the ids of tables (`RowChanges`). Raises as that."""
+        for at, step in enumerate(self.rows):
+            known = changes.get(id(step.cell))
+            if known is not None:
+                rows = known.rows_of(step.indices, engine)
+                self.rows[at], self.ready = step._replace(indices=rows), None
+        for at, update in enumerate(self.plain):
+            known = changes.get(id(update.held.cell))
+            if known is None:
+                continue
+            ids, *values = update.operands
+            if update.op is UpdateOp.REMOVE_ROWS:
+                known.remove(ids)
+            else:
+                rows = known.rows_of(ids, engine)
+                self.plain[at] = replace(update, operands=(rows, *values))
 
     def look(self) -> None:
         """Checks whether the row updates can be made in place, unless it is known
@@ -148,21 +179,38 @@ class PushPlan:
     updates: Sequence[ServerUpdate]
     work: int
     runs: Sequence[UpdateRun]
+    engine: OptimizerEngine
 
     def compute(self) -> None:
         """Applies the updates in order. What can fail comes before the first is
         written: a value that was lost, memory for values beside those that readers look
         at, compiling. If XLA fails nevertheless, values that the push had changed are
         lost, because half of a push must never be seen."""
-        for run in self.runs:
-            run.look()
+        changes = self._row_changes()
         try:
+            if changes:
+                for run in self.runs:
+                    run.find_rows(changes, self.engine)
+            for run in self.runs:
+                run.look()
             self._reserve()
             self._apply()
         except BaseException:  # to the caller; nothing may be left over
             for update in self.updates:
                 update.held.cell.unreserve()
+            for each in changes.values():
+                each.undo()
             raise
+        for each in changes.values():
+            each.finish()
+
+    def _row_changes(self) -> dict[int, RowChanges]:
+        """Returns those of each table, by the `id` of its cell."""
+        return {
+            id(held.cell): RowChanges(held, held.table)
+            for update in self.updates
+            if (held := update.held).table is not None
+        }
 
     def _apply(self) -> None:
         ahead = Ahead()
@@ -179,7 +227,10 @@ class PushPlan:
     @property
     def is_compiled(self) -> bool:
         """Whether every program that it needs is there already."""
-        return all(run.is_prepared for run in self.runs)
+        return all(run.is_prepared for run in self.runs) and all(
+            update.held.table is None or self.engine.can_extend_slots(update.held)
+            for update in self.updates
+        )
 
     def _reserve(self) -> None:
         # The first updates of these: in place, so nothing changes for those after.
@@ -233,7 +284,8 @@ def push_plan(
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
         )
-    return PushPlan(variables.generation, push, planned, work, runs_of(planned))
+    runs = runs_of(planned)
+    return PushPlan(variables.generation, push, planned, work, runs, engine)
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
@@ -300,7 +352,16 @@ class BindPlan:
             self.tree = self.optimizer.bindings.trace(self.data, self.find)
 
 
-Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindPlan
+Plan = (
+    PushPlan
+    | RowsPlan
+    | TableItems
+    | CreatePlan
+    | InitializePlan
+    | TablesPlan
+    | OptimizerPlan
+    | BindPlan
+)
 
 
 def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
@@ -309,9 +370,11 @@ def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) ->
     addition, and on rows half a scatter, which goes through fresh memory."""
     if op is UpdateOp.OPTIMIZE:
         return 16 * held.cell.nbytes
-    if op in SCATTERS or op is UpdateOp.OPTIMIZE_ROWS:
+    if op in _OF_ROWS:
         factor = 8 if op in SCATTERS else 4
         rows = 16 * operands[0].size + factor * operands[-1].nbytes
+        if held.table is not None:  # some ids are found, and some are born
+            return 2 * (rows + SEARCH * operands[0].size)
         return rows + (held.cell.nbytes if held.cell.is_shared else 0)
     return held.cell.nbytes
 
@@ -324,4 +387,28 @@ def _check_plain(
         raise InvalidArgumentError(
             f"variable {name!r}: {op.name} takes no optimizer, got {optimizer}"
         )
-    check(op, operands, held.cell.shape, held.cell.dtype, name)
+    is_table = held.table is not None
+    if op is UpdateOp.REMOVE_ROWS or (is_table and op not in SCATTERS):
+        _check_removal(op, operands, is_table, name)
+        return
+    check(op, operands, held.cell.shape, held.cell.dtype, name, of_ids=is_table)
+
+
+def _check_removal(
+    op: UpdateOp, operands: Sequence[np.ndarray], is_table: bool, name: str
+) -> None:
+    if op is not UpdateOp.REMOVE_ROWS:
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} is of all rows, and a table of any id has "
+            "no such update: name the ids, as in SCATTER_UPDATE"
+        )
+    if not is_table:
+        raise InvalidArgumentError(
+            f"variable {name!r}: rows are removed from tables of any id alone"
+        )
+    if len(operands) != 1:
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} expects 1 array, got {len(operands)}"
+        )
+    (ids,) = operands
+    check_ids(ids, ids.shape, (0,), f"variable {name!r}: {op.name}")

@@ -24,7 +24,8 @@ from zstrat.errors import (
     NotFoundError,
     ProtocolError,
 )
-from zstrat.rows import runs, sums
+from zstrat.ids import hashes_of
+from zstrat.rows import Runs, runs, sums
 from zstrat.wire import (
     CloseRound,
     Contribute,
@@ -55,9 +56,10 @@ _RULES: Final = {int(rule): rule for rule in MergeRule}
 
 class Gradient(NamedTuple):
     """A gradient of a variable: one array of its shape, or indices ``[n]`` and rows
-    ``[n, ...]``."""
+    ``[n, ...]``; ``of_ids``: ids of a table in place of indices."""
 
     arrays: Sequence[np.ndarray]
+    of_ids: bool = False
 
     @property
     def is_of_rows(self) -> bool:
@@ -132,7 +134,7 @@ class Merging:
     ) -> tuple[np.ndarray, np.ndarray]:
         indices = np.concatenate([gradient.arrays[0] for _, gradient in found])
         parts = [_weighted(w, gradient.arrays[1]) for w, gradient in found]
-        known = runs(indices)
+        known = _runs_of_ids(indices) if found[0][1].of_ids else runs(indices)
         return known.unique, sums(known, np.concatenate(parts))
 
     def _averaged(self, total: np.ndarray) -> np.ndarray:
@@ -155,6 +157,16 @@ class Merging:
         scale = length / self.weight / norm if norm else 0.0
         result: np.ndarray = (direction * scale).astype(dtype)
         return result
+
+
+def _runs_of_ids(ids: np.ndarray) -> Runs:
+    """Returns equal ids grouped, in the order of their hashes."""
+    hashes = hashes_of(ids)
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes.take(order)
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ids)])
+    counts = np.diff(np.append(starts, len(ids)))
+    return Runs(ids.take(order.take(starts)), order, starts, counts)
 
 
 def _weighted(weight: float, array: np.ndarray) -> np.ndarray:
@@ -223,7 +235,7 @@ class OpenRounds:
         at, arrays = 0, message.arrays
         for key, code, optimizer, count in message.updates:
             held = variables[key]
-            gradient = Gradient(arrays[at : at + count])
+            gradient = Gradient(arrays[at : at + count], held.table is not None)
             at += count
             gradients = found.get(optimizer)
             fits = count in (1, 2) and code == gradient.op

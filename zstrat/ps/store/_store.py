@@ -43,16 +43,25 @@ from zstrat.wire import (
     RaiseWriterMark,
     Read,
     StepRun,
+    TableSizes,
     VariableEntry,
     Withdraw,
 )
 
 from ._changes import ChangeLog, log_plan
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
+from ._creating_tables import TablesPlan, tables_plan
 from ._done_leases import DoneLeases
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import Ledger, Writers
-from ._lookups import RowsPlan, rows_plan, too_many
+from ._lookups import (
+    RowsPlan,
+    TableItems,
+    require_table,
+    rows_plan,
+    table_items,
+    too_many,
+)
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
 from ._rounds import OpenRounds, merged_part
@@ -62,7 +71,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec
+    from zstrat.wire import AppliedParts, ArraySpec, TableEntry
 
 
 @dataclass(slots=True)
@@ -116,13 +125,19 @@ class Store:
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: They are more than `READS`.
+            InvalidArgumentError: They are more than `READS`, or one is a table of any
+                id.
         """
         if len(reads) > READS:
             raise too_many(self._task, "reads", len(reads), READS)
         variables, versions, arrays = self.variables, [], []
         for key, known, _ in reads:
             held = variables[key]
+            if held.table is not None:
+                raise InvalidArgumentError(
+                    f"{held.cell.who} is a table of any id, which is not read as a "
+                    "whole: look ids up, or read its items"
+                )
             versions.append(held.version)
             if held.version != known:
                 arrays.append(held.cell.lease())
@@ -170,6 +185,47 @@ class Store:
             ProtocolError: A dtype cannot be encoded.
         """
         return initialize_plan(entries, code, self.engine.load_code, self.variables)
+
+    def plan_tables(self, entries: Sequence[TableEntry], code: bytes) -> TablesPlan:
+        """Plans tables of any id, as `plan_create`; shipped code makes their rows.
+
+        Raises:
+            AlreadyExistsError: A key is taken by something else.
+            InvalidArgumentError: Keys repeat, or a row is too large or empty.
+            ProtocolError: A dtype cannot be encoded.
+        """
+        return tables_plan(entries, code, self.engine.load_code, self.variables)
+
+    def plan_items(self, key: int, first: int, last: int) -> TableItems:
+        """Plans to read the buckets of a table from ``first`` to before ``last``.
+
+        Raises:
+            NotFoundError: No variable has the key.
+            InvalidArgumentError: It is not a table, or has no such buckets.
+        """
+        return table_items(self.variables, key, first, last, self._largest)
+
+    def table_sizes(self, keys: Sequence[int]) -> TableSizes:
+        """Returns rows and bytes of tables, in order.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: One is not a table.
+        """
+        held = self.variables.find(keys)
+        tables = [require_table(each) for each in held]
+        return TableSizes(
+            [each.cell.shape[0] for each in held],
+            [
+                each.cell.nbytes
+                + table.ids.nbytes
+                + table.index_bytes
+                + sum(slots.nbytes for slots in each.slots.values())
+                for each, table in zip(held, tables, strict=True)
+            ],
+            [table.births for table in tables],
+            [table.removed for table in tables],
+        )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
         """Deletes all or none; ``again``: those that are still there.
@@ -438,6 +494,11 @@ class Store:
             case RowsPlan(versions=versions, leases=leases, rows=rows):
                 self.counts.rows += sum(map(len, rows))
                 return Pulled(versions, (*leases, *rows), self.counts.pushes)
+            case TableItems(held=held, ids=ids, rows=values):
+                self.counts.rows += len(ids)
+                return Pulled([held.version], (ids, values), self.counts.pushes)
+            case TablesPlan(made=tables):
+                self.variables.hold_tables(tables)
             case CreatePlan(entries=entries, cells=cells):
                 self.variables.hold(entries, cells)
             case InitializePlan(entries=new, cells=cells):

@@ -65,6 +65,12 @@ class HeldVariables(dict[int, HeldVariable]):
             cell.who = f"{self.task}: variable {entry.name!r}"
             self[entry.key] = HeldVariable(entry, cell, self.first_version)
 
+    def hold_tables(self, tables: Sequence[HeldVariable]) -> None:
+        """Takes new tables of any id."""
+        for table in tables:
+            table.version = self.first_version
+            self[table.entry.key] = table
+
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
 

@@ -99,6 +99,11 @@ class IdIndex:
         self._count -= int(there.sum())
         return rows
 
+    def move(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Gives other rows (int64) to ids that are there."""
+        at, _ = self._find(ids)
+        self._words[at, 1] = rows + 1
+
     def items(
         self, first: int = 0, last: int = BUCKETS
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,104 @@
+"""Tables of any id in a store of this process."""
+
+import numpy as np
+import optax
+from ps_stores import push_to
+from ps_trees import bind, binding
+
+from zstrat.ids import hashes_of
+from zstrat.initializers import Initializer, Uniform
+from zstrat.ps import OptimizerEngine, Store
+from zstrat.wire import CreateTables, Push, TableEntry, Update, UpdateOp
+
+WIDTH, SEED = 3, 5
+TALL = 2**30
+"""Rows of a table in the tree of an optimizer."""
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, 0.9),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adam": lambda: optax.adam(1e-2),
+    "average": lambda: optax.contrib.schedule_free_sgd(0.1),
+}
+LIMITS = np.iinfo(np.int64)
+
+
+def load(code: bytes) -> object:
+    """Shipped code: the name of an optimizer, or the bounds of uniform first values."""
+    name = code.decode()
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]()
+    return Uniform(*map(float, name.split()))
+
+
+def store_with(name: str = "", *keys: int, row=(WIDTH,), dtype="f4", gradients=None):
+    """A store of tables, and with an optimizer that moves each."""
+    store = Store(OptimizerEngine(load), task="/job:ps/task:0")
+    for key in keys or (1,):
+        create(store, entry(key, row, dtype))
+    if name:
+        run(store, store.plan_optimizer(1, name, name.encode()))
+        kind = (TALL, *row), np.dtype(dtype)
+        tree = {f"w{key:03}": ((key,), *kind) for key in keys or (1,)}
+        bind(store, 1, binding(OPTIMIZERS[name](), tree, gradients))
+    return store
+
+
+def entry(key: int, row=(WIDTH,), dtype="f4") -> TableEntry:
+    return TableEntry(key, f"t{key}", True, np.dtype(dtype).name, list(row), SEED + key)
+
+
+def create(store: Store, *entries: TableEntry, code: bytes = b"-1 1") -> None:
+    run(store, store.plan_tables(list(entries), code))
+
+
+def creation(session: int, *entries: TableEntry) -> CreateTables:
+    return CreateTables(session, list(entries), b"-1 1")
+
+
+def run(store: Store, plan):
+    if hasattr(plan, "compute"):
+        plan.compute()
+        return store.commit(plan)
+    return plan
+
+
+def in_order(ids) -> np.ndarray:
+    """Distinct ids as they are sent."""
+    ids = np.unique(np.array(ids, np.int64))
+    return ids[np.argsort(hashes_of(ids))]
+
+
+def first_rows(ids, key: int = 1, row=(WIDTH,), dtype="f4") -> np.ndarray:
+    """What ids begin with."""
+    from zstrat.ids import IdGenerator
+
+    out = np.empty((len(ids), *row), dtype)
+    if len(ids):
+        initializer: Initializer = Uniform(-1.0, 1.0)
+        initializer.rows(IdGenerator(SEED + key, np.array(ids, np.int64)), out)
+    return out
+
+
+def push(*updates) -> Push:
+    """Of ``(key, op, array, ...)``."""
+    heads = [
+        Update(key, int(op), int("OPTIMIZE" in UpdateOp(op).name), len(arrays))
+        for key, op, *arrays in updates
+    ]
+    return Push(7, -1, 0, 0, heads, tuple(a for _, _, *x in updates for a in x))
+
+
+def step(store: Store, *updates):
+    return push_to(store, push(*updates))
+
+
+def look_up(store: Store, ids, key: int = 1) -> np.ndarray:
+    ids = np.array(ids, np.int64)
+    return run(store, store.plan_rows([], [key], (ids,))).arrays[0]
+
+
+def items(store: Store, key: int = 1, first: int = 0, last: int = 4096):
+    """The ids and rows of a table."""
+    return run(store, store.plan_items(key, first, last)).arrays

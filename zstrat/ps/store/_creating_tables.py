@@ -1,0 +1,107 @@
+"""New tables of any id: validated, and tried before they are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.errors import AlreadyExistsError, InvalidArgumentError
+from zstrat.initializers import Initializer
+from zstrat.ps.engine._slots import HeldVariable
+from zstrat.ps.tables._growing_cell import GrowingCell
+from zstrat.ps.tables._id_table import IdTable
+from zstrat.wire import VariableEntry, dtype_named
+
+from ._pins import WIDEST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.wire import TableEntry
+
+    from ._variables import HeldVariables
+
+_WIDEST: Final = WIDEST // 16
+"""Bytes of a row: so much less than what an undo log takes that slots of it, which may
+be of a wider dtype, are not too wide either."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablesPlan:
+    """Validated new tables, whose rows begin as a shipped initializer makes them."""
+
+    generation: int
+    entries: Sequence[TableEntry]
+    code: bytes
+    load_code: Callable[[bytes], object]
+    variables: HeldVariables
+    made: list[HeldVariable] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Loads the initializer, and has it make a row of each table.
+
+        Raises:
+            InvalidArgumentError: It is not an initializer, or makes no such rows.
+        """
+        task = self.variables.task
+        initializer = self.load_code(self.code) if self.entries else None
+        for entry in self.entries:
+            who = f"{task}: variable {entry.name!r}"
+            if not isinstance(initializer, Initializer):
+                raise InvalidArgumentError(
+                    f"{who}: expected an initializer of zs.initializers, got "
+                    f"{initializer!r:.80}"
+                )
+            table = IdTable(entry, self.code, initializer, who)
+            row, dtype = tuple(entry.row), dtype_named(entry.dtype)
+            try:
+                table.first_rows(np.zeros(1, np.int64), np.empty((1, *row), dtype))
+            except ValueError as error:
+                raise InvalidArgumentError(f"{who}: {error}") from error
+            cell = GrowingCell(row, dtype)
+            cell.who = who
+            said = VariableEntry(entry.key, entry.name, entry.trainable, sharded=True)
+            self.made.append(HeldVariable(said, cell, 0, table=table))
+
+
+def tables_plan(
+    entries: Sequence[TableEntry],
+    code: bytes,
+    load_code: Callable[[bytes], object],
+    variables: HeldVariables,
+) -> TablesPlan:
+    """Plans new tables without rows; those that are there already are left out.
+
+    Raises:
+        AlreadyExistsError: A key is taken by something else.
+        InvalidArgumentError: Keys repeat, or a row is too large or empty.
+        ProtocolError: No such dtype travels.
+    """
+    if len({entry.key for entry in entries}) != len(entries):
+        raise InvalidArgumentError(f"{variables.task}: a key of new variables repeats")
+    for entry in entries:
+        nbytes = dtype_named(entry.dtype).itemsize
+        for size in entry.row:
+            nbytes *= max(0, size)
+        if not 0 < nbytes <= _WIDEST:
+            raise InvalidArgumentError(
+                f"{variables.task}: variable {entry.name!r}: a row of a table of any "
+                f"id has 1 to {_WIDEST} bytes, got {entry.dtype}{list(entry.row)}"
+            )
+    new = [entry for entry in entries if _is_new(entry, variables)]
+    return TablesPlan(variables.generation, new, code, load_code, variables)
+
+
+def _is_new(entry: TableEntry, variables: HeldVariables) -> bool:
+    held = variables.get(entry.key)
+    if held is None:
+        return True
+    if held.table is not None and held.table.entry == entry:
+        return False
+    raise AlreadyExistsError(
+        f"{variables.task} holds key {entry.key} as {held.entry.name!r}, "
+        f"{held.cell.dtype.name}{list(held.cell.shape)}; table {entry.name!r}, rows of "
+        f"{entry.dtype}{list(entry.row)}, cannot be created under it"
+    )

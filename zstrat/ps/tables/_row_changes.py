@@ -1,0 +1,151 @@
+"""Rows of a table that are born, and removed, by the updates of one push.
+
+Before any value is written, the ids of all updates become rows (`RowChanges.rows_of`),
+in the order of the updates. An id without a row gets the next one, with its first value
+and what each optimizer begins with beside that. An id that is removed has no row for
+the updates that follow. Its old row is left alone until the whole push was applied:
+then the last rows of the table are moved to where such rows were (`finish`), so that
+rows are dense again. If the push fails before, `undo` takes back what it has changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+
+from zstrat.errors import ResourceExhaustedError, UnavailableError
+from zstrat.ps.engine._arithmetic import as_rows
+
+from ._growing_cell import growing
+from ._index import NO_ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.ps.engine._engine import OptimizerEngine
+    from zstrat.ps.engine._slots import HeldVariable
+
+    from ._growing_cell import GrowingCell
+    from ._id_table import IdTable
+
+
+class _IdChange(NamedTuple):
+    """Ids with their rows, which an update has added to the index, or removed."""
+
+    is_birth: bool
+    ids: np.ndarray
+    rows: np.ndarray
+
+
+@final
+class RowChanges:
+    """What one push changes about the rows of the table ``held``; it has the turn of
+    that, and of the optimizers that its updates name."""
+
+    def __init__(self, held: HeldVariable, table: IdTable) -> None:
+        self._held, self._table = held, table
+        self._height = held.cell.shape[0]
+        self._changes: list[_IdChange] = []
+
+    def rows_of(self, ids: np.ndarray, engine: OptimizerEngine) -> np.ndarray:
+        """Returns the rows of ids ``[n]``, maybe repeated, int64; those that have none
+        are born.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for more rows.
+            InvalidArgumentError: An optimizer cannot be applied to the table.
+        """
+        rows = self._table.index.rows(ids)
+        unknown = np.flatnonzero(rows == NO_ROW)
+        if not unknown.size:
+            return rows
+        # In their order, unless some are there twice.
+        new = ids.take(unknown)
+        distinct, inverse = np.unique(new, return_inverse=True)
+        if len(distinct) < len(new):
+            first = self._born(distinct, engine)
+            rows[unknown] = inverse + first
+        else:
+            first = self._born(new, engine)
+            rows[unknown] = np.arange(first, first + len(new))
+        return rows
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Removes ids ``[n]``, maybe repeated; those that have no row are ignored.
+
+        Raises:
+            UnavailableError: Slots were loaded, and their optimizer is not known yet.
+        """
+        for slots in self._held.slots.values():
+            for cell in slots.with_rows:
+                if cell.shape[0] < self._height:
+                    raise UnavailableError(
+                        f"{self._held.cell.who}: rows cannot be removed before the "
+                        "optimizer whose state was restored has got its tree: "
+                        "zs.Optimizer(transformation, params=params)"
+                    )
+        ids = np.unique(ids)
+        rows = self._table.index.remove(ids)
+        there = rows != NO_ROW
+        self._changes.append(_IdChange(False, ids[there], rows[there]))
+
+    def undo(self) -> None:
+        """Takes back what was changed, as the push has failed."""
+        index = self._table.index
+        for change in reversed(self._changes):
+            if change.is_birth:
+                index.remove(change.ids)
+            else:
+                index.insert(change.ids, change.rows)
+        self._changes.clear()
+        for cell in self._cells():
+            if cell.shape[0] > self._height:
+                cell.shrink(self._height)
+
+    def finish(self) -> None:
+        """Makes rows dense again, as all updates were applied."""
+        table = self._table
+        gone = [change.rows for change in self._changes if not change.is_birth]
+        table.births += sum(len(x.ids) for x in self._changes if x.is_birth)
+        self._changes.clear()
+        holes = np.concatenate(gone) if gone else np.empty(0, np.int64)
+        if not holes.size:
+            return
+        table.removed += len(holes)
+        height = self._held.cell.shape[0] - len(holes)
+        is_hole = np.zeros(len(holes), bool)  # of the rows that are dropped
+        is_hole[holes[holes >= height] - height] = True
+        sources = np.flatnonzero(~is_hole) + height
+        targets = np.sort(holes[holes < height])
+        if targets.size:
+            table.index.move(table.ids.look().take(sources), targets)
+        for cell in self._cells():
+            if targets.size:
+                values = as_rows(cell.begin_rows(targets))
+                values[targets] = values.take(sources)
+                cell.settle()
+            cell.shrink(height)
+
+    def _born(self, ids: np.ndarray, engine: OptimizerEngine) -> int:
+        """Adds rows for distinct ids that have none; returns the first of them."""
+        held, table = self._held, self._table
+        engine.adopt_slots(held)
+        first, end = held.cell.shape[0], held.cell.shape[0] + len(ids)
+        try:
+            table.index.insert(ids, np.arange(first, end))
+        except MemoryError as error:
+            raise ResourceExhaustedError(f"{held.cell.who}: {error}") from None
+        self._changes.append(_IdChange(True, ids, np.arange(first, end)))
+        table.ids.extend(len(ids))[...] = ids
+        table.first_rows(ids, growing(held.cell).extend(len(ids)))
+        engine.extend_slots(held)
+        return first
+
+    def _cells(self) -> Iterator[GrowingCell]:
+        """All that has the rows of the table. Slots of an optimizer that has no tree
+        yet may have fewer."""
+        yield growing(self._held.cell)
+        yield self._table.ids
+        for slots in self._held.slots.values():
+            yield from map(growing, slots.with_rows)
