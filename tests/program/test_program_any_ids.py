@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -125,12 +124,19 @@ def test_rows_of_any_ids_in_a_step_and_outside(rows, ids):
     np.testing.assert_array_equal(step(ids), wanted)
     np.testing.assert_array_equal(zs.embedding_lookup(rows.table, ids), wanted)
     np.testing.assert_array_equal(rows.table.lookup(ids), wanted)
-    eager = zs.function(lambda ids: zs.embedding_lookup(rows.table, ids), eager=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DowncastWarning)  # it looks at ids itself
-        np.testing.assert_array_equal(eager(ids), wanted)
     for asked in rows.asked:
         assert len(asked) == len(set(asked)) == len(np.unique(ids))
+
+
+@pytest.mark.filterwarnings("ignore::zstrat.DowncastWarning")
+def test_an_eager_step_takes_ids_that_fit_32_bits(rows):
+    eager = zs.function(lambda ids: zs.embedding_lookup(rows.table, ids), eager=True)
+    small = IDS % 1000
+    np.testing.assert_array_equal(eager(small), rows.get(small))
+    with pytest.raises(ValueError, match="eager=True"):
+        eager(IDS)
+    constant = zs.function(lambda: zs.embedding_lookup(rows.table, IDS), eager=True)
+    np.testing.assert_array_equal(constant(), rows.get(IDS))
 
 
 def test_hashed_tables_beside_others_in_one_request(storage):

@@ -226,7 +226,7 @@ def run_eager(
     """
     errors = translated_variable_errors(function.name)
     with errors, Immediate(storage, draw).recording() as eager:
-        structure, arrays = split(_called(function, args, kwargs), eager.read)
+        structure, arrays = split(_called(function, args, kwargs, eager), eager.read)
     plain = structure.plain
     if not is_described(plain):
         raise TypeError(
@@ -295,7 +295,7 @@ def _run_body(
     """Runs the Python body with values; it may create variables."""
     errors = translated_variable_errors(function.name)
     with errors, Immediate(None).recording() as eager:
-        structure, arrays = split(_called(function, args, kwargs), eager.read)
+        structure, arrays = split(_called(function, args, kwargs, eager), eager.read)
     return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
 
 
@@ -371,11 +371,15 @@ def _leaves(draws: Draws) -> list[Any]:
 
 
 def _called(
-    function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: ExecutedFunction,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    eager: Immediate,
 ) -> Any:
     """Calls the body with jax arrays, as in a captured step, in new containers: other
     calls share these arguments."""
     watch_keras_models()
+    eager.note_downcasts(joined.leaves((args, dict(kwargs))))
     warn_of_arguments(function.name, args, kwargs, function.programs.warned)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)

@@ -66,7 +66,7 @@ class Immediate(TraceRecorder):
         self._outermost = current_trace()
         self._drawn: list[Any] = []
         self._lost = ""
-        """What drawing an element has lost of an integer."""
+        """What jax has lost of an integer of an argument or element."""
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
@@ -110,7 +110,7 @@ class Immediate(TraceRecorder):
         storage = self._storage
         if table.is_hashed and self._lost:
             raise ValueError(
-                f"an eager step draws integers of 64 bits ({self._lost}) and looks up "
+                f"an eager step has integers of 64 bits ({self._lost}) and looks up "
                 f"rows of {table}: jax has downcast the ids to 32 bits. Leave out "
                 "eager=True, or switch on jax_enable_x64"
             )
@@ -151,12 +151,16 @@ class Immediate(TraceRecorder):
         if self._is_inside():
             raise _refusals.draw_inside()
         element = self._draw(iterator)
-        for leaf in joined.leaves(element):
-            if is_integer_downcast(leaf) and (lost := downcast_loss(leaf)) is not None:
-                self._lost = lost
+        self.note_downcasts(joined.leaves(element))
         element = joined.mapped(_copied, element)
         self._drawn.extend(joined.leaves(element))
         return element
+
+    def note_downcasts(self, leaves: Sequence[Any]) -> None:
+        """Notes leaves that become arrays of jax: ids must not have lost bits."""
+        for leaf in leaves:
+            if is_integer_downcast(leaf) and (lost := downcast_loss(leaf)) is not None:
+                self._lost = lost
 
     def drew(self, leaf: object) -> bool:
         """Returns whether this very array is (a leaf of) an element drawn in this
