@@ -171,6 +171,22 @@ class ParameterServers:
         if self._inventory is not None:
             self._inventory.created_tables(entries, code)
 
+    @repeated
+    async def table_sizes(self, specs: Sequence[VariableSpec]) -> tuple[int, int]:
+        """Returns rows and bytes of a table with these parts."""
+        refs = [Ref(spec.ps, spec.key) for spec in specs]
+        answers = await self.client.table_sizes(refs)
+        rows = sum(sum(answer.rows) for answer in answers)
+        return rows, sum(sum(answer.nbytes) for answer in answers)
+
+    @repeated
+    async def table_rows(
+        self, spec: VariableSpec, first: int, last: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part of a
+        table."""
+        return await self.client.pull_table(Ref(spec.ps, spec.key), first, last)
+
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """Keeps the initial values of new variables that cannot be saved: a restore
         gives them these values again."""

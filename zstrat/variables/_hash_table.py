@@ -26,12 +26,12 @@ from ._abstract import AbstractVariable
 from ._creator import TableRequest, create_table
 from ._rows import integers
 from ._spec import VariableSpec
-from ._storage import update_all, update_all_async
+from ._storage import KeepsTables, update_all, update_all_async
 from ._table import IndexedSlices, Table, TableLayout
 from ._tracing import recorder, refuse_read, refuse_update
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ._storage import StorageUpdate
     from ._variable import Variable
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 BUCKET_ROWS: Final = 2**18
 """Nominal rows of a bucket: a table has 2**30."""
+
+_BATCH: Final = 4 * 2**20
+"""Bytes of rows that `HashTable.items` reads at a time, about."""
 
 
 class HashTable(AbstractVariable):
@@ -163,6 +166,56 @@ class HashTable(AbstractVariable):
         """
         await update_all_async(self._removed(ids))
         return self
+
+    def __len__(self) -> int:
+        """Returns the number of rows that there are. Cost: one request to each server.
+
+        Raises:
+            RuntimeError: In a step.
+            PSUnavailableError: A parameter server is gone.
+        """
+        return self._kept().table_sizes(self._components)[0]
+
+    def __bool__(self) -> bool:
+        return True  # also without rows, and in steps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the servers: rows, what optimizers keep beside them, ids, index.
+        Raises as `__len__`."""
+        return self._kept().table_sizes(self._components)[1]
+
+    def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Reads all rows, in batches of some megabytes: ids ``[n]``, int64, and rows
+        ``[n, ...]``. The same rows come in the same order, on however many servers
+        they are; rows that change meanwhile come as they were before or after.
+
+        Raises:
+            RuntimeError: In a step.
+            PSUnavailableError: A parameter server is gone.
+        """
+        storage = self._kept()
+        rows, _ = storage.table_sizes(self._components)
+        nbytes = max(1, rows) * (self.dim * self.dtype.itemsize + 8)
+        step = max(1, BUCKETS * _BATCH // nbytes)
+        for part in self._components:
+            assert part.spec.buckets is not None
+            start, stop = part.spec.buckets
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                ids, values = storage.table_rows(part, first, last)
+                if len(ids):
+                    yield ids, values
+
+    def _kept(self) -> KeepsTables:
+        self._require_outside("items or len")
+        storage = self._components[0].storage
+        if not isinstance(storage, KeepsTables):
+            raise RuntimeError(
+                f"{self._table} came from another task, and its rows are read where "
+                "it was created"
+            )
+        return storage
 
     def _removed(self, ids: Any) -> list[StorageUpdate]:
         self._require_outside("remove")

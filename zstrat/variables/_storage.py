@@ -156,6 +156,22 @@ class KeepsSlots(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsTables(Protocol):
+    """A storage of tables of any id."""
+
+    def table_sizes(self, parts: Sequence[VariableHandle]) -> tuple[int, int]:
+        """Returns rows and bytes of a table with these parts."""
+        ...
+
+    def table_rows(
+        self, part: VariableHandle, first: int, last: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of a part, in the buckets from
+        ``first`` to before ``last``, sorted by bucket and then by id."""
+        ...
+
+
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """Reads variables, in order. Cost: one request to each storage."""
     wanted = list(variables)

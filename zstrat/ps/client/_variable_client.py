@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.wire import (
+    AskTables,
     BindOptimizer,
     CreateOptimizer,
     CreateTables,
@@ -16,7 +17,10 @@ from zstrat.wire import (
     InitialEntry,
     InitializeVariables,
     Inspect,
+    Pulled,
+    PullTable,
     Statistics,
+    TableSizes,
     VariableEntry,
     Withdraw,
 )
@@ -114,6 +118,31 @@ class VariableCalls(AskedServers, abc.ABC):
             for ps, entries in _batches(tables)
         ]
         await self.each(messages, object)
+
+    async def table_sizes(self, refs: Sequence[Ref]) -> list[TableSizes]:
+        """Returns how large parts of tables are: an answer of each server, by server.
+
+        Raises:
+            NotFoundError, InvalidArgumentError: One is not a table.
+
+        Cancellation: nothing is lost.
+        """
+        keys_of = by_server(ref[:2] for ref in refs)
+        asked = [(ps, AskTables(self.session, keys)) for ps, keys in keys_of.items()]
+        return await self.each(asked, TableSizes)
+
+    async def pull_table(
+        self, ref: Ref, first: int, last: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of a part of a table, in the buckets
+        from ``first`` to before ``last``.
+
+        Cancellation: nothing is lost.
+        """
+        message = PullTable(self.session, ref.key, first, last)
+        answer = (await self.each([(ref.ps, message)], Pulled))[0]
+        ids, rows = answer.arrays
+        return ids, rows
 
     async def delete(self, refs: Sequence[Ref]) -> None:
         """Deletes variables with their optimizer slots.

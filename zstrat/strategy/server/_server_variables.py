@@ -217,6 +217,18 @@ class ServerVariables(StrategyCreator):
                 self._session.run(work, "creating a table")
         return hashed([handle(spec, self) for spec in specs], request.name)
 
+    def table_sizes(self, parts: Sequence[VariableHandle]) -> tuple[int, int]:
+        """Returns rows and bytes of a table with these parts."""
+        work = self._servers.table_sizes(_specs(parts))
+        return self._session.run(work, "asking how large a table is")
+
+    def table_rows(
+        self, part: VariableHandle, first: int, last: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part."""
+        work = self._servers.table_rows(part.spec, first, last)
+        return self._session.run(work, "reading rows of a table")
+
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
         """Frees variables that were created here, in one round trip per ps.
 
