@@ -169,6 +169,8 @@ class Joining:
             return None
         (held,) = store.variables.find([wish.key])
         dtype, shape = held.cell.dtype.name, list(held.cell.shape)
+        if held.table is not None:  # it has any number of rows
+            shape[:1] = wish.shape[:1]
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:

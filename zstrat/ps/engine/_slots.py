@@ -191,9 +191,10 @@ class Unbound(Slots):
         return Unbound(slots.cells, slots.leaves, _LAYOUT, filled)
 
     def make_room(
-        self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
+        self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, value: Cell
     ) -> None:
-        """Makes an empty leaf of this name, shape and dtype, unless there is one."""
+        """Makes an empty leaf of this name, shape and dtype beside a value, unless
+        there is one."""
         kept = [
             (cell, each)
             for cell, each in zip(self.cells, self.leaves, strict=True)
@@ -202,12 +203,15 @@ class Unbound(Slots):
         ]
         if not any(each == leaf for _, each in kept):
             try:
-                cell = Cell.around(lasting(shape, dtype))
+                if value.grows and leaf.rows:
+                    cell = value.sibling(shape[1:], dtype, shape[0])
+                else:
+                    cell = Cell.around(lasting(shape, dtype))
             except MemoryError:
                 raise ResourceExhaustedError(
-                    f"{who}: not enough memory for {leaf.name!r}"
+                    f"{value.who}: not enough memory for {leaf.name!r}"
                 ) from None
-            cell.who = who
+            cell.who = value.who
             kept.append((cell, leaf))
             self.filled[leaf.name] = []
         self.leaves = tuple([each for _, each in kept])

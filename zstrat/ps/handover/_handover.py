@@ -33,7 +33,7 @@ from zstrat.config import Limits
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.replication._copying import StoreCopy
-from zstrat.ps.replication._replay import replay
+from zstrat.ps.replication._replay import index_tables, replay
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin
@@ -343,6 +343,7 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
             data = np.frombuffer(part, np.uint8)
             _make(store, CopyParts([CopiedPart(key, optimizer, leaf, start)], (data,)))
             start += len(part)
+    index_tables(store).compute()
     for name, number in facts["counts"].items():
         setattr(store.counts, name, int(number))
 

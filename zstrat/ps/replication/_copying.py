@@ -15,6 +15,7 @@ import numpy as np
 from zstrat.ps.engine._slots import Unbound
 from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.ps.store._ledger import UNNAMED
+from zstrat.ps.tables._id_table import IDS
 from zstrat.wire import (
     AskParts,
     CopiedSlot,
@@ -25,6 +26,7 @@ from zstrat.wire import (
     CopyTree,
     CopyVariables,
     CreateOptimizer,
+    CreateTables,
     KeptOptimizer,
     Message,
     Push,
@@ -65,6 +67,7 @@ class StoreCopy:
             *_ledgers(store),
             *[Push(0, UNNAMED, 0, 0, [], (), leases=x) for x in store.leases.packed()],
             *_parts(store),
+            *_tables(store),
             *_variables(store),
             *_optimizers(store),
             *_slots(store),
@@ -109,6 +112,8 @@ def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
     if not cell.lost:
         yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
+    if held.table is not None:
+        yield SnapshotTensor.of(key, 0, IDS, held.table.ids, True)
     for number, slots in held.slots.items():
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
             yield SnapshotTensor.of(key, number, leaf.name, cell, leaf.rows)
@@ -134,6 +139,12 @@ def _parts(store: Store) -> Iterator[Message]:
             yield AskParts(0, step, attempt, 0)
         else:
             yield PushPart(0, step, part, 0, attempt, list(names), [], ())
+
+
+def _tables(store: Store) -> Iterator[Message]:
+    for held in store.variables.values():
+        if held.table is not None:
+            yield CreateTables(0, [held.table.entry], held.table.code)
 
 
 def _variables(store: Store) -> Iterator[Message]:

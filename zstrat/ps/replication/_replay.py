@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,8 @@ from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._plans import BindPlan
+from zstrat.ps.tables._growing_cell import growing
+from zstrat.ps.tables._id_table import IDS
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
@@ -55,11 +58,12 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.ps._requests import Running
     from zstrat.ps.store._plans import Plan
     from zstrat.ps.store._store import Store
+    from zstrat.ps.tables._id_table import IdTable
     from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
 
 
@@ -139,11 +143,17 @@ def _copy_variables(store: Store, copied: CopyVariables) -> None:
 
 def _make_room(store: Store, copied: CopiedVariable) -> None:
     entry = VariableEntry(*copied[:4])
-    cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
-    cell.who = f"{store.variables.task}: variable {entry.name!r}"
+    held = store.variables.get(entry.key)
+    if held is not None and held.table is not None:  # it has just been created
+        held.version = copied.version
+        for cell in held.cell, held.table.ids:
+            growing(cell).extend(copied.shape[0])
+    else:
+        cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
+        cell.who = f"{store.variables.task}: variable {entry.name!r}"
+        held = store.variables[entry.key] = HeldVariable(entry, cell, copied.version)
     if copied.lost:
-        cell.lose(copied.lost)
-    store.variables[entry.key] = HeldVariable(entry, cell, copied.version)
+        held.cell.lose(copied.lost)
 
 
 def _copy_slots(store: Store, copied: CopySlots) -> None:
@@ -158,14 +168,15 @@ def _make_slot(store: Store, copied: CopiedSlot) -> None:
         slots = held.slots[copied.optimizer] = Unbound.like(None)
     leaf = SlotArray(copied.leaf, copied.rows)
     shape, dtype = tuple(copied.shape), dtype_named(copied.dtype)
-    slots.make_room(leaf, shape, dtype, held.cell.who)
+    slots.make_room(leaf, shape, dtype, held.cell)
     for start, stop in zip(copied.filled[::2], copied.filled[1::2], strict=True):
         slots.fill(leaf.name, start, stop)
 
 
 def _copy_parts(store: Store, copied: CopyParts) -> None:
     for part, array in zip(copied.parts, copied.arrays, strict=True):
-        cell = _cell_of(store.variables[part.key], part)
+        held = store.variables[part.key]
+        cell = _cell_of(held, part)
         out = cell.overwrite().reshape(-1).view(np.uint8)
         np.copyto(out[part.start : part.start + array.nbytes], array)
         cell.settle()
@@ -173,10 +184,38 @@ def _copy_parts(store: Store, copied: CopyParts) -> None:
 
 def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
     if not part.optimizer:
+        if held.table is not None and part.leaf == IDS:
+            held.table.forget_index()
+            return held.table.ids
         return held.cell
     slots = held.slots[part.optimizer]
     names = [leaf.name for leaf in slots.leaves]
     return slots.cells[names.index(part.leaf)]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """Makes the indices of tables whose ids were copied; on any thread."""
+
+    tables: Sequence[IdTable]
+
+    def compute(self) -> None:
+        for table in self.tables:
+            _ = table.index
+
+
+def index_tables(store: Store) -> Indexing:
+    """Returns what is left to do when a store was copied."""
+    variables = store.variables.values()
+    return Indexing([held.table for held in variables if held.table is not None])
+
+
+def _copied(store: Store, whole: CopyWhole) -> Running[None]:
+    """The changes before this one are complete."""
+    del whole
+    indexing = index_tables(store)
+    if indexing.tables:
+        yield indexing
 
 
 _as_requested: Final = partial(begin, fold=None)
@@ -185,7 +224,10 @@ _as_requested: Final = partial(begin, fold=None)
 CHANGES: Final[
     dict[
         type[Message],
-        Callable[[Store, Any], Outcome | Plan | Loading | Running[Outcome] | None],
+        Callable[
+            [Store, Any],
+            Outcome | Plan | Loading | Running[Outcome] | Running[None] | None,
+        ],
     ]
 ] = {
     CreateVariables: _as_requested,
@@ -216,7 +258,7 @@ CHANGES: Final[
     CopyTree: _copy_tree,
     CopyParts: _copy_parts,
     HeldRounds: lambda store, copied: store.rounds.copy(copied),
-    CopyWhole: lambda store, _: None,  # it marks the changes before it as complete
+    CopyWhole: _copied,
 }
 """By the kind of a change, a function that makes it at once, or returns what has to be
 computed for it, or makes it in several steps."""

@@ -264,7 +264,7 @@ def _make_room(move: Move, slots: Unbound) -> None:
             rows = leaf.rows  # a slot written by hand does not say
     if rows:
         shape = (cell.shape[0], *shape[1:])
-    slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, move.who)
+    slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, cell)
 
 
 def _place_of(move: Move, slots: Slots) -> int:

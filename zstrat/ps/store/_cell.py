@@ -351,13 +351,17 @@ class Cell:
         self._buffer, self._device, self._writing = self._writing, None, None
         self._lost = ""
 
-    def sibling(self, row: tuple[int, ...], dtype: np.dtype) -> Cell:
-        """Makes a cell with as many rows, which have this shape and any values.
+    def sibling(
+        self, row: tuple[int, ...], dtype: np.dtype, height: int | None = None
+    ) -> Cell:
+        """Makes a cell with as many rows, or ``height``, which have this shape and any
+        values.
 
         Raises:
             MemoryError: There is no memory.
         """
-        return Cell.around(lasting((*self.shape[:1], *row), dtype))
+        rows = self.shape[:1] if height is None else (height,)
+        return Cell.around(lasting((*rows, *row), dtype))
 
     def replace(self, array: np.ndarray) -> None:
         """Makes ``array`` the value, which is nobody else's: writable, aligned, in C

@@ -110,8 +110,10 @@ class GrowingCell(Cell):
         self._lost = ""
         self._resize(self.shape[0])
 
-    def sibling(self, row: tuple[int, ...], dtype: np.dtype) -> Cell:
-        return GrowingCell(row, dtype, self.shape[0])
+    def sibling(
+        self, row: tuple[int, ...], dtype: np.dtype, height: int | None = None
+    ) -> Cell:
+        return GrowingCell(row, dtype, self.shape[0] if height is None else height)
 
     def _resize(self, height: int) -> None:
         self.shape = (height, *self._row)

@@ -1,0 +1,137 @@
+"""Whatever happens to the server of a table, the one that serves it next has it bit for
+bit: ids, rows, slots, and what is born next."""
+
+import asyncio
+
+import numpy as np
+import optax
+import pytest
+from ps_callers import SESSION
+from ps_copies import Copies
+from ps_successors import CODES, successors
+from ps_tables import TALL, WIDTH, creation, entry, in_order
+from ps_trees import binding, message
+
+from zstrat.initializers import Uniform
+from zstrat.wire import (
+    AttachBackup,
+    CreateOptimizer,
+    Done,
+    PullRows,
+    PullTable,
+    Push,
+    Pushed,
+    Update,
+    UpdateOp,
+)
+
+ROWS, REMOVE = int(UpdateOp.OPTIMIZE_ROWS), int(UpdateOp.REMOVE_ROWS)
+UNIFORM = Uniform(-1.0, 1.0)
+TREE = {"w": ((1,), (TALL, WIDTH), "f4")}
+
+
+def beginning(optimizer="adam"):
+    """Messages that make a table, and what moves it."""
+    made = {"adam": optax.adam(0.1), "momentum": optax.sgd(0.1, momentum=0.9)}
+    code = optimizer.encode()
+    told = binding(made[optimizer], TREE)
+    return [
+        creation(SESSION, entry(1)),
+        CreateOptimizer(SESSION, 1, optimizer, code),
+        message(SESSION, 1, told),
+    ]
+
+
+def training(rng, number, removes=False):
+    """A push that trains some ids, of which some are new; and maybe removes others."""
+    ids = in_order(rng.choice(200 + 20 * number, 40, replace=False))
+    updates = [Update(1, ROWS, 1, 2)]
+    arrays = [ids, rng.normal(size=(len(ids), WIDTH)).astype("f4")]
+    if removes:
+        updates.insert(0, Update(1, REMOVE, 0, 1))
+        arrays.insert(0, rng.integers(0, 300, 30))
+    return Push(SESSION, number, 0, 0, updates, tuple(arrays))
+
+
+def content(store):
+    """All that a store has of the table."""
+    held = store.variables[1]
+    slots = held.slots[1]
+    leaves = {
+        leaf.name: cell.look()
+        for cell, leaf in zip(slots.cells, slots.leaves, strict=True)
+    }
+    found = held.table.index.rows(held.table.ids.look())
+    np.testing.assert_array_equal(found, np.arange(len(found)))
+    assert len(held.table.index) == len(found)
+    return {"ids": held.table.ids.look(), "value": held.cell.look(), **leaves}
+
+
+def assert_same(store, other):
+    one, two = content(store), content(other)
+    assert one.keys() == two.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+async def test_a_backup_has_the_table_of_its_primary(optimizer):
+    copies, rng = Copies(), np.random.default_rng(3)
+    copies.shipped[b"-1 1"] = UNIFORM
+    for asked in beginning(optimizer):
+        assert await copies.ask(asked) == Done()
+    for number in range(4):
+        await copies.ask(training(rng, number, removes=number == 2))
+    attach = AttachBackup(SESSION, 1, "nowhere:1", copies.incarnation)
+    attaching = asyncio.ensure_future(copies.ask(attach))
+    for number in range(4, 8):  # while it is filled
+        await copies.ask(training(rng, number, removes=number % 2 == 0))
+    assert await attaching == Done()
+    for number in range(8, 12):
+        pushed = await copies.ask(training(rng, number, removes=number % 2 == 0))
+        assert isinstance(pushed, Pushed)
+    unknown = np.arange(10**6, 10**6 + 5)
+    asked = PullTable(SESSION, 1, 0, 4096), PullRows(SESSION, [], [1], (unknown,))
+    wanted = [await copies.ask(each) for each in asked]
+    await copies.promote()
+    assert_same(copies.primary._store, copies.backup._store)
+    for each, before in zip(asked, wanted, strict=True):
+        answer = await copies.ask(each, copies.backup)
+        for one, two in zip(before.arrays, answer.arrays, strict=True):
+            np.testing.assert_array_equal(one, two)
+    await copies.close()
+
+
+async def test_a_backup_has_a_table_that_is_created_later():
+    copies, rng = Copies(), np.random.default_rng(3)
+    copies.shipped[b"-1 1"] = UNIFORM
+    await copies.attach()
+    for asked in [*beginning(), *(training(rng, n, removes=True) for n in range(3))]:
+        await copies.ask(asked)
+    await copies.promote()
+    assert_same(copies.primary._store, copies.backup._store)
+    await copies.close()
+
+
+async def test_the_next_process_has_the_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(CODES, b"-1 1", UNIFORM)
+    rng = np.random.default_rng(3)
+    async with successors(tmp_path) as here:
+        for asked in beginning():
+            assert await here.answer(asked) == Done()
+        twins = [training(rng, n, removes=n == 1) for n in range(6)]
+        for push in twins[:3]:
+            await here.answer(push)
+        before = content(here.service._store)
+        await here.hand_over()
+        after = content(here.service._store)
+        for name, array in before.items():
+            np.testing.assert_array_equal(array, after[name], err_msg=name)
+        for push in twins[3:]:
+            assert (await here.answer(push)).applied
+        copies = Copies()  # one that was never interrupted
+        copies.shipped[b"-1 1"] = UNIFORM
+        for asked in [*beginning(), *twins]:
+            await copies.ask(asked)
+        assert_same(copies.primary._store, here.service._store)
+        await copies.close()
