@@ -120,6 +120,9 @@ class Worker:
             work.unread()
             return None
         pulled = [self.servers.value(x) for x in plan.reads if x.ps != RESIDENT]
+        self.rows = [(x.name, at.tolist()) for x, at in work.wanted.rows]
+        self.whole = [x.name for x in plan.reads if x.ps != RESIDENT]
+        pulled += [self.servers.value(x)[at] for x, at in work.wanted.rows]
         self.pulled, self.began = len(pulled), work.may_begin
         if work.may_begin:
             work.begin(self.residents.early(plan.reads, step, place))
