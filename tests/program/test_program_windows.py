@@ -677,6 +677,28 @@ def test_what_a_step_in_a_window_may_not_do(step_of, kind, remedy, options):
         )
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_outer_global_norm_is_of_one_fragment_only(fragments):
+    values = {"w": np.ones(2, np.float32), "v": np.ones(2, np.float32)}
+    variables = variables_like(values)
+    outer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = local_optimizer(
+        optax.sgd(1.0), outer, every=2, fragments=fragments, overlap=0, mix=0.5
+    )
+
+    def step():
+        grads = {name: 0.0 * x.value() for name, x in variables.items()}
+        optimizer.apply_gradients(grads, variables)
+
+    worker = Worker(optimizer.window(step), Servers(values, optax.sgd(1.0)))
+    if fragments == 1:
+        worker.run()
+        assert UpdateOp.OPERANDS in [update.op for update in worker.sent]
+    else:
+        with pytest.raises(ValueError, match="fragments=1"):
+            worker.run()
+
+
 @pytest.mark.parametrize(
     "given",
     [

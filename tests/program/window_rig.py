@@ -37,6 +37,7 @@ class Creator:
 
 
 CREATOR = Creator()
+_GRADIENTS = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
 
 def local_optimizer(inner, outer, **options):
@@ -141,7 +142,9 @@ class Worker:
             if not update.optimizer:
                 self.servers.update(update)
         self.servers.waiting.append(
-            {x.spec.key: _dense(x) for x in self.sent} if due else {}
+            {x.spec.key: _dense(x) for x in self.sent if x.op in _GRADIENTS}
+            if due
+            else {}
         )
         return plan.out_structure.unflatten(result.leaves)
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 
 WORKERS = 2
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), NESTEROV)
 MODEL = {"b": np.zeros(3, np.float32), "w": np.ones((4, 3), np.float32)}
 
 
@@ -59,16 +60,16 @@ def wait_for_workers(coordinator):
         there.update(coordinator.fetch(asked))
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(("overlap", "outer"), [(0, NESTEROV), (1, CLIPPED)])
 def test_windows_are_diloco_with_state_that_stays_on_the_worker(
-    strategy, overlap, tmp_path
+    strategy, overlap, outer, tmp_path
 ):
     every, rounds, inner = 5, 4, optax.adam(0.05)
     with strategy.scope():
         params = zs.create_variables(MODEL)
         optimizer = zs.LocalOptimizer(
             inner,
-            NESTEROV,
+            outer,
             every=every,
             overlap=overlap,
             name="local",
@@ -92,7 +93,7 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
 
     theta = jax.tree.map(jnp.asarray, MODEL)
     copies, states = [theta] * WORKERS, [inner.init(theta)] * WORKERS
-    bases, state = [theta] * WORKERS, NESTEROV.init(theta)
+    bases, state = [theta] * WORKERS, outer.init(theta)
     gradients = jax.jit(jax.grad(loss_of))
     for number in range(rounds * every):
         if number >= every and number % every == overlap:
@@ -107,7 +108,7 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
                 for pair in zip(bases, copies, strict=True)
             ]
             mean = jax.tree.map(lambda *each: sum(each) / WORKERS, *deltas)
-            moved, state = NESTEROV.update(mean, state, theta)
+            moved, state = outer.update(mean, state, theta)
             theta = optax.apply_updates(theta, moved)
     for name, value in theta.items():
         found = params[name].numpy()

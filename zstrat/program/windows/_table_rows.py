@@ -12,7 +12,7 @@ Other tables are pulled whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +27,12 @@ if TYPE_CHECKING:
 
     from zstrat.variables import SlotRule, Table, TraceRecorder, VariableHandle
 
-    from ._window_recorder import WindowRecorder
+    from ._window_recorder import StepLookup, WindowRecorder
 
     Replay = Callable[
         [Any, Sequence[Any], dict[int, Any], Sequence[Any]],
         tuple[WindowRecorder, Sequence[Any]],
     ]
-
-
-class StepLookup(NamedTuple):
-    """A look-up in a step of a window; ``ids`` belong to the trace of the step."""
-
-    table: Table
-    ids: jax.Array
-    where: str
 
 
 @final

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, SlotRule, Variable, VariableHandle
 
     from ._fragments import Exchanges
-    from ._table_rows import StepLookup
+    from ._window_recorder import StepLookup
 
 _OF_SCHEDULES: Final = frozenset(
     {
@@ -213,6 +213,14 @@ class _Window:
         fragments: list[list[int]] = [[] for _ in range(exchanges.fragments)]
         for leaf, place in zip(given, places, strict=True):
             fragments[place].append(leaf)
+        outer = exchanges.outer.rule(step.call, is_here=False).cut()
+        if any(outer.gradients_for(leaves) - {*leaves} for leaves in fragments):
+            raise ValueError(
+                f"{step.call.where}: the outer optimizer of {exchanges.name!r} "
+                "computes something from all gradients of its tree (a global norm, a "
+                "common test), and a round has those of one fragment: use fragments=1, "
+                "or do that in the inner optimizer"
+            )
         before = fragments[(segment.number - 1) % exchanges.fragments]
         if segment.restart:
             base = {v.spec.key: self.outer.read(v) for v in step.trained}

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from zstrat.program.trace._structure import split
 from zstrat.program.trace._updates import Moves, rows_here
 from zstrat.program.trace._where import here
 from zstrat.variables import TraceRecorder, VariableUse, note_use, recorder
-
-from ._table_rows import StepLookup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +53,14 @@ class NeedsElement(BaseException):
 
     def __init__(self, iterator: StepIterator) -> None:
         self.iterator = iterator
+
+
+class StepLookup(NamedTuple):
+    """A look-up in a step of a window; ``ids`` belong to the trace of the step."""
+
+    table: Table
+    ids: jax.Array
+    where: str
 
 
 class WindowRecorder(TraceRecorder):
