@@ -168,11 +168,18 @@ def test_windows_pull_the_rows_of_a_sharded_table_that_they_look_up(cluster):
         np.testing.assert_allclose(table.numpy(), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_worker_is_killed_amid_windows(fragments):
+@pytest.mark.parametrize(
+    ("fragments", "faults"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.thorough),
+        pytest.param(1, 25, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
+    ],
+)
+def test_workers_are_killed_and_frozen_amid_windows(fragments, faults):
     """Each step moves by -1 and rounds are sums, so values count the steps that have
     been contributed: each window once."""
-    every, windows = 4, 40
+    every, windows = 4, 20 + 20 * faults
     with LocalCluster(1, WORKERS) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
@@ -196,10 +203,17 @@ def test_a_worker_is_killed_amid_windows(fragments):
 
         window = optimizer.window(step)
         values = [coordinator.schedule(window) for _ in range(windows)]
-        values[10].fetch()
-        cluster.kill("worker:1")
-        values[20].fetch()
-        cluster.restart("worker:1")
+        for number in range(faults):
+            task = f"worker:{(number + 1) % WORKERS}"
+            values[20 * number + 10].fetch()
+            if number % 5 == 4:
+                cluster.stop_task(task)
+                values[20 * number + 20].fetch()
+                cluster.continue_task(task)
+            else:
+                cluster.kill(task)
+                values[20 * number + 20].fetch()
+                cluster.restart(task)
         coordinator.join()
         made = {len(value.fetch()) for value in values}
         assert made == {every // fragments}
