@@ -404,6 +404,7 @@ def test_a_table_contributes_the_rows_that_the_window_has_touched():
     worker = Worker(optimizer.window(step), servers)
     ids = np.array([[3, 7], [7, 7], [3, 49]], np.int32)
     worker.run(zs.StepIterator(list(ids)))
+    assert (worker.whole, worker.rows) == ([], [("table", [3, 7, 49])])
     (sent,) = worker.sent
     assert sent.op is UpdateOp.OPTIMIZE_ROWS
     wanted = np.ones((50, 2), np.float32)
@@ -411,6 +412,93 @@ def test_a_table_contributes_the_rows_that_the_window_has_touched():
         np.subtract.at(wanted, step_ids, 0.5 * wanted[step_ids])
     np.testing.assert_array_equal(sent.arrays[0], [3, 7, 49])
     np.testing.assert_allclose(sent.arrays[1], 1.0 - wanted[[3, 7, 49]])
+
+
+IDS = np.array([[3, 7], [7, 7], [3, 49], [0, 7], [1, 1], [49, 2]], np.int32)
+
+
+def table_windows(look_up, inner, ids=IDS, more=None):
+    """Runs two windows of three steps; returns the worker and the table after them."""
+    values = {"table": np.arange(100, dtype=np.float32).reshape(50, 2) / 7}
+    values["first"] = np.zeros((), np.float32)
+    variables = variables_like(values)
+    table = variables["table"]
+    optimizer = local_optimizer(inner, optax.sgd(1.0), every=3)
+
+    def step(iterator):
+        ids = next(iterator)
+        grads = zs.grad(look_up)(variables, ids)
+        optimizer.apply_gradients(grads if more is None else more(grads), variables)
+        return zs.embedding_lookup(table, ids)
+
+    servers = Servers(values, optax.sgd(1.0))
+    worker = Worker(optimizer.window(step), servers)
+    iterator, made = zs.StepIterator(list(ids)), []
+    for _ in range(2):
+        made.append(worker.run(iterator))
+        servers.close()
+    return worker, servers.now()["table"], np.concatenate(made)
+
+
+def looks_up(variables, ids):
+    rows = zs.embedding_lookup(variables["table"], ids)
+    return jnp.sum(rows**2) / 2 + 0 * variables["first"]
+
+
+def reads_whole(variables, ids):
+    return looks_up(variables, ids) + jnp.sum(variables["table"]) * 0
+
+
+def ids_of_a_variable(variables, ids):
+    return looks_up(variables, ids + variables["first"].astype(int))
+
+
+def other_rows(grads):
+    table = grads["table"]
+    indices = (table.indices + 1) % 50
+    return {**grads, "table": zs.IndexedSlices(table.values, indices, (50, 2))}
+
+
+def remembers_values():
+    """Scales nothing, and begins with the values of the variables."""
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda x, u: x + 0 * u, state, updates)
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(0.9), optax.adam(0.1))
+
+
+def test_rows_that_are_pulled_alone_train_as_a_table_that_is_pulled_whole():
+    worker, table, rows = table_windows(looks_up, ADAM)
+    assert worker.rows == [("table", [0, 1, 2, 7, 49])]
+    assert worker.whole == ["first"]
+    worker, found, rows_found = table_windows(ids_of_a_variable, ADAM)
+    assert (worker.rows, sorted(worker.whole)) == ([], ["first", "table"])
+    np.testing.assert_allclose(found, table, rtol=1e-6)
+    np.testing.assert_allclose(rows_found, rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "inner", "more"),
+    [
+        (reads_whole, ADAM, None),
+        (looks_up, ADAM, other_rows),
+        (looks_up, optax.chain(remembers_values(), optax.sgd(0.1)), None),
+    ],
+)
+def test_a_table_is_pulled_whole_if_rows_are_not_all_that_a_window_needs(
+    step, inner, more
+):
+    worker, _, _ = table_windows(step, inner, more=more)
+    assert (worker.rows, sorted(worker.whole)) == ([], ["first", "table"])
+
+
+def test_a_row_outside_of_its_table_is_an_error_at_the_line_that_looks_it_up():
+    with pytest.raises(IndexError, match=r"test_program_windows.py:\d+.*row 50"):
+        table_windows(looks_up, ADAM, ids=np.array([[3, 7], [7, 50], [1, 2]]))
 
 
 def counting(every, step_of, **options):
@@ -587,6 +675,28 @@ def test_what_a_step_in_a_window_may_not_do(step_of, kind, remedy, options):
         assert f"(in {step_of.__name__}.<locals>.step" in str(caught.value) or (
             "test_program_windows.py:" in str(caught.value)
         )
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_outer_global_norm_is_of_one_fragment_only(fragments):
+    values = {"w": np.ones(2, np.float32), "v": np.ones(2, np.float32)}
+    variables = variables_like(values)
+    outer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = local_optimizer(
+        optax.sgd(1.0), outer, every=2, fragments=fragments, overlap=0, mix=0.5
+    )
+
+    def step():
+        grads = {name: 0.0 * x.value() for name, x in variables.items()}
+        optimizer.apply_gradients(grads, variables)
+
+    worker = Worker(optimizer.window(step), Servers(values, optax.sgd(1.0)))
+    if fragments == 1:
+        worker.run()
+        assert UpdateOp.OPERANDS in [update.op for update in worker.sent]
+    else:
+        with pytest.raises(ValueError, match="fragments=1"):
+            worker.run()
 
 
 @pytest.mark.parametrize(

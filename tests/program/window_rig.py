@@ -37,6 +37,7 @@ class Creator:
 
 
 CREATOR = Creator()
+_GRADIENTS = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
 
 def local_optimizer(inner, outer, **options):
@@ -120,6 +121,9 @@ class Worker:
             work.unread()
             return None
         pulled = [self.servers.value(x) for x in plan.reads if x.ps != RESIDENT]
+        self.rows = [(x.name, at.tolist()) for x, at in work.wanted.rows]
+        self.whole = [x.name for x in plan.reads if x.ps != RESIDENT]
+        pulled += [self.servers.value(x)[at] for x, at in work.wanted.rows]
         self.pulled, self.began = len(pulled), work.may_begin
         if work.may_begin:
             work.begin(self.residents.early(plan.reads, step, place))
@@ -138,7 +142,9 @@ class Worker:
             if not update.optimizer:
                 self.servers.update(update)
         self.servers.waiting.append(
-            {x.spec.key: _dense(x) for x in self.sent} if due else {}
+            {x.spec.key: _dense(x) for x in self.sent if x.op in _GRADIENTS}
+            if due
+            else {}
         )
         return plan.out_structure.unflatten(result.leaves)
 

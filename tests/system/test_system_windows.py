@@ -7,12 +7,16 @@ import optax
 import pytest
 
 import zstrat as zs
+from zstrat.checkpoint import Manifest
+from zstrat.coordinator import ClusterSession
 from zstrat.launch import LocalCluster
+from zstrat.wire import ReadSnapshot
 
 pytestmark = pytest.mark.processes
 
 WORKERS = 2
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), NESTEROV)
 MODEL = {"b": np.zeros(3, np.float32), "w": np.ones((4, 3), np.float32)}
 
 
@@ -43,16 +47,29 @@ def dataset_of(context):
         number += 1
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
+@zs.function(eager=True)
+def place():
+    return zs.coordinator.experimental_get_current_worker_index()
+
+
+def wait_for_workers(coordinator):
+    """Else one worker may make the windows of another that is not there yet."""
+    there = set()
+    while len(there) < WORKERS:
+        asked = [coordinator.schedule(place) for _ in range(2 * WORKERS)]
+        there.update(coordinator.fetch(asked))
+
+
+@pytest.mark.parametrize(("overlap", "outer"), [(0, NESTEROV), (1, CLIPPED)])
 def test_windows_are_diloco_with_state_that_stays_on_the_worker(
-    strategy, overlap, tmp_path
+    strategy, overlap, outer, tmp_path
 ):
     every, rounds, inner = 5, 4, optax.adam(0.05)
     with strategy.scope():
         params = zs.create_variables(MODEL)
         optimizer = zs.LocalOptimizer(
             inner,
-            NESTEROV,
+            outer,
             every=every,
             overlap=overlap,
             name="local",
@@ -76,7 +93,7 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
 
     theta = jax.tree.map(jnp.asarray, MODEL)
     copies, states = [theta] * WORKERS, [inner.init(theta)] * WORKERS
-    bases, state = [theta] * WORKERS, NESTEROV.init(theta)
+    bases, state = [theta] * WORKERS, outer.init(theta)
     gradients = jax.jit(jax.grad(loss_of))
     for number in range(rounds * every):
         if number >= every and number % every == overlap:
@@ -91,7 +108,7 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
                 for pair in zip(bases, copies, strict=True)
             ]
             mean = jax.tree.map(lambda *each: sum(each) / WORKERS, *deltas)
-            moved, state = NESTEROV.update(mean, state, theta)
+            moved, state = outer.update(mean, state, theta)
             theta = optax.apply_updates(theta, moved)
     for name, value in theta.items():
         found = params[name].numpy()
@@ -107,11 +124,62 @@ def test_windows_are_diloco_with_state_that_stays_on_the_worker(
     jax.tree.map(np.testing.assert_array_equal, momentum, optimizer.outer.state)
 
 
-@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_worker_is_killed_amid_windows(fragments):
+def test_windows_pull_the_rows_of_a_sharded_table_that_they_look_up(cluster):
+    every, rounds, height = 3, 2, 11
+    begin = np.arange(2.0 * height, dtype=np.float32).reshape(height, 2)
+    parts = zs.partitioners.FixedShardsPartitioner(2)
+    strategy = zs.ParameterServerStrategy(cluster.resolver, variable_partitioner=parts)
+    with strategy:
+        with strategy.scope():
+            table = zs.Variable(begin)
+            optimizer = zs.LocalOptimizer(
+                optax.sgd(0.5),
+                optax.sgd(1.0),
+                every=every,
+                rounds=zs.Rounds(workers=WORKERS),
+            )
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        def ids_of(worker, number):
+            return np.random.default_rng([worker, number]).integers(height, size=2)
+
+        def dataset(context):
+            batches = [ids_of(context.input_pipeline_id, n) for n in range(64)]
+            return zs.data.Dataset.from_tensor_slices(np.stack(batches))
+
+        def step(iterator):
+            ids = next(iterator)
+            loss = lambda table: jnp.sum(zs.embedding_lookup(table, ids) ** 2) / 2  # noqa: E731
+            optimizer.apply_gradients(zs.grad(loss)(table), table)
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        for _ in range(WORKERS * rounds):
+            coordinator.schedule(optimizer.window(step), args=(iterator,))
+        coordinator.join()
+        assert table.components[0].shape[0] < height
+        wanted = begin.astype(np.float64)
+        for turn in range(rounds):
+            copies = [wanted.copy() for _ in range(WORKERS)]
+            for worker, copy in enumerate(copies):
+                for number in range(turn * every, (turn + 1) * every):
+                    ids = ids_of(worker, number)
+                    np.subtract.at(copy, ids, 0.5 * copy[ids])
+            wanted = sum(copies) / WORKERS
+        np.testing.assert_allclose(table.numpy(), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "faults"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.thorough),
+        pytest.param(1, 25, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
+    ],
+)
+def test_workers_are_killed_and_frozen_amid_windows(fragments, faults):
     """Each step moves by -1 and rounds are sums, so values count the steps that have
     been contributed: each window once."""
-    every, windows = 4, 40
+    every, windows = 4, 20 + 20 * faults
     with LocalCluster(1, WORKERS) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         with strategy.scope():
@@ -135,10 +203,17 @@ def test_a_worker_is_killed_amid_windows(fragments):
 
         window = optimizer.window(step)
         values = [coordinator.schedule(window) for _ in range(windows)]
-        values[10].fetch()
-        cluster.kill("worker:1")
-        values[20].fetch()
-        cluster.restart("worker:1")
+        for number in range(faults):
+            task = f"worker:{(number + 1) % WORKERS}"
+            values[20 * number + 10].fetch()
+            if number % 5 == 4:
+                cluster.stop_task(task)
+                values[20 * number + 20].fetch()
+                cluster.continue_task(task)
+            else:
+                cluster.kill(task)
+                values[20 * number + 20].fetch()
+                cluster.restart(task)
         coordinator.join()
         made = {len(value.fetch()) for value in values}
         assert made == {every // fragments}
@@ -148,6 +223,54 @@ def test_a_worker_is_killed_amid_windows(fragments):
             for x in (w, v):
                 assert 0 < -x.numpy()[0] <= every // fragments * windows
         strategy.close()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_worker_is_lost_while_its_windows_are_saved(tmp_path, monkeypatch, is_back):
+    """The checkpoint is written again, with what the workers then have."""
+    with (
+        LocalCluster(1, WORKERS) as cluster,
+        zs.ParameterServerStrategy(cluster.resolver) as strategy,
+    ):
+        with strategy.scope():
+            w = zs.Variable(np.zeros(2, np.float32))
+            local = zs.LocalOptimizer(optax.adam(1.0), optax.sgd(1.0), every=2)
+        coordinator = zs.ClusterCoordinator(strategy)
+        ask, asked = ClusterSession.ask_worker, []
+
+        async def ask_one_that_is_lost(self, worker, message, *fields):
+            if message is ReadSnapshot:
+                asked.append(worker)
+                if asked.count(1) == 1 == worker:
+                    if is_back:  # a new process: it knows nothing of the snapshot
+                        fields = (0, *fields[1:])
+                    else:
+                        cluster.kill("worker:1")
+            return await ask(self, worker, message, *fields)
+
+        monkeypatch.setattr(ClusterSession, "ask_worker", ask_one_that_is_lost)
+
+        def step():
+            local.apply_gradients(1.0 + 0.0 * w.value(), w)
+
+        window = local.window(step)
+
+        def train():
+            for _ in range(3 * WORKERS):
+                coordinator.schedule(window)
+            coordinator.join()
+
+        wait_for_workers(coordinator)
+        train()
+        saved = zs.Checkpoint(w=w, local=local)
+        path = saved.save(tmp_path / "c")
+        value = w.numpy()
+        tensors = Manifest.of(path).tensors
+        assert sum("/begun" in name for name in tensors) == 1 + is_back
+        train()
+        saved.restore(path)
+        np.testing.assert_array_equal(w.numpy(), value)
+        train()
 
 
 def test_each_worker_has_several_devices():
@@ -200,10 +323,6 @@ def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
         batches = [batch_of(context.input_pipeline_id, n) for n in range(16)]
         return zs.data.Dataset.from_tensor_slices(np.stack(batches))
 
-    @zs.function(eager=True)
-    def place():
-        return zs.coordinator.experimental_get_current_worker_index()
-
     def program(then, restored=None):
         """Runs ``then`` with what trains, saves, and tells the values."""
         with zs.ParameterServerStrategy(cluster.resolver) as strategy:
@@ -220,11 +339,7 @@ def test_a_restored_program_goes_on_as_if_nothing_had_been_since(
                 )
             coordinator = zs.ClusterCoordinator(strategy)
             iterator = iter(coordinator.create_per_worker_dataset(data))
-            # Else the other worker may make the windows of one that is not there yet.
-            there = set()
-            while len(there) < WORKERS:
-                asked = [coordinator.schedule(place) for _ in range(2 * WORKERS)]
-                there.update(coordinator.fetch(asked))
+            wait_for_workers(coordinator)
             saved = zs.Checkpoint(params=params, local=local, iterator=iterator)
             if restored is not None:
                 saved.restore(restored).assert_consumed()

@@ -128,9 +128,14 @@ def test_what_a_checkpoint_has_takes_the_place_of_all_else(has_copy):
     assert found[1].tolist() == [1.0 * has_copy] * 2
     place = restored.take_place(exchanges(3))
     assert (place.round, place.segment) == (4, Segment(1, restart=not has_copy))
-    residents.release(5)
+    later = Residents()
+    later.inherit(residents, is_restored=True)  # of a connection that broke meanwhile
+    assert later.read(ReadSnapshot(1, 5, 0, 0, 8)).view("f4").tolist() == [0.0, 1.0]
+    later.release(5)
     with pytest.raises(NotFoundError):
-        residents.read(ReadSnapshot(1, 5, 0, 0, 4))
+        later.read(ReadSnapshot(1, 5, 0, 0, 4))
+    with pytest.raises(NotFoundError):  # as of another process, which has none of it
+        later.pin(PinSnapshot(1, 5, [], [7], 1))
 
 
 def test_places_are_of_successive_rounds_and_the_first_takes_all_values():

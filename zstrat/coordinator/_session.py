@@ -19,6 +19,7 @@ from zstrat.errors import (
     BusyError,
     ClosedError,
     ForkedError,
+    NotFoundError,
     PeerLostError,
     PSUnavailableError,
     StaleSessionError,
@@ -245,7 +246,8 @@ class ClusterSession:
         self, worker: int, message: Callable[..., Message], *fields: Any
     ) -> Any:
         """Sends a message of this session to the worker at a place; returns the answer,
-        or None if the worker is lost.
+        or None if the worker is lost or has left, or does not know what it is asked
+        for, as it is another process than before.
 
         Raises:
             DeadlineExceededError: It did not answer in ten minutes.
@@ -259,7 +261,7 @@ class ClusterSession:
             try:
                 link = self.cluster.workers[worker].link
                 return await link.submit(sent, deadline=deadline)
-            except (PeerLostError, StaleSessionError):
+            except (PeerLostError, StaleSessionError, ClosedError, NotFoundError):
                 return None
 
         return await self.run_async(ask(), "asking a worker for its windows")

@@ -399,15 +399,15 @@ class Catalog:
     def wanted(self, needs: Needs, wanted: Wanted) -> tuple[Reads | None, int]:
         """Returns the pull for what one step wants now, and the bytes of its answer;
         None: there is nothing to pull."""
+        reads = wanted.reads
+        if needs.has_residents:
+            reads = tuple([spec for spec in reads if spec.ps != RESIDENT])
         if not wanted.rows:
-            return (
-                self._whole(wanted.reads, needs.rounds, needs.narrow),
-                _nbytes(wanted.reads),
-            )
-        if needs.specs == wanted.reads:
+            return self._whole(reads, needs.rounds, needs.narrow), _nbytes(reads)
+        if needs.specs == reads:
             refs, nbytes = () if needs.reads is None else needs.reads.refs, needs.nbytes
         else:
-            refs, nbytes = _refs(wanted.reads, needs.narrow), _nbytes(wanted.reads)
+            refs, nbytes = _refs(reads, needs.narrow), _nbytes(reads)
         rows = tuple(
             [RowsRef(spec.ps, spec.key, indices) for spec, indices in wanted.rows]
         )

@@ -117,7 +117,7 @@ class Residents:
         self._arrays, self._turns = other._arrays, other._turns
         self.version += 1
         self._before, self._step = other._before, other._step
-        self._place = other._place
+        self._place, self._pins = other._place, other._pins
         if is_restored:
             for optimizer in self._turns:
                 self._drop_copies(optimizer)
@@ -125,14 +125,18 @@ class Residents:
     # Checkpoints
 
     def pin(self, message: PinSnapshot) -> SnapshotPinned:
-        """Keeps the arrays of some optimizers as they are now, until `release`."""
+        """Keeps the arrays of some optimizers as they are now, until `release`.
+
+        Raises:
+            NotFoundError: The message asks for more of a snapshot that is not here.
+        """
         if not message.first:
             self._pins[message.snapshot] = [
                 each
                 for each in self._arrays.items()
                 if each[0].variable and each[0].optimizer in message.optimizers
             ]
-        pinned = self._pins[message.snapshot]
+        pinned = self._pinned(message.snapshot)
         entries = [
             TensorEntry(
                 name.variable,
@@ -152,15 +156,19 @@ class Residents:
         Raises:
             NotFoundError: The snapshot is not here.
         """
-        pinned = self._pins.get(message.snapshot)
-        if pinned is None:
-            raise NotFoundError(f"there is no snapshot {message.snapshot}")
-        data = np.frombuffer(raw(pinned[message.tensor][1]), np.uint8)
+        array = self._pinned(message.snapshot)[message.tensor][1]
+        data = np.frombuffer(raw(array), np.uint8)
         return data[message.offset : message.offset + message.size]
 
     def release(self, snapshot: int) -> None:
         """Releases what was pinned, if it is there. From any thread."""
         self._pins.pop(snapshot, None)
+
+    def _pinned(self, snapshot: int) -> list[tuple[ResidentName, np.ndarray]]:
+        pinned = self._pins.get(snapshot)
+        if pinned is None:
+            raise NotFoundError(f"there is no snapshot {snapshot}")
+        return pinned
 
     def restart(self, optimizer: int, number: int) -> None:
         """Drops all arrays of an optimizer, whose open round is ``number``; -1: its
@@ -194,16 +202,18 @@ class Residents:
         at: RoundNumber,
     ) -> list[Any]:
         """Returns the values of all reads of a step, of which some were pulled, in the
-        round ``at``. An array that is not there yet is zeros."""
+        round ``at``, and after them the rows that were pulled. An array that is not
+        there yet is zeros."""
         self._begin_again(step)
         if self._expected not in (None, at):
             self._expected = None
             self.version += 1
         left = iter(pulled)
-        return [
+        values = [
             self._value(spec, at) if spec.ps == RESIDENT else next(left)
             for spec in reads
         ]
+        return [*values, *left]
 
     def early(
         self, reads: Sequence[VariableSpec], step: int, place: WindowPlace
@@ -211,7 +221,8 @@ class Residents:
         """`filled`, with None for what is to be pulled, and the round that is
         expected."""
         at = RoundNumber(place.optimizer, place.round)
-        values = self.filled(reads, [None] * len(reads), step, at)
+        pulled = [None for spec in reads if spec.ps != RESIDENT]
+        values = self.filled(reads, pulled, step, at)
         self._expected = at
         return values
 

@@ -60,6 +60,11 @@ class Flow:
         """Number of outputs of the program."""
         return len(self._jaxpr.outvars)
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether the program prints, or calls back."""
+        return bool(self._jaxpr.effects)
+
     def inputs_of(self, outputs: Sequence[int]) -> int:
         """Returns the inputs that any of these outputs depends on, as bits."""
         inputs = 0

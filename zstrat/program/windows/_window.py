@@ -37,6 +37,7 @@ from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
 from ._fragments import COPY, SEGMENT, STEPS, Segment, fragments_of
 from ._resident import ResidentArrays
+from ._table_rows import TableRows
 from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, SlotRule, Variable, VariableHandle
 
     from ._fragments import Exchanges
+    from ._window_recorder import StepLookup
 
 _OF_SCHEDULES: Final = frozenset(
     {
@@ -117,6 +119,7 @@ class _Step:
     slots: dict[SlotsKey, tuple[VariableHandle, SlotRule]]
     reads: list[VariableHandle]
     """Variables that are not trained."""
+    lookups: list[StepLookup]
     structure: Structure
 
 
@@ -143,19 +146,52 @@ class _Window:
             )
         more = range(1, count)
         batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
-        known = {v.spec.key: self.outer.read(v) for v in step.reads}
-        runs = _Steps(self, step, batches, known)
+        runs = _Steps(self, step, batches)
         if exchanges.keep_copies:
+            runs.known = self._read(step.reads, {})
             self._run_kept(step, runs, segment, count)
         else:
-            self._run_whole(step, runs, count)
+            rows = self._pull_rows(step, runs, drawn, count)
+            runs.known = self._read(step.reads, rows)
+            self._run_whole(step, runs, count, rows)
         if exchanges.pace is not None:
             self._adapt(exchanges.pace)
         return step.structure.unflatten(runs.results(step.call.where))
 
-    def _run_whole(self, step: _Step, runs: _Steps, count: int) -> None:
+    def _read(self, variables: Sequence[VariableHandle], rows: Copies) -> Copies:
+        """Reads the values that are not among those of ``rows``."""
+        return {
+            v.spec.key: rows[v.spec.key] if v.spec.key in rows else self.outer.read(v)
+            for v in variables
+        }
+
+    def _pull_rows(self, step: _Step, runs: _Steps, drawn: Drawn, count: int) -> Copies:
+        """Pulls rows of the tables of which all steps together need no more."""
+        stacked = runs.stacked(0, count)
+        if not step.lookups or stacked is None:
+            return {}
+        elements = [Element(x) for _, x in drawn]
+
+        def replay(
+            number: Any, leaves: Sequence[Any], values: Copies, rows: Sequence[Any]
+        ) -> tuple[WindowRecorder, Sequence[Any]]:
+            given = zip(drawn, _elements(elements, leaves), strict=True)
+            elements_of_step = [(iterator, x) for (iterator, _), x in given]
+            inner = self.exchanges.inner.id
+            recording = WindowRecorder(
+                inner, self.outer, elements_of_step, values, rows=rows
+            )
+            return recording, recording.run(*self.step_and_arguments, number)[1]
+
+        leaves = [leaf for x in elements for leaf in x.leaves]
+        rules = [(key, rule) for (key, _), (_, rule) in step.slots.items()]
+        variables = [*step.reads, *step.trained]
+        tables = TableRows(replay, step.lookups, leaves, variables, rules)
+        return tables.pulled(self.outer, *stacked)
+
+    def _run_whole(self, step: _Step, runs: _Steps, count: int, rows: Copies) -> None:
         """Runs a window that begins with the values on the servers."""
-        base = {v.spec.key: self.outer.read(v) for v in step.trained}
+        base = self._read(step.trained, rows)
         copies, slots = runs.run(dict(base), self._slots(step, base), count)
         self._contribute(step, base, copies, runs, step.call.given)
         self._keep_slots(step, slots)
@@ -177,6 +213,14 @@ class _Window:
         fragments: list[list[int]] = [[] for _ in range(exchanges.fragments)]
         for leaf, place in zip(given, places, strict=True):
             fragments[place].append(leaf)
+        outer = exchanges.outer.rule(step.call, is_here=False).cut()
+        if any(outer.gradients_for(leaves) - {*leaves} for leaves in fragments):
+            raise ValueError(
+                f"{step.call.where}: the outer optimizer of {exchanges.name!r} "
+                "computes something from all gradients of its tree (a global norm, a "
+                "common test), and a round has those of one fragment: use fragments=1, "
+                "or do that in the inner optimizer"
+            )
         before = fragments[(segment.number - 1) % exchanges.fragments]
         if segment.restart:
             base = {v.spec.key: self.outer.read(v) for v in step.trained}
@@ -264,6 +308,7 @@ class _Window:
             [variable for variable, _ in moves.values.values()],
             {key: (variable, rule) for key, (variable, rule, _) in moves.slots.items()},
             [v for key, v in trial.reads.items() if key not in moves.values],
+            trial.lookups,
             structure,
         )
 
@@ -362,17 +407,15 @@ class _Steps:
 
     Args:
         batches: The elements of each step.
-        known: Values of variables that are not trained.
     """
 
-    def __init__(
-        self, window: _Window, step: _Step, batches: list[Drawn], known: Copies
-    ) -> None:
+    def __init__(self, window: _Window, step: _Step, batches: list[Drawn]) -> None:
         self.done = 0
+        self.known: Copies = {}
+        """Values of variables that are not trained."""
         self._window, self._step = window, step
         self._iterators = [iterator for iterator, _ in batches[0]]
         self._batches = [[Element(x) for _, x in drawn] for drawn in batches]
-        self._known = known
         self._results: list[list[jax.Array]] = []
         """Arrays ``[steps, ...]`` of each run, or ``[1, ...]`` of a single step."""
         self._rows: list[list[jax.Array]] = []
@@ -382,13 +425,10 @@ class _Steps:
         if not count:
             return copies, slots
         first, self.done = self.done, self.done + count
-        batches = self._batches[first : self.done]
         carry = copies, slots
-        if len({tuple([x.key for x in drawn]) for drawn in batches}) == 1:
-            leaves = [[leaf for x in drawn for leaf in x.leaves] for drawn in batches]
-            stacked = [jnp.stack(each) for each in zip(*leaves, strict=True)]
-            numbers = jnp.arange(first, self.done)
-            carry, made = jax.lax.scan(self._one, carry, (numbers, stacked))
+        stacked = self.stacked(first, self.done)
+        if stacked is not None:
+            carry, made = jax.lax.scan(self._one, carry, stacked)
             self._took(made)
             return carry
         warnings.warn(
@@ -397,12 +437,24 @@ class _Steps:
             "batch, or pad it",
             stacklevel=user_stacklevel(),
         )
-        for number, drawn in enumerate(batches, first):
+        for number, drawn in enumerate(self._batches[first : self.done], first):
             leaves = [leaf for x in drawn for leaf in x.leaves]
             given = jnp.asarray(number), leaves
             carry, made = self._one(carry, given, drawn)
             self._took(jax.tree.map(lambda x: x[None], made))
         return carry
+
+    def stacked(
+        self, first: int, last: int
+    ) -> tuple[jax.Array, list[jax.Array]] | None:
+        """Returns the numbers and the elements' leaves of steps, ``[steps, ...]``; None
+        if the elements differ in shape."""
+        batches = self._batches[first:last]
+        if len({tuple([x.key for x in drawn]) for drawn in batches}) > 1:
+            return None
+        leaves = [[leaf for x in drawn for leaf in x.leaves] for drawn in batches]
+        stacked = [jnp.stack(each) for each in zip(*leaves, strict=True)]
+        return jnp.arange(first, last), stacked
 
     def results(self, where: str) -> list[jax.Array]:
         """Returns the arrays of the result, each ``[steps, ...]``."""
@@ -432,17 +484,13 @@ class _Steps:
     ) -> tuple[tuple[Copies, Slots], tuple[list[jax.Array], list[jax.Array]]]:
         copies, slots = carry
         number, leaves = given
-        left = iter(leaves)
-        elements = [
-            x.treedef.unflatten([next(left) for _ in x.leaves])
-            for x in (self._batches[0] if drawn is None else drawn)
-        ]
+        elements = _elements(self._batches[0] if drawn is None else drawn, leaves)
         window, step = self._window, self._step
         recording = WindowRecorder(
             window.exchanges.inner.id,
             window.outer,
             list(zip(self._iterators, elements, strict=True)),
-            {**self._known, **copies},
+            {**self.known, **copies},
             slots,
         )
         structure, arrays = recording.run(*window.step_and_arguments, number)
@@ -463,6 +511,12 @@ class _Steps:
         }
         kept = {key: list(leaves) for key, (_, _, leaves) in moves.slots.items()}
         return (moved, kept), (arrays, rows)
+
+
+def _elements(like: Sequence[Element], leaves: Sequence[Any]) -> list[Any]:
+    """Makes elements of the structures of ``like`` from the leaves of all."""
+    left = iter(leaves)
+    return [x.treedef.unflatten([next(left) for _ in x.leaves]) for x in like]
 
 
 def _begun(rule: SlotRule) -> str:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,14 @@ class NeedsElement(BaseException):
         self.iterator = iterator
 
 
+class StepLookup(NamedTuple):
+    """A look-up in a step of a window; ``ids`` belong to the trace of the step."""
+
+    table: Table
+    ids: jax.Array
+    where: str
+
+
 class WindowRecorder(TraceRecorder):
     """Records one step of a window.
 
@@ -65,6 +73,7 @@ class WindowRecorder(TraceRecorder):
             such a trace is not run, and finds out what the step does.
         slots: The slots of the inner optimizer; zeros without it.
         drawn: The elements that the step draws, each with its iterator.
+        rows: The rows of its look-ups; without them those of ``values``.
     """
 
     def __init__(
@@ -74,8 +83,10 @@ class WindowRecorder(TraceRecorder):
         drawn: Sequence[tuple[StepIterator, Any]],
         values: dict[int, jax.Array] | None = None,
         slots: dict[SlotsKey, list[Any]] | None = None,
+        rows: Sequence[jax.Array] | None = None,
     ) -> None:
         self.reads: dict[int, VariableHandle] = {}
+        self.lookups: list[StepLookup] = []
         self.call: GradientCall | None = None
         """The gradients that the step applies; the arrays belong to the trace."""
         self.moves = Moves(self)
@@ -84,7 +95,7 @@ class WindowRecorder(TraceRecorder):
         self._inner, self._outer, self._elements = inner, outer, drawn
         self._is_trial = values is None
         self._values = {} if values is None else dict(values)
-        self._slots = slots
+        self._slots, self._rows = slots, rows
         self._own_trace: object = None
         self._scope = ExitStack()
 
@@ -128,7 +139,14 @@ class WindowRecorder(TraceRecorder):
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         if current_trace() != self._own_trace:
             raise _refusals.lookup_inside(table)
-        return rows_here(table, marked(ids), self.read)
+        self.lookups.append(StepLookup(table, ids, here()))
+        if self._rows is None:
+            return rows_here(table, marked(ids), self.read)
+        found = self._rows[len(self.lookups) - 1 :][:1]
+        if not found or found[0].shape != (*ids.shape, *table.shape[1:]):
+            step = "the step of a window"
+            raise _refusals.changed(step, f"it looks up other rows of {table}")
+        return found[0]
 
     def update(self, update: VariableUpdate) -> None:
         raise RuntimeError(
