@@ -70,7 +70,7 @@ class Scope(Generic[_Entered]):
         push(frame)
         creator.set(self._creator)
         # Not imported: a program without Keras must not pay for it.
-        if hasattr(sys.modules.get("keras"), "Model"):
+        if getattr(sys.modules.get("keras"), "Model", None) is not None:
             install_integration("keras")
         return self._strategy
 

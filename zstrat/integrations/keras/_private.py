@@ -45,7 +45,7 @@ def check() -> None:
             "jax: set the environment variable KERAS_BACKEND=jax before keras is "
             "imported"
         )
-    missing = [name for name in _METHODS if not hasattr(keras.Model, name)]
+    missing = [name for name in _METHODS if getattr(keras.Model, name, None) is None]
     if missing:
         raise ImportError(
             f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains models "
