@@ -87,6 +87,7 @@ DOORS = {
     "prometheus_client": "zstrat.transport.health._exposition",
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",
+    "keras": "zstrat.integrations.keras",
     "rich": ("zstrat.cli", "zstrat.coordinator.leases._progress"),
 }
 
@@ -105,6 +106,7 @@ JAX_WHEN_NEEDED = {
     "zstrat.collectives",
     "zstrat.ps",
     "zstrat.tpu",
+    "zstrat.integrations",
 }
 """Modules of it that import jax are imported late: see tests/test_imports.py."""
 

@@ -59,6 +59,12 @@ def fetched_late(
     return fetch, lambda: sorted({*namespace, *homes})
 
 
+def install_integration(library: str) -> None:
+    """Imports what zstrat has for another library, and installs it there. For a program
+    that has imported the library; a package on a low floor cannot import what has it."""
+    importlib.import_module(f"zstrat.integrations.{library}.hooks").install()
+
+
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
     """Reads the stub of a package: name -> its module and its name there. Uses the
     loader, because the package may be in an archive."""

@@ -2,25 +2,20 @@
 
 Both are entered: `_frames` keeps the stack.
 
-A scope warns a program that trains a Keras model in it. Keras makes its own variables
-and trains with them in its own process, whatever strategy is current. Nothing of Keras
-is imported here: its methods are wrapped when a scope is entered in a program that has
-imported it.
+A scope that is entered in a program that has imported Keras installs what has models
+of Keras train as the strategy says. Nothing of Keras is imported here.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import warnings
-import weakref
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import jax
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.doors import install_integration
 from zstrat.program import KerasWarning as KerasWarning
 from zstrat.variables import creator
 
@@ -75,8 +70,8 @@ class Scope(Generic[_Entered]):
         push(frame)
         creator.set(self._creator)
         # Not imported: a program without Keras must not pay for it.
-        if "keras" in sys.modules:
-            watch_keras()
+        if getattr(sys.modules.get("keras"), "Model", None) is not None:
+            install_integration("keras")
         return self._strategy
 
     def __exit__(self, *exc: object) -> None:
@@ -281,59 +276,3 @@ class ReplicaContext(AbstractReplicaContext):
     def __exit__(self, *exc: object) -> None:
         pop(self._entered[-1])
         self._entered.pop()
-
-
-_LOCAL: Final = (
-    "compile",
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
-_WORDS: Final = (
-    "model.{name} of Keras in strategy.scope() of {strategy!r:.100}: the variables of "
-    "a Keras model are its own, and its methods train and compute in this process "
-    "alone, without the strategy. Outside of the scope there is no such warning. To "
-    "train with the strategy give their values to zs.create_variables, compute with "
-    "model.stateless_call in a zs.function, and put the trained values back: "
-    "examples/keras_ps.py of zstrat does"
-)
-
-
-_watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes of models whose methods are wrapped already."""
-
-
-_inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_fit", default=False)
-"""Whether one of these methods runs, which may call others."""
-
-
-def watch_keras() -> None:
-    """Has the methods of Keras' models that train or compute by themselves warn if a
-    strategy is current."""
-    model = getattr(sys.modules.get("keras"), "Model", None)
-    if model is None or model in _watched:
-        return
-    _watched.add(model)
-    for name in _LOCAL:
-        if (method := getattr(model, name, None)) is not None:
-            setattr(model, name, _warning(name, method))
-
-
-def _warning(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def warned(*args: Any, **kwargs: Any) -> Any:
-        frame = current()
-        is_ours = frame is not None and not frame.strategy.is_default
-        if frame is not None and is_ours and not _inside.get():
-            words = _WORDS.format(name=name, strategy=frame.strategy)
-            warnings.warn(words, KerasWarning, stacklevel=2)
-        token = _inside.set(True)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            _inside.reset(token)
-
-    return warned

@@ -1,0 +1,85 @@
+"""Callbacks that get the batches in order, each when its step has ended.
+
+Keras calls `on_train_batch_end` when a step has been scheduled, which on a cluster is
+long before it has run. The callbacks of the user, and the progress bar, are in one list
+here, which Keras takes for a single callback: the events of an epoch pass at once,
+those of a batch when `Training` says that its step, and all before it, have ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from keras.callbacks import CallbackList
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_EVENTS: Final[Mapping[str, tuple[Callable[..., None], Callable[..., None]]]] = {
+    "train": (CallbackList.on_train_batch_begin, CallbackList.on_train_batch_end),
+    "test": (CallbackList.on_test_batch_begin, CallbackList.on_test_batch_end),
+    "predict": (CallbackList.on_predict_batch_begin, CallbackList.on_predict_batch_end),
+}
+
+
+class Scheduling(Protocol):
+    """What runs the steps: `Training`, or a test."""
+
+    def scheduled(self, begin: int, end: int) -> None:
+        """Is called after a step with the numbers of its first and last batch."""
+
+    def deliver_all(self) -> None:
+        """Delivers the batches of all steps that were scheduled."""
+
+
+class InOrder(CallbackList):
+    """The callbacks of a call of `fit`, `evaluate` or `predict`.
+
+    Args:
+        callbacks: Of the user.
+        verbose: As Keras takes it; there is a progress bar unless it is 0.
+    """
+
+    def __init__(self, scheduling: Scheduling, callbacks: Any, verbose: Any) -> None:
+        self._scheduling, self._verbose = scheduling, verbose
+        self._begin = 0
+        super().__init__(callbacks, add_progbar=verbose != 0)
+        self.is_empty: Final = not self.callbacks
+
+    def set_params(self, params: Any) -> None:
+        super().set_params({**params, "verbose": self._verbose} if params else params)
+
+    def deliver(self, mode: str, begin: int, end: int, logs: Any) -> None:
+        """Calls what the callbacks have for a batch."""
+        on_begin, on_end = _EVENTS[mode]
+        on_begin(self, begin)
+        on_end(self, end, logs)
+
+    def _begun(self, batch: int, logs: Any = None) -> None:
+        self._begin = batch
+
+    def _ended(self, batch: int, logs: Any = None) -> None:
+        self._scheduling.scheduled(self._begin, batch)
+
+    on_train_batch_begin = on_test_batch_begin = on_predict_batch_begin = _begun
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _ended
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._scheduling.deliver_all()
+        super().on_epoch_end(epoch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._scheduling.deliver_all()
+        super().on_test_begin(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._scheduling.deliver_all()
+        super().on_test_end(logs)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._scheduling.deliver_all()
+        super().on_predict_end(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._scheduling.deliver_all()
+        super().on_train_end(logs)

@@ -1,0 +1,128 @@
+"""Optimizers of Keras as transformations of optax, by tracing their own code.
+
+``optimizer.stateless_apply`` is public, and pure: what it does to gradients, values and
+state is traced once, on arrays of the shapes of the model. So whatever Keras computes
+is computed: weight decay, clipping, averages, accumulation, schedules, constraints; and
+optimizers of the user's own. ``after - before`` is added to each value, which is exact
+where an update changes a value by less than its half, and rounds once elsewhere.
+
+A learning rate that is a variable of Keras is not part of the state: the program reads
+it when it schedules a step, and gives it along. What a callback assigns counts from the
+next step on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import keras
+import numpy as np
+
+from ._shipped import Kind, Operations, ShippedUpdate, traced
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class OptimizerState:
+    """The variables of an optimizer of Keras, the learning rate apart.
+
+    Args:
+        optimizer: Is built for the variables of its model.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        _require_possible(optimizer)
+        self._optimizer: Final = optimizer
+        rate = optimizer.learning_rate
+        self._rate: Final = rate if isinstance(rate, keras.Variable) else None
+        self.variables: Final = [v for v in optimizer.variables if v is not rate]
+        self._read: tuple[Any, np.float32] = None, np.float32(0)
+
+    def learning_rate(self) -> np.float32:
+        """Reads the present learning rate; 0 where the optimizer has a schedule, which
+        is part of its program."""
+        if self._rate is None:
+            return np.float32(0)
+        value = self._rate.value
+        if value is not self._read[0]:
+            self._read = value, np.float32(value)
+        return self._read[1]
+
+    def shipped(self, trained: Sequence[Any]) -> ShippedUpdate:
+        """Traces the optimizer.
+
+        Args:
+            trained: The variables of the model that it moves, in its order.
+
+        Raises:
+            NotImplementedError: It computes something that no parameter server can.
+        """
+        n = len(trained)
+        state = [Kind.of(variable) for variable in self.variables]
+        kinds = [Kind.of(variable) for variable in trained]
+
+        def update(*arrays: Any) -> list[Any]:
+            rate, grads, values = arrays[-1], arrays[:n], arrays[n + len(state) : -1]
+            mine = iter(arrays[n : n + len(state)])
+            variables = self._optimizer.variables
+            given = [rate if v is self._rate else next(mine) for v in variables]
+            after, left = self._optimizer.stateless_apply(
+                given, list(grads), list(values)
+            )
+            moves = [new - old for new, old in zip(after, values, strict=True)]
+            kept = [x for v, x in zip(variables, left, strict=True) if v is not self._rate]
+            return moves + kept
+
+        closed = traced(update, [*kinds, *state, *kinds, Kind((), "float32")])
+        try:
+            program = Operations.of(closed)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"optimizer {self._optimizer.name!r} of Keras computes {error.args[0]!r}"
+                ", which parameter servers cannot run for one variable alone; write "
+                "the update without loops and callbacks, or take an optimizer of "
+                "keras.optimizers"
+            ) from None
+        first = [_uniform(variable.numpy()) for variable in self.variables]
+        return ShippedUpdate(program, tuple(zip(state, first, strict=True)))
+
+    def is_fresh(self) -> bool:
+        """Whether `ShippedUpdate.init` gives the present state."""
+        arrays = [variable.numpy() for variable in self.variables]
+        return all((array == _uniform(array)).all() for array in arrays)
+
+
+def _uniform(array: np.ndarray) -> Any:
+    """Returns the value of all elements; 0 if they differ."""
+    first = array.flat[0] if array.size else 0
+    return first if (array == first).all() else array.dtype.type(0)
+
+
+def _require_possible(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise NotImplementedError(
+            f"{kind} scales the loss by a number that all workers would have to share. "
+            "Use keras.mixed_precision.set_dtype_policy('mixed_bfloat16'), which needs "
+            "no scaling, or compile(auto_scale_loss=False)"
+        )
+    rate = optimizer.learning_rate
+    if not isinstance(rate, keras.Variable) and not _follows_steps(optimizer):
+        raise NotImplementedError(
+            f"the learning rate of {kind} is a function without arguments, which "
+            "parameter servers cannot call. Use a number, which callbacks can assign, "
+            "or a keras.optimizers.schedules.LearningRateSchedule"
+        )
+
+
+def _follows_steps(optimizer: Any) -> bool:
+    """Returns whether the learning rate is computed of the number of the step."""
+    iterations = optimizer.variables[0]
+
+    def rate(step: Any) -> Any:
+        with keras.StatelessScope(state_mapping=[(iterations, step)]):
+            return optimizer.learning_rate
+
+    jaxpr = traced(rate, [Kind.of(iterations)]).jaxpr
+    return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)

@@ -1,0 +1,90 @@
+"""The names of Keras that its documentation does not promise.
+
+All other files of this package use public names alone. `check` runs when the package
+is imported, and says which Keras to install if one of these is gone:
+
+| name | what it is here |
+|---|---|
+| `_get_jax_state` | asked by Keras before the first step, and after each synchronization |
+| `_jax_state`, `_jax_state_synced` | whether Keras holds state that its variables lack |
+| `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
+
+`make_train_function`, `make_test_function`, `make_predict_function` and
+`jax_state_sync` have no underscore, but no page either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import keras
+
+VERSIONS: Final = "3.10 to 3.15"
+"""The versions that have these names, first and last that were tried."""
+
+_METHODS: Final = (
+    "_get_jax_state",
+    "_symbolic_build",
+    "jax_state_sync",
+    "make_predict_function",
+    "make_test_function",
+    "make_train_function",
+)
+
+
+def check() -> None:
+    """Checks that Keras computes with jax, and has the names of this file.
+
+    Raises:
+        RuntimeError: It computes with something else.
+        ImportError: A name is gone.
+    """
+    if keras.backend.backend() != "jax":
+        raise RuntimeError(
+            f"Keras computes with {keras.backend.backend()!r}, and a strategy with "
+            "jax: set the environment variable KERAS_BACKEND=jax before keras is "
+            "imported"
+        )
+    missing = [name for name in _METHODS if getattr(keras.Model, name, None) is None]
+    if missing:
+        raise ImportError(
+            f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains models "
+            f"of Keras {VERSIONS}. Install one of these, or train with "
+            "model.stateless_call in a step of your own (docs/libraries.md)"
+        )
+
+
+def take_over(model: Any, training: Any) -> None:
+    """Has Keras' own `fit`, `evaluate` and `predict` of a model take their steps and
+    state from ``training``: its ``run(mode, iterator)``, ``enter_state()`` and
+    ``leave_state()``."""
+
+    def state(**wanted: bool) -> tuple[None, ...]:
+        training.enter_state(counts=bool(wanted.get("metrics_variables")))
+        del wanted["purge_model_variables"]
+        return (None,) * sum(wanted.values())
+
+    def synchronize() -> None:
+        if getattr(model, "_jax_state", None) and not model._jax_state_synced:
+            training.leave_state()
+            model._jax_state_synced = True
+
+    def maker(mode: str, arity: int) -> Any:
+        def step(state: Any, iterator: Any) -> Any:
+            return training.run(mode, iterator), (None,) * arity
+
+        def make(force: bool = False) -> None:
+            setattr(model, f"{mode}_function", step)
+
+        return make
+
+    model._get_jax_state = state
+    model.jax_state_sync = synchronize
+    model.make_train_function = maker("train", 4)
+    model.make_test_function = maker("test", 3)
+    model.make_predict_function = maker("predict", 2)
+
+
+def build(model: Any, batch: Any) -> None:
+    """Builds what is not built yet, of a model, its metrics, losses and optimizer."""
+    model._symbolic_build(data_batch=batch)

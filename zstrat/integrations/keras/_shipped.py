@@ -1,0 +1,233 @@
+"""What Keras has computed a program of, in a form that travels without Keras.
+
+Workers and parameter servers need not have Keras, or the classes of the model: the
+program traces a step of the model and an update of its optimizer, and sends what was
+traced. Nothing here imports Keras.
+
+A step is one StableHLO program, `ShippedStep`. An optimizer is a list of operations,
+`ShippedUpdate`: a parameter server has to see what depends on what, because it updates
+each variable by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_PLATFORMS: Final = ("cpu", "cuda", "tpu")
+"""Workers may compute on another kind of device than the program does."""
+
+_NAMES: Final = {
+    id(value): name for name, value in vars(primitives).items() if name.endswith("_p")
+}
+_CALLS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Parameters of calls that are replaced by their bodies."""
+
+
+class Kind(NamedTuple):
+    """The shape and the dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(array: Any) -> Kind:
+        return Kind(tuple(array.shape), jnp.dtype(array.dtype).name)
+
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class ShippedStep:
+    """A function of arrays that returns a list of arrays, compiled by its user."""
+
+    module: bytes
+    kept: tuple[int, ...]
+    platforms: tuple[str, ...]
+    inputs: tuple[Kind, ...]
+    outputs: tuple[Kind, ...]
+
+    @staticmethod
+    def of(function: Callable[..., Any], inputs: Sequence[Any]) -> ShippedStep:
+        """Lowers a function for all kinds of devices, or else for those of this
+        process, if it computes something that others do not have.
+
+        Raises:
+            ValueError, NotImplementedError: It calls Python while it runs
+                (`jax.pure_callback`), or a kernel of unknown effects.
+        """
+        kinds = tuple(map(Kind.of, inputs))
+        specs = [kind.spec() for kind in kinds]
+        try:
+            made = export.export(jax.jit(function), platforms=_PLATFORMS)(*specs)
+        except (NotImplementedError, ValueError):
+            made = export.export(jax.jit(function))(*specs)
+        return ShippedStep(
+            made.mlir_module_serialized,
+            tuple(made.module_kept_var_idx),
+            tuple(made.platforms),
+            kinds,
+            tuple(map(Kind.of, made.out_avals)),
+        )
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Computes, also while a step is traced."""
+
+        # An exported function of the same signature, and then another module: the
+        # serialization of jax needs a package that jax itself does not bring.
+        def alike(*arrays: Any) -> list[Any]:
+            return [jnp.zeros(kind.shape, kind.dtype) for kind in self.outputs]
+
+        template = export.export(jax.jit(alike), platforms=self.platforms)
+        made = dataclasses.replace(
+            template(*[kind.spec() for kind in self.inputs]),
+            mlir_module_serialized=self.module,
+            module_kept_var_idx=self.kept,
+        )
+        results: list[Any] = made.call(*arrays)
+        return results
+
+
+class Operation(NamedTuple):
+    """``results = primitive(*operands)``; an operand is the number of a value, or a
+    constant."""
+
+    primitive: str
+    parameters: dict[str, Any]
+    operands: tuple[int | np.ndarray, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """A flat program; values are numbered, the inputs first."""
+
+    inputs: int
+    steps: tuple[Operation, ...]
+    outputs: tuple[int | np.ndarray, ...]
+
+    @staticmethod
+    def of(closed: ClosedJaxpr) -> Operations:
+        """Flattens what jax has traced.
+
+        Raises:
+            NotImplementedError: It has a loop, or an operation without a public name.
+        """
+        flat = _Flattening(len(closed.jaxpr.invars))
+        outputs = flat.inline(closed, tuple(range(flat.count)))
+        return Operations(len(closed.jaxpr.invars), tuple(flat.steps), tuple(outputs))
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        values: dict[int, Any] = dict(enumerate(arrays))
+
+        def value(operand: int | np.ndarray) -> Any:
+            return values[operand] if isinstance(operand, int) else operand
+
+        for step in self.steps:
+            operands = [value(operand) for operand in step.operands]
+            results = _performed(step, operands)
+            values.update(zip(step.results, results, strict=True))
+        return [jnp.asarray(value(output)) for output in self.outputs]
+
+
+def _performed(step: Operation, operands: list[Any]) -> list[Any]:
+    match step.primitive:
+        case "cond_p":
+            branches = step.parameters["branches"]
+            chosen: list[Any] = jax.lax.switch(operands[0], branches, *operands[1:])
+            return chosen
+        case "stack":
+            return [jnp.stack(operands, **step.parameters)]
+    primitive = getattr(primitives, step.primitive)
+    results = primitive.bind(*operands, **step.parameters)
+    return list(results) if primitive.multiple_results else [results]
+
+
+class _Flattening:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.steps: list[Operation] = []
+
+    def inline(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values.update(zip(jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
+        for eqn in jaxpr.eqns:
+            operands = tuple([_operand(values, var) for var in eqn.invars])
+            values.update(zip(eqn.outvars, self._eqn(eqn, operands), strict=True))
+        return [_operand(values, var) for var in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, operands: tuple[Any, ...]) -> list[Any]:
+        parameters = dict(eqn.params)
+        for name in _CALLS:
+            if isinstance(parameters.get(name), ClosedJaxpr):
+                return self.inline(parameters[name], operands)
+        name = _NAMES.get(id(eqn.primitive), "")
+        if eqn.primitive.name == "stack":  # has no public name
+            name = "stack"
+        if name == "cond_p":
+            branches = [Operations.of(branch) for branch in parameters["branches"]]
+            parameters = {"branches": branches}
+        elif not name or any(isinstance(x, ClosedJaxpr) for x in parameters.values()):
+            raise NotImplementedError(eqn.primitive.name)
+        results = range(self.count, self.count + len(eqn.outvars))
+        self.count = results.stop
+        self.steps.append(Operation(name, parameters, operands, tuple(results)))
+        return list(results)
+
+
+def _operand(values: dict[Any, Any], var: Any) -> int | np.ndarray:
+    if isinstance(var, Literal):
+        return np.asarray(var.val, var.aval.dtype)
+    found: int | np.ndarray = values[var]
+    return found
+
+
+@dataclass(frozen=True)
+class ShippedUpdate:
+    """An optimizer of Keras as a transformation of optax (`zs.Optimizer`).
+
+    Its state is a list: the variables of the optimizer, but for its learning rate,
+    which is given with each update.
+
+    Args:
+        program: Of the gradients, the state, the values and the rate; gives the changes
+            of the values, and the next state.
+        first: The kind of each array of the state, and the value of all its elements.
+    """
+
+    program: Operations
+    first: tuple[tuple[Kind, Any], ...]
+
+    def init(self, values: Any) -> list[jax.Array]:
+        return [jnp.full(kind.shape, value, kind.dtype) for kind, value in self.first]
+
+    def update(
+        self, grads: Any, state: Any, values: Any, *, learning_rate: Any = 0.0, **_: Any
+    ) -> tuple[list[Any], list[Any]]:
+        rate = jnp.asarray(learning_rate, jnp.float32)
+        results = self.program(*grads, *state, *values, rate)
+        return results[: len(grads)], results[len(grads) :]
+
+
+def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:
+    """Traces a function of arrays."""
+    specs = [Kind.of(kind).spec() for kind in kinds]
+    return jax.make_jaxpr(function)(*specs)
+
+
+def pruned(closed: ClosedJaxpr, outputs: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns what was traced as a function that returns some of its results."""
+    function = jaxpr_as_fun(closed)
+    return lambda *arrays: [function(*arrays)[number] for number in outputs]

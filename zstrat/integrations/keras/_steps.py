@@ -1,0 +1,246 @@
+"""A step of a model of Keras, traced: which arrays go in, and which come out.
+
+Keras' ``train_step(state, data)``, ``test_step`` and ``predict_step`` are public, pure,
+and what users override. They are traced here as they are, except for what happens at
+``self.optimizer.stateless_apply``: the gradients come out, and the optimizer runs where
+the strategy stores the variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ._shipped import Kind, pruned, traced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_ADDS: Final = ("add", "add_any")
+_KEEPS: Final = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arrays of a batch, and the structure that Keras gave it."""
+
+    treedef: Any
+    arrays: tuple[Any, ...]
+
+    @staticmethod
+    def of(data: Any) -> Batch:
+        """Flattens a batch; its arrays get dtypes that jax has.
+
+        Raises:
+            TypeError: It has a leaf that is no array, such as a ragged tensor.
+        """
+        leaves, treedef = jax.tree.flatten(data)
+        return Batch(treedef, tuple(map(_array, leaves)))
+
+    @property
+    def key(self) -> Any:
+        """Equal for batches that one traced step serves."""
+        return self.treedef, tuple([(x.shape, x.dtype) for x in self.arrays])
+
+    @property
+    def rows(self) -> int:
+        """Number of examples."""
+        return next((x.shape[0] for x in self.arrays if x.ndim), 1)
+
+
+def _array(leaf: Any) -> np.ndarray:
+    try:
+        array = np.asarray(leaf)
+    except Exception as error:
+        raise _not_dense(leaf) from error
+    if array.dtype == object:
+        raise _not_dense(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _not_dense(leaf: Any) -> TypeError:
+    return TypeError(
+        f"a batch has a {type(leaf).__module__}.{type(leaf).__name__}, which does not "
+        "travel to workers: give dense arrays of numbers"
+    )
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step on arrays of given shapes.
+
+    Its inputs are the trainable and the other variables of the model, then those of the
+    batch. Its results are gradients, the next values of the ``changed`` of the other
+    variables, what the batch adds to the state of the metrics, and what else it
+    returns, with the structure ``returned``.
+    """
+
+    function: Callable[..., list[Any]]
+    gradients: int
+    changed: tuple[int, ...]
+    metrics: int
+    returned: Any
+
+    def seen(self, results: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """Splits what is left of results without gradients and state: what the batch
+        adds to the metrics, and what the step returned to Keras."""
+        rest = jax.tree.unflatten(self.returned, results[self.metrics :])
+        return results[: self.metrics], rest
+
+
+def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
+    """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
+
+    Raises:
+        NotImplementedError: The step does what a strategy cannot follow: moves trainable
+            variables without ``self.optimizer.stateless_apply``, or has a metric that
+            does not add up; says what to write.
+    """
+    trained, others = model.trainable_variables, model.non_trainable_variables
+    metrics = [] if mode == "predict" else model.metrics_variables
+    groups = [len(trained), len(others), len(metrics)]
+    form: dict[str, Any] = {}
+
+    def step(*arrays: Any) -> list[Any]:
+        values, state, sums, leaves = _cut(arrays, groups)
+        data = jax.tree.unflatten(batch.treedef, leaves)
+        grads: list[Any] = []
+        match mode:
+            case "train":
+                grads, values_after, state, sums, logs = _train(
+                    model, values, state, sums, data
+                )
+                _require_unmoved(model, values, values_after)
+            case "test":
+                logs, (_, state, sums) = model.test_step((values, state, sums), data)
+            case _:
+                logs, state = model.predict_step((values, state), data)
+        rest, form["returned"] = jax.tree.flatten(logs)
+        form["gradients"] = len(grads)
+        return [*grads, *state, *sums, *map(jnp.asarray, rest)]
+
+    kinds = [*map(Kind.of, [*trained, *others, *metrics]), *map(Kind.of, batch.arrays)]
+    closed = traced(step, kinds)
+    _require_sums(model, closed, form["gradients"] + groups[1], groups)
+    number, inputs = form["gradients"], closed.jaxpr.invars
+    states = closed.jaxpr.outvars[number : number + groups[1]]
+    befores = inputs[groups[0] : groups[0] + groups[1]]
+    changed = [n for n, v in enumerate(states) if v is not befores[n]]
+    total = len(closed.jaxpr.outvars)
+    kept = [
+        *range(number),
+        *[number + n for n in changed],
+        *range(number + groups[1], total),
+    ]
+    run = pruned(closed, kept)
+    zeros = [(variable.shape, variable.dtype) for variable in metrics]
+
+    def function(*arrays: Any) -> list[Any]:
+        cut = groups[0] + groups[1]
+        return run(*arrays[:cut], *[jnp.zeros(*kind) for kind in zeros], *arrays[cut:])
+
+    return TracedStep(
+        function, number, tuple(changed), groups[2], form["returned"]
+    )
+
+
+def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
+    ends = np.cumsum([0, *groups]).tolist()
+    parts = [list(arrays[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [*parts, list(arrays[ends[-1] :])]
+
+
+def _train(model: Any, values: Any, state: Any, sums: Any, data: Any) -> Any:
+    """Runs ``train_step`` with an optimizer that changes nothing."""
+    optimizer = model.optimizer
+    calls: list[list[Any]] = []
+
+    def stateless_apply(variables: Any, grads: Any, trained: Any) -> Any:
+        calls.append(list(grads))
+        return trained, variables
+
+    slots = [jnp.zeros(v.shape, v.dtype) for v in optimizer.variables]
+    optimizer.stateless_apply = stateless_apply
+    try:
+        logs, after = model.train_step((values, state, slots, sums), data)
+    finally:
+        del optimizer.stateless_apply
+    if len(calls) != 1:
+        raise NotImplementedError(
+            f"train_step of {model.name!r} calls self.optimizer.stateless_apply "
+            f"{len(calls)} times: a strategy applies the gradients of one call. Sum "
+            "what is to be minimized, and apply its gradients once"
+        )
+    return calls[0], after[0], after[1], after[3], logs
+
+
+def _require_unmoved(model: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    if any(a is not b for a, b in zip(before, after, strict=True)):
+        raise NotImplementedError(
+            f"train_step of {model.name!r} returns trainable variables that "
+            "self.optimizer.stateless_apply has not returned: the strategy moves them "
+            "by their gradients alone. Use a constraint of the variable, or a callback"
+        )
+
+
+def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> None:
+    """Checks that a batch adds to the state of metrics, whatever it was."""
+    start = groups[0] + groups[1]
+    for number, variable in enumerate(model.metrics_variables[: groups[2]]):
+        chain = _Chain(set(closed.jaxpr.invars[start : start + groups[2]]))
+        before = closed.jaxpr.invars[start + number]
+        if not chain.adds(closed.jaxpr, closed.jaxpr.outvars[first + number], before):
+            raise NotImplementedError(
+                f"the metric with the variable {variable.path!r} does not add up: what "
+                "several workers have seen can be put together only if a batch adds to "
+                "the state. Keep sums there, and compute with them in result()"
+            )
+
+
+class _Chain:
+    """Whether a value is another one plus what does not depend on any of ``of``."""
+
+    def __init__(self, of: set[Any]) -> None:
+        self._of: Final = of
+
+    def adds(self, jaxpr: Any, var: Any, before: Any) -> bool:
+        """Returns whether ``var`` of the program is ``before`` plus something."""
+        made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        while var is not before:
+            if isinstance(var, Literal) or (eqn := made.get(var)) is None:
+                return False
+            name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
+            depends = [v for v in eqn.invars if self._depends(jaxpr, v)]
+            if name in _ADDS or (name in _KEEPS and _same(eqn)):
+                if len(depends) != 1:
+                    return False
+                var = depends[0]
+            elif isinstance(inner, ClosedJaxpr):
+                body = inner.jaxpr
+                if len(depends) != 1:
+                    return False
+                at = [v is depends[0] for v in eqn.invars].index(True)
+                out = body.outvars[[v is var for v in eqn.outvars].index(True)]
+                if not _Chain({body.invars[at]}).adds(body, out, body.invars[at]):
+                    return False
+                var = depends[0]
+            else:
+                return False
+        return True
+
+    def _depends(self, jaxpr: Any, var: Any) -> bool:
+        reached = set(self._of)
+        for eqn in jaxpr.eqns:
+            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return not isinstance(var, Literal) and var in reached
+
+
+def _same(eqn: Any) -> bool:
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    return bool(before.shape == after.shape and before.dtype == after.dtype)

@@ -1,0 +1,291 @@
+"""`Training`: Keras' `fit`, `evaluate` and `predict` of one model, by a strategy.
+
+Keras runs its own loop over epochs and batches. Each batch becomes a step (`start`),
+which ends later; the steps that have not ended are in a queue, in order. At the end of
+an epoch, and when a callback asks for the model, the queue is emptied and the values
+come back to Keras' variables (`leave_state`); before the next step those that have been
+assigned since then go out again (`enter_state`).
+
+Law of the file: each step is taken from the queue once, and what its batch adds to the
+metrics is added then, so each example counts once.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import jax
+import keras
+import numpy as np
+
+from ._callbacks import InOrder
+from ._steps import Batch, trace_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ._steps import TracedStep
+
+AHEAD: Final = 0.05
+"""Seconds of work that each worker gets in advance."""
+
+
+class StepResult(Protocol):
+    """The results of a step, now or later: `zs.RemoteValue`."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def fetch(self) -> Any: ...
+
+
+@dataclass(eq=False)
+class Pending:
+    """The steps of one call of Keras' train function, test function or predict
+    function; ``logs`` are there when they have ended."""
+
+    mode: str
+    steps: list[tuple[TracedStep, StepResult]]
+    batches: tuple[int, int] | None = None
+    logs: Any = None
+    outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        return all(result.is_ready for _, result in self.steps)
+
+
+class Output:
+    """One of the arrays that a model predicts for some batches, when it is there."""
+
+    def __init__(self, pending: Pending, leaf: int, complete: Callable[..., None]):
+        self._pending, self._leaf, self._complete = pending, leaf, complete
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._complete(self._pending)
+        leaves = [jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs]
+        array: np.ndarray = np.concatenate(leaves)
+        return array if dtype is None else array.astype(dtype)
+
+
+class MetricSums:
+    """The state of a model's metrics while steps run, in float64."""
+
+    def __init__(self, model: Any) -> None:
+        self._model: Final = model
+        self._variables: Sequence[Any] = ()
+        self._sums: list[np.ndarray] = []
+        self._results: Any = None
+
+    def start(self) -> None:
+        """Begins with what Keras' variables have."""
+        if self._results is None:
+            self._variables = self._model.metrics_variables
+            self._results = jax.jit(self._compute)
+        self._sums = [np.asarray(v.value, _wide(v.dtype)) for v in self._variables]
+
+    def add(self, parts: Sequence[np.ndarray]) -> None:
+        """Adds what one step has seen."""
+        pairs = zip(self._sums, parts, strict=True)
+        self._sums = [total + part for total, part in pairs]
+
+    def results(self) -> dict[str, Any]:
+        """Computes the metrics of what was added so far."""
+        found: dict[str, Any] = self._results(self._rounded())
+        return found
+
+    def assign(self) -> None:
+        """Puts the sums into Keras' variables."""
+        for variable, total in zip(self._variables, self._rounded(), strict=True):
+            variable.assign(total)
+
+    def _rounded(self) -> list[np.ndarray]:
+        pairs = zip(self._sums, self._variables, strict=True)
+        return [total.astype(variable.dtype) for total, variable in pairs]
+
+    def _compute(self, sums: Sequence[Any]) -> Any:
+        pairs = list(zip(self._variables, sums, strict=True))
+        with keras.StatelessScope(state_mapping=pairs):
+            return self._model.get_metrics_result()
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if "float" in dtype else dtype
+
+
+class Training(abc.ABC):
+    """See the head of the file. Subclasses run steps, and store the values.
+
+    Args:
+        model: Is compiled, and perhaps not built.
+    """
+
+    workers = 1
+    """Steps that run at a time."""
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self.model: Final = model
+        self.strategy: Final = strategy
+        self._metrics: Final = MetricSums(model)
+        self._queue: Final[deque[Pending]] = deque()
+        self._undelivered: Final[deque[Pending]] = deque()
+        self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
+        self._callbacks: InOrder | None = None
+        self._is_delivering = False
+        self._is_moved = False
+        self._logs: dict[str, Any] = {}
+        self._took = 0.0
+        if model.run_eagerly:
+            raise NotImplementedError(
+                f"{model.name!r} is compiled with run_eagerly=True: a strategy "
+                "compiles the steps. Leave it out; print in a step with jax.debug.print"
+            )
+
+    @abc.abstractmethod
+    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
+        """Makes of a traced step what `start` runs."""
+
+    @abc.abstractmethod
+    def start(self, prepared: Any, batch: Batch) -> StepResult:
+        """Begins a step on a batch; its results are what `TracedStep` returns but for
+        gradients and state, which have been applied then."""
+
+    @abc.abstractmethod
+    def push_values(self) -> None:
+        """Sends the values of Keras' variables that have been assigned."""
+
+    @abc.abstractmethod
+    def pull_values(self) -> None:
+        """Assigns the trained values to Keras' variables."""
+
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls `fit`, `evaluate` or `predict` of Keras."""
+        bound = inspect.signature(method).bind(self.model, *args, **kwargs)
+        given = bound.arguments
+        if self._callbacks is not None and given.get("callbacks") is not None:
+            return method(*bound.args, **bound.kwargs)  # of fit, for validation
+        verbose = given.get("verbose", "auto")
+        callbacks = InOrder(self, given.get("callbacks"), verbose)
+        given.update(callbacks=[callbacks], verbose=0)
+        self._callbacks = callbacks
+        try:
+            return method(*bound.args, **bound.kwargs)
+        finally:
+            self._callbacks = None
+            self._queue.clear()
+            self._undelivered.clear()
+
+    def enter_state(self, *, counts: bool) -> None:
+        """Is called before the first step, and after each `leave_state`."""
+        self.push_values()
+        if counts:
+            self._metrics.start()
+
+    def leave_state(self) -> None:
+        """Waits for all steps, and gives Keras' variables the values of now."""
+        counts = any(pending.mode != "predict" for pending in self._queue)
+        while self._queue:
+            self._complete_first()
+        if counts or self._undelivered:
+            self._metrics.assign()
+        if self._is_moved:
+            self.pull_values()
+            self._is_moved = False
+        self.deliver_all()
+
+    def run(self, mode: str, iterator: Iterator[Any]) -> Any:
+        """Schedules the next steps of an epoch; returns logs, which are filled in when
+        steps end, or what the model predicts.
+
+        Raises:
+            StopIteration: The epoch is over.
+        """
+        steps = [self._scheduled(mode, next(iterator))]
+        further = self.model.steps_per_execution - 1
+        for data in itertools.islice(iterator, further):
+            steps.append(self._scheduled(mode, data))
+        pending = Pending(mode, steps)
+        self._is_moved |= mode == "train"
+        self._queue.append(pending)
+        self._undelivered.append(pending)
+        if mode != "predict":
+            return self._logs
+        structure = steps[0][0].returned
+        outputs = [
+            Output(pending, leaf, self._complete_up_to)
+            for leaf in range(structure.num_leaves)
+        ]
+        return jax.tree.unflatten(structure, outputs)
+
+    def scheduled(self, begin: int, end: int) -> None:
+        self._undelivered[-1].batches = begin, end
+        limit = self.workers * int(np.clip(AHEAD / max(self._took, 1e-4), 2, 64))
+        while self._queue and (self._queue[0].is_ready or len(self._queue) > limit):
+            self._complete_first()
+        self._deliver()
+
+    def deliver_all(self) -> None:
+        while self._queue:
+            self._complete_first()
+        self._deliver()
+
+    def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
+        batch = Batch.of(data)
+        key = mode, batch.key
+        if key not in self._steps:
+            step = trace_step(self.model, mode, batch)
+            self._steps[key] = step, self.prepare(step, mode, batch)
+        step, prepared = self._steps[key]
+        return step, self.start(prepared, batch)
+
+    def _complete_up_to(self, pending: Pending) -> None:
+        while pending in self._queue:
+            self._complete_first()
+
+    def _complete_first(self) -> None:
+        pending, began = self._queue[0], time.monotonic()
+        returned: Any = None
+        for step, result in pending.steps:
+            sums, returned = step.seen(result.fetch())
+            if pending.mode == "predict":
+                pending.outputs.append(returned)
+            else:
+                self._metrics.add(sums)
+        self._queue.popleft()
+        self._took += (time.monotonic() - began - self._took) / 8
+        if pending.mode == "predict":
+            pending.logs = {"outputs": returned}
+        elif not self._queue or not (self._callbacks and self._callbacks.is_empty):
+            pending.logs = _logs_of(returned, self._metrics.results())
+            self._logs.update(pending.logs)
+
+    def _deliver(self) -> None:
+        """Calls callbacks for the batches whose steps have ended. A callback may ask
+        for the model, and so come here again: the outer call goes on."""
+        if self._is_delivering:
+            return
+        self._is_delivering = True
+        try:
+            while self._undelivered and self._undelivered[0] not in self._queue:
+                pending = self._undelivered.popleft()
+                if self._callbacks is not None and pending.batches is not None:
+                    begin, end = pending.batches
+                    self._callbacks.deliver(pending.mode, begin, end, pending.logs)
+        finally:
+            self._is_delivering = False
+
+
+def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a step returns, but with the metrics of all steps so far."""
+    if not isinstance(returned, dict):
+        raise NotImplementedError(
+            "train_step and test_step have to return a dictionary of logs; got "
+            f"{type(returned).__name__}"
+        )
+    return {name: results.get(name, own) for name, own in returned.items()}

@@ -1,0 +1,98 @@
+"""Where Keras' methods meet the strategy that is current.
+
+The first scope that is entered after keras was imported wraps the methods of
+`keras.Model`. `compile` decides who trains: the strategy whose scope it is called in,
+or else that in whose scope the model was made. Models of other code are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import keras
+
+from zstrat.strategy import ParameterServerStrategy, get_strategy, has_strategy
+
+from ._private import check, take_over
+from ._servers import ServerTraining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._training import Training
+
+_LOOPS: Final = ("fit", "evaluate", "predict")
+
+_made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+"""The strategy in whose scope a model was made."""
+_trained_by: Final[weakref.WeakKeyDictionary[Any, Training]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def install() -> None:
+    """Wraps the methods of `keras.Model`, once.
+
+    Raises:
+        RuntimeError: Keras does not compute with jax.
+        ImportError: Keras is too old or too new.
+    """
+    model: Any = keras.Model
+    if getattr(model, "_zstrat_is_watched", False):
+        return
+    check()
+    model._zstrat_is_watched = True
+    model.__new__ = staticmethod(_noted(model.__new__))
+    model.compile = _compiled(model.compile)
+    for name in _LOOPS:
+        setattr(model, name, _looped(getattr(model, name)))
+
+
+def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(new)
+    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made = new(cls, *args, **kwargs)
+        if has_strategy():
+            _made_in[made] = get_strategy()
+        return made
+
+    return noted
+
+
+def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def compiled(model: Any, *args: Any, **kwargs: Any) -> None:
+        method(model, *args, **kwargs)
+        strategy = get_strategy() if has_strategy() else _made_in.get(model)
+        if strategy is None:
+            _trained_by.pop(model, None)
+            return
+        training = _training(model, strategy)
+        take_over(model, training)
+        _trained_by[model] = training
+
+    return compiled
+
+
+def _training(model: Any, strategy: Any) -> Training:
+    if isinstance(strategy, ParameterServerStrategy):
+        return ServerTraining(model, strategy)
+    raise NotImplementedError(
+        f"fit of a Keras model under {strategy!r:.100}: use a "
+        "zs.ParameterServerStrategy; or compile outside of the scope, to train in this "
+        "process alone; or train with model.stateless_call in a step of your own, which "
+        "runs under every strategy (docs/libraries.md)"
+    )
+
+
+def _looped(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def looped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        training = _trained_by.get(model)
+        if training is None:
+            return method(model, *args, **kwargs)
+        return training.call(method, args, kwargs)
+
+    return looped
