@@ -28,7 +28,9 @@ def coordinator(strategy):
 
 
 @pytest.mark.parametrize(
-    "rule", [optax.sgd(0.1), optax.adagrad(0.1), optax.adam(0.01)], ids=["sgd", "adagrad", "adam"]
+    "rule",
+    [optax.sgd(0.1), optax.adagrad(0.1), optax.adam(0.01)],
+    ids=["sgd", "adagrad", "adam"],
 )
 def test_dense_ids_train_as_a_partitioned_variable(strategy, coordinator, rule):
     """Bit by bit: the same first rows, the same gradients, 200 steps."""

@@ -139,6 +139,13 @@ class WindowRecorder(TraceRecorder):
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         if current_trace() != self._own_trace:
             raise _refusals.lookup_inside(table)
+        if table.is_hashed:
+            raise ValueError(
+                f"{here()}: a window looks up rows of {table}: windows of local steps "
+                "number the rows of their tables, and this one has any id. Give its "
+                "gradients to a zs.Optimizer in steps of their own, or use a "
+                "zs.ShardedVariable of hashed ids"
+            )
         self.lookups.append(StepLookup(table, ids, here()))
         if self._rows is None:
             return rows_here(table, marked(ids), self.read)
