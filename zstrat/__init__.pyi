@@ -14,6 +14,7 @@ from zstrat.coordinator import RemoteValueStatus as RemoteValueStatus
 from zstrat.coordinator import log_scalar as log_scalar
 from zstrat.coordinator import profile as profile
 from zstrat.data import InputContext as InputContext
+from zstrat.data import hash_ids as hash_ids
 from zstrat.errors import AlreadyExistsError as AlreadyExistsError
 from zstrat.errors import BusyError as BusyError
 from zstrat.errors import CancelledError as CancelledError
