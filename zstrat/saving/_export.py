@@ -24,13 +24,14 @@ from zstrat.checkpoint import (
     sync_folder,
 )
 from zstrat.errors import AlreadyExistsError
+from zstrat.variables import HashTable
 
 from ._graph import SAVE_COUNTER, graph_of
 from ._operation import FileThread, ProgressBar, run_blocking
 from ._save import saved_components
 from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
-from ._tensors import logical_tensors, stored_graph
+from ._tensors import ids_name, logical_tensors, stored_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -156,7 +157,8 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
     """Returns names and tensors of the variables in a checkpoint."""
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
-    names = [node.tensor for node in nodes if node.kind == "variable"]
+    variables = [node for node in nodes if node.kind == "variable"]
+    names = [n for node in variables for n in (node.tensor, node.ids) if n]
     return [(n, manifest.tensors[n]) for n in names if n != SAVE_COUNTER]
 
 
@@ -193,10 +195,21 @@ async def _read(
 ) -> list[tuple[str, np.ndarray]]:
     """Reads all values between two steps."""
     async with at_rest(clusters_of(components)):
-        return [
-            (node.path or node.value.name, await asyncio.to_thread(node.value.numpy))
-            for node in graph.variables
-        ]
+        found: list[tuple[str, np.ndarray]] = []
+        for node in graph.variables:
+            if isinstance(node.value, HashTable):
+                ids, rows = await asyncio.to_thread(_all_rows, node.value)
+                found += [(node.path, rows), (ids_name(node), ids)]
+            else:
+                value = await asyncio.to_thread(node.value.numpy)
+                found.append((node.path or node.value.name, value))
+        return found
+
+
+def _all_rows(table: HashTable) -> tuple[np.ndarray, np.ndarray]:
+    nothing = np.empty(0, np.int64), np.empty((0, *table.shape[1:]), table.dtype)
+    ids, rows = zip(nothing, *table.items(), strict=True)
+    return np.concatenate(ids), np.concatenate(rows)
 
 
 def _plain(part: str) -> str:

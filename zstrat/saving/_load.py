@@ -25,12 +25,13 @@ from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
 from zstrat.transport import to_its_end
-from zstrat.variables import Optimizer, SlotValues, StorageWithSlots
+from zstrat.variables import HashTable, Optimizer, SlotValues, StorageWithSlots
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._match import Matching
 from ._operation import FileThread, ProgressBar
 from ._servers import at_rest, cluster_of
+from ._tables import TableLoad, load_table, table_tensors
 from ._tensors import stored_graph
 from ._windows import restore_windows
 
@@ -60,6 +61,7 @@ class LoadingServer:
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
     resets: list[LoadEntry] = field(default_factory=list)
+    tables: list[TableLoad] = field(default_factory=list)
 
 
 async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
@@ -138,6 +140,17 @@ def sorted_loads(
     local: list[tuple[VariableHandle, Load, int]] = []
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
     for load in loads:
+        if isinstance(load.variable, HashTable):
+            if load.ids is not None:
+                tensors = table_tensors(folder, load, loads)
+                for component in load.variable.components:
+                    cluster = cluster_of(component)
+                    assert cluster is not None
+                    ps = component.spec.ps
+                    new = cluster, LoadingServer(ps)
+                    _, server = servers.setdefault((id(cluster), ps), new)
+                    server.tables.append(TableLoad(component.spec, tensors))
+            continue
         start = 0
         for component in load.variable.components:
             cluster = cluster_of(component)
@@ -198,6 +211,8 @@ async def load_server(
     Raises: As `load`.
     """
     client, run = cluster.client, cluster.run_async
+    for table in server.tables:
+        await load_table(cluster, server.ps, table, files, disk)
     if server.resets and (resets := await _existing(cluster, server)):
         await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:

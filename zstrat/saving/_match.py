@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.program import LocalOptimizer
-from zstrat.variables import AbstractVariable, Module, Optimizer
+from zstrat.variables import AbstractVariable, HashTable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
 from ._slot_names import matched_slots
@@ -36,12 +36,14 @@ class Load(NamedTuple):
     """A stored tensor for a variable: its value (``optimizer`` None), or the slot
     ``leaf``. ``tensor`` None: the optimizer has its initial state for this variable.
     A tensor that is not whole leaves other rows of a value as they are; those of a
-    slot get their initial value."""
+    slot get their initial value. ``ids``: of a table, the ids of the rows of its
+    value."""
 
     variable: AbstractVariable
     optimizer: Optimizer | None
     leaf: str
     tensor: StoredTensor | None
+    ids: StoredTensor | None = None
 
 
 @dataclass(slots=True)
@@ -234,7 +236,9 @@ class Matching:
     ) -> None:
         tensor = self._tensors[node.tensor]
         shape, dtype = variable.shape, variable.dtype.name
-        if tensor.dtype != dtype or not self._fits(tensor, shape):
+        if isinstance(variable, HashTable) or node.ids:
+            self._table(variable, node, path, found)
+        elif tensor.dtype != dtype or not self._fits(tensor, shape):
             more = tensor.dtype == dtype and _has_grown(tensor, shape)
             hint = "; its rows fit with restore(path, partial='rows')" if more else ""
             found.wrong.append(
@@ -244,6 +248,27 @@ class Matching:
             found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
         else:
             found.loads.append(Load(variable, None, "", replace(tensor, shape=shape)))
+
+    def _table(
+        self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
+    ) -> None:
+        tensor = self._tensors[node.tensor]
+        at = f"  {words(variable)} at {path}: the checkpoint has {tensor}"
+        if not isinstance(variable, HashTable):
+            found.wrong.append(f"{at} with ids: restore it into a zs.HashTable")
+        elif not node.ids:
+            found.wrong.append(
+                f"{at} without ids: restore it into a variable, and give its rows ids "
+                "with table.assign(numpy.arange(rows), variable.numpy())"
+            )
+        elif (tensor.dtype, tensor.shape[1:]) != (
+            variable.dtype.name,
+            variable.shape[1:],
+        ):
+            found.wrong.append(at)
+        else:
+            ids = self._tensors[node.ids]
+            found.loads.append(Load(variable, None, "", tensor, ids))
 
     def _fits(self, tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
         return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))
@@ -339,6 +364,7 @@ class Matching:
             return
         what = f"optimizer {optimizer.name!r} beside {words(variable)}"
         rows = variable.shape[:1]
+        is_table = isinstance(variable, HashTable)
         infos = optimizer.slots_beside(variable)
         kept = {info.leaf: (info.rows, info.shape) for info in infos or ()}
         same = {leaf: leaf for leaf in stored}
@@ -353,7 +379,7 @@ class Matching:
             # Its tree is not known yet. What is stored is compared when it is.
             for leaf, name in stored.items():
                 tensor = self._tensors[name]
-                if tensor.by_rows and tensor.shape[:1] != rows:
+                if tensor.by_rows and tensor.shape[:1] != rows and not is_table:
                     found.wrong.append(f"  {leaf} of {what}: {_UNKNOWN_BEGIN}")
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
             return
@@ -366,6 +392,8 @@ class Matching:
         for leaf, name in sorted(names.items()):
             tensor = self._tensors[stored[name]]
             by_rows, shape = kept[leaf]
+            if is_table and by_rows:  # as many rows as there are ids
+                shape = (*tensor.shape[:1], *shape[1:])
             if not self._fits(tensor, shape):
                 found.wrong.append(
                     f"  {leaf} of {what} has {list(shape)}: the checkpoint has {tensor}"
@@ -374,7 +402,7 @@ class Matching:
                 found.wrong.append(f"  {leaf} of {what}: stored without its rows")
             else:
                 tensor = replace(tensor, shape=shape)
-                is_part |= tensor.by_rows and not tensor.is_whole
+                is_part |= tensor.by_rows and not tensor.is_whole and not is_table
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
         if is_part:
             found.partly.append((optimizer, variable))
@@ -424,6 +452,8 @@ def _require_none(wrong: Sequence[str], path: str, *remedy: str) -> None:
 
 def words(variable: AbstractVariable) -> str:
     """Returns the name of a variable in messages."""
+    if isinstance(variable, HashTable):
+        return str(variable.table)
     shape = list(variable.shape)
     return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
 

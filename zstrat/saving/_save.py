@@ -17,6 +17,7 @@ from zstrat.checkpoint import CheckpointFolder, Manifest
 from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
+from zstrat.variables import HashTable
 
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar
@@ -213,16 +214,21 @@ def _parts(
     """Returns which tensors go into one file, and under which names."""
     parts: list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]] = []
     open_: dict[int, _FilePart] = {}
+    tables: dict[int, _FilePart] = {}
     done: set[int] = set()
     for logical in logicals:
         for pinned, name, _, _ in logical.pieces:
             if id(pinned) in done:  # a component that is also tracked alone
                 continue
             done.add(id(pinned))
-            part = open_.get(id(pinned.source))
-            if part is None or part.is_full:
+            # Rows of a table are in one file with their ids.
+            is_table = isinstance(logical.variable.value, HashTable)
+            part = tables.get(pinned.entry.key) or open_.get(id(pinned.source))
+            if part is None or (part.is_full and pinned.entry.key not in tables):
                 part = open_[id(pinned.source)] = _FilePart()
                 parts.append((pinned.source, part.pieces))
+            if is_table:
+                tables[pinned.entry.key] = part
             part.add(pinned, name)
     return parts
 

@@ -1,7 +1,8 @@
 """Pinned tensors as logical ones: one a variable, and one for each of its slots.
 
 On however many servers a variable is, a checkpoint has one tensor of it. Slots
-that follow its rows are put together in the same way; what an optimizer keeps once for
+that follow its rows are put together in the same way, and so are the ids of the rows of
+a table of any id. What an optimizer keeps once for
 each component (a count of steps) is stored once for each, for the rows that it goes
 with. A component that no gradient has reached has no slots: these rows are left out.
 """
@@ -9,11 +10,12 @@ with. A component that no gradient has reached has no slots: these rows are left
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
 from zstrat.errors import DataLossError
 from zstrat.program import LocalOptimizer
+from zstrat.variables import HashTable
 
 from ._windows import number_in_checkpoints
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SourceTensor
+
+
+IDS: Final = ".ids"
+"""What the ids of a table's rows are called, where a slot has its name."""
 
 
 class LogicalPiece(NamedTuple):
@@ -36,7 +42,8 @@ class LogicalPiece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Logical:
     """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
-    also whose it is: ``optimizer`` and where in its state."""
+    also whose it is: ``optimizer`` and where in its state. ``leaf`` is `IDS` for the
+    ids of a table."""
 
     variable: ObjectNode
     optimizer: ObjectNode | None
@@ -49,7 +56,7 @@ class Logical:
     @property
     def name(self) -> str:
         if self.optimizer is None:
-            return self.variable.path
+            return ids_name(self.variable) if self.leaf else self.variable.path
         return slot_name(self.optimizer.path, self.variable.path, self.leaf)
 
     @property
@@ -74,6 +81,8 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
         key, number, leaf = each.entry[:3]
         at.setdefault(key, {}).setdefault(number, {})[leaf] = each
     found = [_logical(node, None, "", at) for node in graph.variables]
+    tables = [x for x in graph.variables if isinstance(x.value, HashTable)]
+    found += [_logical(node, None, IDS, at) for node in tables]
     for optimizer in [*graph.optimizers, *graph.local_optimizers]:
         for variable in graph.variables:
             slots = [
@@ -83,6 +92,10 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
             leaves = dict.fromkeys(leaf for each in slots for leaf in each)
             found += [_logical(variable, optimizer, leaf, at) for leaf in leaves]
     return found
+
+
+def ids_name(table: ObjectNode) -> str:
+    return f"{table.path}/{IDS}".removeprefix("/")
 
 
 def slot_name(optimizer: str, variable: str, leaf: str) -> str:
@@ -105,10 +118,15 @@ def _logical(
     number = 0
     if optimizer is not None:
         name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
+    elif leaf:
+        name = ids_name(variable)
     components = variable.value.components
     pieces, start = [], 0
     for index, component in enumerate(components):
-        stop = start + (component.shape[0] if component.shape else 0)
+        shape: Sequence[int] = component.shape
+        if component.spec.buckets is not None:
+            shape = at[component.spec.key][0][IDS].entry.shape
+        stop = start + (shape[0] if shape else 0)
         pinned = at[component.spec.key].get(number, {}).get(leaf)
         if pinned is not None:
             stored = name if len(components) == 1 else f"{name}/.part_{index}"
@@ -117,18 +135,19 @@ def _logical(
     first = pieces[0].pinned.entry
     # All components of a variable are cut alike, so the first one says it for all.
     by_rows = optimizer is None or first.rows
-    shape = tuple(first.shape)
-    if by_rows and shape:
-        shape = (start, *shape[1:])
+    whole = tuple(first.shape)
+    if by_rows and whole:
+        whole = (start, *whole[1:])
     return Logical(
-        variable, optimizer, leaf, first.dtype, shape, by_rows, tuple(pieces)
+        variable, optimizer, leaf, first.dtype, whole, by_rows, tuple(pieces)
     )
 
 
 class StoredNode(NamedTuple):
     """An object of the program that wrote the checkpoint.
 
-    ``children``: places in the list of all. ``slots`` of an optimizer: place of a
+    ``children``: places in the list of all. ``ids``: the tensor with the ids of the
+    rows of a table. ``slots`` of an optimizer: place of a
     variable -> path in its state -> tensor. ``state`` of an iterator: its place; of an
     optimizer: `Optimizer.state_classes`, which checkpoints of before do not have; of a
     `LocalOptimizer`: its ``round``.
@@ -140,6 +159,7 @@ class StoredNode(NamedTuple):
     tensor: str
     slots: Mapping[int, Mapping[str, str]]
     state: Mapping[str, Any]
+    ids: str = ""
 
 
 def plain_graph(
@@ -164,6 +184,8 @@ def plain_graph(
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
+        if isinstance(node.value, HashTable):
+            plain["ids"] = ids_name(node)
         if states.get(node.path) or node.kind == "iterator":
             plain["state"] = states[node.path]
         if place in slots:
@@ -191,13 +213,15 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
             try:
                 slots = {int(k): dict(v) for k, v in plain.get("slots", {}).items()}
                 state = dict(plain.get("state", {}))
-                node = StoredNode(kind, path, dict(children), tensor, slots, state)
+                ids = plain.get("ids", "")
+                node = StoredNode(kind, path, dict(children), tensor, slots, state, ids)
             except (TypeError, ValueError, AttributeError):
                 pass
             else:
                 places = {*node.children.values(), *slots}
                 names = {n for leaves in slots.values() for n in leaves.values()}
                 names |= {tensor} if kind == "variable" else set()
+                names |= {ids} if ids else set()
                 if places <= set(range(count)) and names <= set(manifest.tensors):
                     return node
     raise DataLossError(file, "", f"damaged object: {plain!r:.80}")

@@ -15,6 +15,7 @@ from zstrat.errors import NotFoundError, PermissionDeniedError, ProtocolError
 from zstrat.wire import (
     Done,
     LoadEntry,
+    LoadTable,
     LoadTensors,
     PinSnapshot,
     ReadSnapshot,
@@ -23,7 +24,10 @@ from zstrat.wire import (
     SnapshotPinned,
     SnapshotWritten,
     StoreEntry,
+    StoreTable,
     StoreTensors,
+    TableLeaf,
+    TableTensor,
     TensorEntry,
     WriteSnapshot,
 )
@@ -191,6 +195,48 @@ class SnapshotCalls(AskedServers):
         Cancellation: they may have been stored.
         """
         message = StoreTensors(self.session, list(entries), tuple(arrays))
+        await self.each([(ps, message)], Done)
+
+    async def load_table(
+        self,
+        ps: int,
+        key: int,
+        first: int,
+        last: int,
+        tensors: Sequence[TableTensor],
+    ) -> None:
+        """Has a server read a part of a table from files of its machine: the rows of
+        the buckets from ``first`` to before ``last`` replace all that it has.
+
+        Raises:
+            NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
+            DataLossError, PermissionDeniedError, UnavailableError: Likewise.
+
+        Cancellation: the server continues.
+        """
+        message = LoadTable(self.session, key, first, last, True, list(tensors))
+        await self.each([(ps, message)], Done, deadline=_patient(None))
+
+    async def store_table(
+        self,
+        ps: int,
+        key: int,
+        leaves: Sequence[TableLeaf],
+        arrays: Sequence[np.ndarray],
+        *,
+        replaces: bool,
+    ) -> None:
+        """Gives a server rows of a part of a table: ids, and an array for each leaf.
+
+        Args:
+            replaces: They replace all that the part has.
+
+        Raises:
+            NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
+
+        Cancellation: they may have been stored.
+        """
+        message = StoreTable(self.session, key, replaces, list(leaves), tuple(arrays))
         await self.each([(ps, message)], Done)
 
     async def sees(self, path: str) -> list[bool]:

@@ -1,0 +1,129 @@
+"""Loads tables of any id from a checkpoint, on however many servers they are now.
+
+Each part of a table takes the rows whose ids are in its buckets, from wherever they
+were: a server that can read the folder reads the ids of all parts, and the rows of
+those that it finds; to others the rows are sent.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from zstrat.ids import buckets_of, hashes_of
+from zstrat.wire import TableLeaf, TableTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.checkpoint import CheckpointFiles, StoredPiece, StoredTensor
+    from zstrat.variables import VariableSpec
+
+    from ._match import Load
+    from ._operation import FileThread
+    from ._servers import AskedCluster
+
+_BLOCK: Final = 4 * 2**20
+"""Bytes of rows that one message sends, about."""
+
+
+class TableLoad(NamedTuple):
+    """A part of a table, and the tensors of all parts that were saved."""
+
+    spec: VariableSpec
+    tensors: Sequence[TableTensor]
+
+
+def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[TableTensor]:
+    """Returns what a checkpoint has of a table: values and slots, beside their ids."""
+    assert value.ids is not None
+    found: list[TableTensor] = []
+    for load in loads:
+        if load.variable is not value.variable or load.tensor is None:
+            continue
+        number = 0 if load.optimizer is None else load.optimizer.id
+        tensor = load.tensor
+        if not tensor.by_rows:  # equal in all parts, as they count the same steps
+            piece = tensor.pieces[0]
+            path = os.path.join(folder, piece.file)
+            found.append(TableTensor(number, load.leaf, path, piece.name, ""))
+            continue
+        for piece in tensor.pieces:
+            path, ids = os.path.join(folder, piece.file), _ids_of(piece, value.ids)
+            found.append(TableTensor(number, load.leaf, path, piece.name, ids))
+    return found
+
+
+def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:
+    """Returns the tensor with the ids of the rows of a piece, in the same file."""
+    rows = piece.file, piece.start, piece.stop
+    return next(x.name for x in ids.pieces if (x.file, x.start, x.stop) == rows)
+
+
+async def load_table(
+    cluster: AskedCluster,
+    ps: int,
+    table: TableLoad,
+    files: CheckpointFiles,
+    disk: FileThread,
+) -> None:
+    """Has a server read its rows of a table, or sends them.
+
+    Raises:
+        PSUnavailableError: The server is lost.
+        DataLossError, OSError: A file has changed or cannot be read.
+        InvalidArgumentError: The server does not keep such a slot.
+    """
+    client, run, spec = cluster.client, cluster.run_async, table.spec
+    assert spec.buckets is not None
+    first, last = spec.buckets
+    probe = table.tensors[0].path
+    if (await run(client.sees(probe), "looking for the folder"))[ps]:
+        work = client.load_table(ps, spec.key, first, last, table.tensors)
+        await run(work, "restoring a table")
+        return
+    batches = _batches(table, files)
+    replaces = True
+    while batch := await disk(next, batches, None):
+        work = client.store_table(ps, spec.key, *batch, replaces=replaces)
+        await run(work, "restoring a table")
+        replaces = False
+
+
+def _batches(
+    table: TableLoad, files: CheckpointFiles
+) -> Iterator[tuple[list[TableLeaf], list[np.ndarray]]]:
+    """Reads the rows of a part, in batches that fit one message each: leaves, and the
+    arrays of ids and of each leaf. One at least, as it drops what was there."""
+    alone = [each for each in table.tensors if not each.ids]
+    leaves = [TableLeaf(each.optimizer, each.leaf, rows=False) for each in alone]
+    arrays = [files[os.path.basename(x.path)].read(x.name) for x in alone]
+    sources: dict[tuple[str, str], list[TableTensor]] = {}
+    for each in table.tensors:
+        if each.ids:
+            sources.setdefault((each.path, each.ids), []).append(each)
+    sent = False
+    for (path, ids_name), tensors in sources.items():
+        reader = files[os.path.basename(path)]
+        infos = [reader.info(each.name) for each in tensors]
+        step = max(1, _BLOCK // max(1, sum(info.row_bytes for info in infos)))
+        tall = [TableLeaf(each.optimizer, each.leaf, rows=True) for each in tensors]
+        (count,) = reader.info(ids_name).shape
+        for start in range(0, max(count, 1), step):
+            stop = min(start + step, count)
+            ids = reader.read(ids_name, start, stop)
+            own = _own(table.spec, ids)
+            if not own.size and sent:
+                continue
+            rows = [reader.read(x.name, start, stop)[own] for x in tensors]
+            yield [*tall, *leaves], [ids[own], *rows, *arrays]
+            leaves, arrays, sent = [], [], True
+
+
+def _own(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
+    """Returns the places of those ids that a part has."""
+    assert spec.buckets is not None
+    buckets = buckets_of(hashes_of(ids))
+    return np.flatnonzero((buckets >= spec.buckets[0]) & (buckets < spec.buckets[1]))
