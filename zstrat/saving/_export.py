@@ -13,6 +13,8 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from zstrat.checkpoint import (
     MANIFEST,
     CheckpointFiles,
@@ -35,8 +37,6 @@ from ._tensors import ids_name, logical_tensors, stored_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import numpy as np
 
     from zstrat.checkpoint import StoredTensor
     from zstrat.variables import Variable
