@@ -32,12 +32,14 @@ from zstrat.wire import (
     InitializeVariables,
     Inspect,
     Job,
+    LoadTable,
     LoadTensors,
     OpenSession,
     PinSnapshot,
     Pull,
     PutCode,
     Read,
+    StoreTable,
     StoreTensors,
     VariableEntry,
     Withdraw,
@@ -61,7 +63,7 @@ TRUSTED = {
         PinSnapshot,
         PutCode,
     ),
-    *(StoreTensors, WriteSnapshot),
+    *(StoreTensors, WriteSnapshot, LoadTable, StoreTable),
 }
 """What a chief may make a task do: run code, write files, fill its memory, drop what
 is there, end."""

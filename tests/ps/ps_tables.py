@@ -2,13 +2,21 @@
 
 import numpy as np
 import optax
+from ps_callers import SESSION
 from ps_stores import push_to
-from ps_trees import bind, binding
+from ps_trees import bind, binding, message
 
 from zstrat.ids import hashes_of
 from zstrat.initializers import Initializer, Uniform
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.wire import CreateTables, Push, TableEntry, Update, UpdateOp
+from zstrat.wire import (
+    CreateOptimizer,
+    CreateTables,
+    Push,
+    TableEntry,
+    Update,
+    UpdateOp,
+)
 
 WIDTH, SEED = 3, 5
 TALL = 2**30
@@ -102,3 +110,31 @@ def look_up(store: Store, ids, key: int = 1) -> np.ndarray:
 def items(store: Store, key: int = 1, first: int = 0, last: int = 4096):
     """The ids and rows of a table."""
     return run(store, store.plan_items(key, first, last)).arrays
+
+
+UNIFORM = Uniform(-1.0, 1.0)
+"""What `creation` ships."""
+
+
+def beginning(optimizer="adam"):
+    """Messages that make a table, and what moves it."""
+    made = {"adam": optax.adam(0.1), "momentum": optax.sgd(0.1, momentum=0.9)}
+    code = optimizer.encode()
+    tree = {"w": ((1,), (TALL, WIDTH), "f4")}
+    told = binding(made[optimizer], tree)
+    return [
+        creation(SESSION, entry(1)),
+        CreateOptimizer(SESSION, 1, optimizer, code),
+        message(SESSION, 1, told),
+    ]
+
+
+def training(rng, number, removes=False):
+    """A push that trains some ids, of which some are new; and maybe removes others."""
+    ids = in_order(rng.choice(200 + 20 * number, 40, replace=False))
+    updates = [Update(1, int(UpdateOp.OPTIMIZE_ROWS), 1, 2)]
+    arrays = [ids, rng.normal(size=(len(ids), WIDTH)).astype("f4")]
+    if removes:
+        updates.insert(0, Update(1, int(UpdateOp.REMOVE_ROWS), 0, 1))
+        arrays.insert(0, rng.integers(0, 300, 30))
+    return Push(SESSION, number, 0, 0, updates, tuple(arrays))

@@ -4,53 +4,22 @@ bit: ids, rows, slots, and what is born next."""
 import asyncio
 
 import numpy as np
-import optax
 import pytest
 from ps_callers import SESSION
 from ps_copies import Copies
 from ps_successors import CODES, successors
-from ps_tables import TALL, WIDTH, creation, entry, in_order
-from ps_trees import binding, message
+from ps_tables import UNIFORM, beginning, training
 
-from zstrat.initializers import Uniform
 from zstrat.wire import (
     AttachBackup,
-    CreateOptimizer,
     Done,
     PullRows,
     PullTable,
-    Push,
     Pushed,
-    Update,
     UpdateOp,
 )
 
 ROWS, REMOVE = int(UpdateOp.OPTIMIZE_ROWS), int(UpdateOp.REMOVE_ROWS)
-UNIFORM = Uniform(-1.0, 1.0)
-TREE = {"w": ((1,), (TALL, WIDTH), "f4")}
-
-
-def beginning(optimizer="adam"):
-    """Messages that make a table, and what moves it."""
-    made = {"adam": optax.adam(0.1), "momentum": optax.sgd(0.1, momentum=0.9)}
-    code = optimizer.encode()
-    told = binding(made[optimizer], TREE)
-    return [
-        creation(SESSION, entry(1)),
-        CreateOptimizer(SESSION, 1, optimizer, code),
-        message(SESSION, 1, told),
-    ]
-
-
-def training(rng, number, removes=False):
-    """A push that trains some ids, of which some are new; and maybe removes others."""
-    ids = in_order(rng.choice(200 + 20 * number, 40, replace=False))
-    updates = [Update(1, ROWS, 1, 2)]
-    arrays = [ids, rng.normal(size=(len(ids), WIDTH)).astype("f4")]
-    if removes:
-        updates.insert(0, Update(1, REMOVE, 0, 1))
-        arrays.insert(0, rng.integers(0, 300, 30))
-    return Push(SESSION, number, 0, 0, updates, tuple(arrays))
 
 
 def content(store):

@@ -82,6 +82,7 @@ from ._session import AbsentPeer as AbsentPeer
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
 from ._snapshot_messages import LoadEntry as LoadEntry
+from ._snapshot_messages import LoadTable as LoadTable
 from ._snapshot_messages import LoadTensors as LoadTensors
 from ._snapshot_messages import PinSnapshot as PinSnapshot
 from ._snapshot_messages import ReadSnapshot as ReadSnapshot
@@ -90,7 +91,10 @@ from ._snapshot_messages import SnapshotPart as SnapshotPart
 from ._snapshot_messages import SnapshotPinned as SnapshotPinned
 from ._snapshot_messages import SnapshotWritten as SnapshotWritten
 from ._snapshot_messages import StoreEntry as StoreEntry
+from ._snapshot_messages import StoreTable as StoreTable
 from ._snapshot_messages import StoreTensors as StoreTensors
+from ._snapshot_messages import TableLeaf as TableLeaf
+from ._snapshot_messages import TableTensor as TableTensor
 from ._snapshot_messages import TensorEntry as TensorEntry
 from ._snapshot_messages import WriteSnapshot as WriteSnapshot
 from ._step_messages import LEASE as LEASE

@@ -13,7 +13,8 @@ from ._schema import Arrays, message
 
 class TensorEntry(NamedTuple):
     """One tensor of a snapshot: the value of a variable (``optimizer`` 0, ``leaf``
-    ""), or a leaf of an optimizer's state beside it, named by its path.
+    ""), or a leaf of an optimizer's state beside it, named by its path. A table of any
+    id has its ids (``optimizer`` 0, ``leaf`` ".ids") after its value.
 
     ``rows``: its first axis is the variable's own.
     """
@@ -154,6 +155,57 @@ class StoreTensors:
     arrays: Arrays
 
 
+class TableLeaf(NamedTuple):
+    """What is kept beside the ids of a table of any id: the value (``optimizer`` 0,
+    ``leaf`` ""), or a slot. ``rows``: it has a row for each id."""
+
+    optimizer: int
+    leaf: str
+    rows: bool
+
+
+class TableTensor(NamedTuple):
+    """A tensor ``name`` in the file ``path`` with a row for each id of the tensor
+    ``ids`` in the same file; ``ids`` "": a slot without rows."""
+
+    optimizer: int
+    leaf: str
+    path: str
+    name: str
+    ids: str
+
+
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
+class LoadTable:
+    """Loads rows of a table of any id, with their ids and slots, from files that the ps
+    can read: those whose ids are in the buckets from ``first`` to before ``last``
+    (`zstrat.ids.buckets_of`). Answered by `Done`.
+
+    ``replaces``: the table has these rows alone afterwards, and these slots; if that
+    fails, it is as before. Otherwise rows of the same ids are replaced."""
+
+    kind: ClassVar = 132
+    session: int
+    key: int
+    first: int
+    last: int
+    replaces: bool
+    tensors: list[TableTensor]
+
+
+@request(by=COORDINATOR, repeat=Repeat.NEVER)
+class StoreTable:
+    """Sends rows of a table of any id to store, as `LoadTable` of all buckets. The
+    arrays are ids, int64 ``[n]``, and one for each leaf. Answered by `Done`."""
+
+    kind: ClassVar = 133
+    session: int
+    key: int
+    replaces: bool
+    leaves: list[TableLeaf]
+    arrays: Arrays
+
+
 SnapshotMessage = (
     PinSnapshot
     | SnapshotPinned
@@ -164,4 +216,6 @@ SnapshotMessage = (
     | ReleaseSnapshot
     | LoadTensors
     | StoreTensors
+    | LoadTable
+    | StoreTable
 )

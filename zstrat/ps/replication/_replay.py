@@ -21,6 +21,7 @@ from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
 from zstrat.ps._round_serving import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
+from zstrat.ps.snapshots._table_loading import RowsToAdd, TableLoading, sent_rows
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._plans import BindPlan
 from zstrat.ps.tables._growing_cell import growing
@@ -51,6 +52,7 @@ from zstrat.wire import (
     RaiseMark,
     RaiseWriterMark,
     StepRun,
+    StoreTable,
     StoreTensors,
     VariableEntry,
     Withdraw,
@@ -109,6 +111,14 @@ def _storing(store: Store, message: StoreTensors) -> Loading:
     """Stores values and slots that the primary has loaded."""
     places = zip(message.entries, message.arrays, strict=True)
     return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
+
+
+def _storing_table(store: Store, message: StoreTable) -> Running[None]:
+    """Stores rows of a table that the primary has loaded."""
+    rows = sent_rows(message, store.variables.task)
+    loading = TableLoading(store, message.key, rows.kinds, message.replaces)
+    yield RowsToAdd(rows, loading)
+    loading.commit(whole=True)
 
 
 def _copy_ledger(store: Store, copied: CopyLedger) -> None:
@@ -239,6 +249,7 @@ CHANGES: Final[
     Push: lambda store, push: store.plan_again(push),
     LoadTensors: _loading,
     StoreTensors: _storing,
+    StoreTable: _storing_table,
     # Which pushes were applied, and which steps are over.
     PushPart: _note_part,
     AskParts: _claim,

@@ -251,6 +251,11 @@ def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move
         NotFoundError: The variable or the optimizer does not exist.
     """
     held = store.variables[entry.key]
+    if held.table is not None:
+        raise InvalidArgumentError(
+            f"{held.cell.who} is a table of any id, whose rows are loaded with their "
+            "ids: LoadTable, StoreTable"
+        )
     optimizer = store.engine.get(entry.optimizer) if entry.optimizer else None
     return Move(held, optimizer, entry.leaf, entry.at, source, entry.rows)
 

@@ -10,24 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zstrat.checkpoint import TensorReader
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps.store._changes import acknowledged
-from zstrat.wire import Done, LoadEntry, LoadTensors, StoreEntry, StoreTensors
+from zstrat.wire import (
+    Done,
+    LoadEntry,
+    LoadTable,
+    LoadTensors,
+    StoreEntry,
+    StoreTable,
+    StoreTensors,
+)
 
 from ._load_plan import Loading, Source, move_to
+from ._table_loading import Kind, TableFile, TableLoading, sent_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     import numpy as np
 
     from zstrat.ps._thread import JobThread
     from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
+    from zstrat.wire import TableLeaf, TableTensor
 
     from ._snapshot_files import DiskThread, Turn
 
@@ -85,6 +96,75 @@ class Loads:
         await self._bring(message.session, message.entries, sources)
         self._check(message.session)
         return await acknowledged(self._store.log, Done())
+
+    async def load_table(self, message: LoadTable) -> Done:
+        """Reads rows of a table from files. Cancellation: as of `load`."""
+        for tensor in message.tensors:
+            self._disk.require_absolute(tensor.path)
+        readers: dict[str, TensorReader] = {}
+        try:
+            files = await self._disk.run(
+                partial(self._open_table, message.tensors, readers)
+            )
+            leaves = {leaf: kind for file in files for leaf, kind in file.kinds.items()}
+            read = partial(_read_table, files, message.first, message.last)
+            await self._bring_table(message, leaves, read)
+        finally:
+            with contextlib.suppress(Exception):  # the thread was closed: at exit
+                self._disk.submit(partial(_close, readers))
+        self._check(message.session)
+        return await acknowledged(self._store.log, Done())
+
+    async def store_table(self, message: StoreTable) -> Done:
+        """Takes rows of a table that were sent along. Cancellation: as of `load`."""
+        rows = sent_rows(message, self._task)
+        await self._bring_table(message, rows.kinds, rows.add_to)
+        self._check(message.session)
+        return await acknowledged(self._store.log, Done())
+
+    async def _bring_table(
+        self,
+        message: LoadTable | StoreTable,
+        leaves: Mapping[TableLeaf, Kind],
+        read: Callable[[TableLoading], None],
+    ) -> None:
+        """Loads a table with the turn of it and of all optimizers that it names."""
+        names: set[Hashable] = {message.key}
+        names |= {("optimizer", e.optimizer) for e in leaves if e.optimizer}
+        async with self._turn(list(names)):
+            self._check(message.session)
+            store = self._store
+            loading = TableLoading(store, message.key, leaves, message.replaces)
+            if loading.optimizes:
+                await _shielded(self._compute.submit(loading.prepare))
+            else:
+                loading.prepare()
+            whole = False
+            try:
+                await _shielded(self._disk.submit(partial(read, loading)))
+                whole = True
+            finally:
+                loading.commit(whole=whole)
+                if store.log is not None:
+                    _log_table(store.log, loading, message, whole=whole)
+
+    def _open_table(
+        self, tensors: Sequence[TableTensor], readers: dict[str, TensorReader]
+    ) -> list[TableFile]:
+        """Opens the files, and finds the tensors in them; on the thread of the disk."""
+        files: dict[tuple[str, str], TableFile] = {}
+        for tensor in tensors:
+            path = tensor.path
+            with self._disk.blamed(path, "reading"):
+                if path not in readers:
+                    readers[path] = TensorReader(path)
+                reader = readers[path]
+                file = files.get((path, tensor.ids))
+                if file is None:
+                    file = TableFile(path, reader, tensor.ids, self._disk)
+                    files[path, tensor.ids] = file
+                file.add(tensor)
+        return list(files.values())
 
     async def _bring(
         self,
@@ -181,6 +261,31 @@ def _log_loading(
             for move, _ in target
         ]
         log.append(StoreTensors(0, entries, tuple([array for _, array in target])))
+
+
+def _read_table(
+    files: Sequence[TableFile], first: int, last: int, loading: TableLoading
+) -> None:
+    for file in files:
+        file.add_to(loading, first, last)
+
+
+def _log_table(
+    log: ChangeLog,
+    loading: TableLoading,
+    message: LoadTable | StoreTable,
+    *,
+    whole: bool,
+) -> None:
+    """Sends the backup what was loaded."""
+    if not whole:
+        if not loading.replaces:
+            log.mark_diverged("a load failed half way")
+    elif isinstance(message, StoreTable):
+        log.append(replace(message, session=0))
+    else:
+        for each in loading.content():
+            log.append(each)
 
 
 def _close(readers: dict[str, TensorReader]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, UnavailableError
 from zstrat.wire import (
     Done,
+    LoadTable,
     LoadTensors,
     Message,
     PinSnapshot,
@@ -24,6 +25,7 @@ from zstrat.wire import (
     SnapshotPart,
     SnapshotPinned,
     SnapshotWritten,
+    StoreTable,
     StoreTensors,
     WriteSnapshot,
 )
@@ -53,6 +55,8 @@ SnapshotRequest = (
     | ReleaseSnapshot
     | LoadTensors
     | StoreTensors
+    | LoadTable
+    | StoreTable
 )
 
 
@@ -105,6 +109,8 @@ class SnapshotService:
                 return self._load(message)
             case StoreTensors():
                 return self._move(message)
+            case LoadTable() | StoreTable():
+                return self._load_table(message)
             case _:
                 assert_never(message)
 
@@ -205,6 +211,12 @@ class SnapshotService:
     async def _load(self, message: LoadTensors) -> Done:
         with self._working():
             return await self._loads.load(message)
+
+    async def _load_table(self, message: LoadTable | StoreTable) -> Done:
+        with self._working():
+            if isinstance(message, LoadTable):
+                return await self._loads.load_table(message)
+            return await self._loads.store_table(message)
 
     async def _move(self, message: StoreTensors) -> Done:
         with self._working():

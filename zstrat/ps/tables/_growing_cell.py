@@ -104,12 +104,6 @@ class GrowingCell(Cell):
             gone = (before - height) * self._width
             self._reserve.release(height * self._width, gone)
 
-    def revive(self) -> None:
-        """Makes a value that was lost, of which all rows are zero."""
-        self._reserve = Reserve(self.shape[0] * self._width, self.dtype)
-        self._lost = ""
-        self._resize(self.shape[0])
-
     def sibling(
         self, row: tuple[int, ...], dtype: np.dtype, height: int | None = None
     ) -> Cell:

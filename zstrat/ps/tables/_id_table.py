@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 IDS: Final = ".ids"
 """What the ids of the rows are called, beside a value, where a slot has its name."""
 
+_IDS_OF: Final = ", ids"
 _ID: Final = np.dtype(np.int64)
 
 
@@ -40,7 +41,7 @@ class IdTable:
     ) -> None:
         self.entry, self.code, self._initializer = entry, code, initializer
         self.ids = GrowingCell((), _ID)
-        self.ids.who = f"{who}, ids"
+        self.ids.who = f"{who}{_IDS_OF}"
         self.births = self.removed = 0
         """Rows that were born, and removed, since the session was opened."""
         self._index: IdIndex | None = IdIndex()
@@ -57,6 +58,13 @@ class IdTable:
     @property
     def index_bytes(self) -> int:
         return 0 if self._index is None else self._index.nbytes
+
+    def empty(self) -> IdTable:
+        """Returns the same table without rows, which may take its place."""
+        who = self.ids.who.removesuffix(_IDS_OF)
+        other = IdTable(self.entry, self.code, self._initializer, who)
+        other.births, other.removed = self.births, self.removed
+        return other
 
     def forget_index(self) -> None:
         """Notes that ``ids`` was written by others."""

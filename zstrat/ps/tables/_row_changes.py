@@ -48,9 +48,14 @@ class RowChanges:
         self._height = held.cell.shape[0]
         self._changes: list[_IdChange] = []
 
-    def rows_of(self, ids: np.ndarray, engine: OptimizerEngine) -> np.ndarray:
+    def rows_of(
+        self, ids: np.ndarray, engine: OptimizerEngine, *, begins: bool = True
+    ) -> np.ndarray:
         """Returns the rows of ids ``[n]``, maybe repeated, int64; those that have none
         are born.
+
+        Args:
+            begins: They get their first values; otherwise any, to be written.
 
         Raises:
             ResourceExhaustedError: There is no memory for more rows.
@@ -64,10 +69,10 @@ class RowChanges:
         new = ids.take(unknown)
         distinct, inverse = np.unique(new, return_inverse=True)
         if len(distinct) < len(new):
-            first = self._born(distinct, engine)
+            first = self._born(distinct, engine, begins)
             rows[unknown] = inverse + first
         else:
-            first = self._born(new, engine)
+            first = self._born(new, engine, begins)
             rows[unknown] = np.arange(first, first + len(new))
         return rows
 
@@ -127,7 +132,7 @@ class RowChanges:
                 cell.settle()
             cell.shrink(height)
 
-    def _born(self, ids: np.ndarray, engine: OptimizerEngine) -> int:
+    def _born(self, ids: np.ndarray, engine: OptimizerEngine, begins: bool) -> int:
         """Adds rows for distinct ids that have none; returns the first of them."""
         held, table = self._held, self._table
         engine.adopt_slots(held)
@@ -138,7 +143,9 @@ class RowChanges:
             raise ResourceExhaustedError(f"{held.cell.who}: {error}") from None
         self._changes.append(_IdChange(True, ids, np.arange(first, end)))
         table.ids.extend(len(ids))[...] = ids
-        table.first_rows(ids, growing(held.cell).extend(len(ids)))
+        values = growing(held.cell).extend(len(ids))
+        if begins:
+            table.first_rows(ids, values)
         engine.extend_slots(held)
         return first
 

@@ -1,0 +1,268 @@
+"""Tables of any id in files, and back on any number of servers."""
+
+import itertools
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from ps_callers import SESSION, caller
+from ps_copies import Copies
+from ps_tables import WIDTH, first_rows, in_order, items
+from test_ps_tables_copies import UNIFORM, beginning, training
+
+from zstrat.checkpoint import TensorInfo, TensorWriter
+from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
+from zstrat.ids import BUCKETS, buckets_of, hashes_of
+from zstrat.wire import (
+    Done,
+    LoadEntry,
+    LoadTable,
+    LoadTensors,
+    PinSnapshot,
+    PullRows,
+    Push,
+    ReleaseSnapshot,
+    StoreTable,
+    TableLeaf,
+    TableTensor,
+    Update,
+    UpdateOp,
+    WriteSnapshot,
+)
+
+ROWS = int(UpdateOp.OPTIMIZE_ROWS)
+
+
+class Server:
+    """A parameter server; the buckets that it is to have are the caller's business."""
+
+    def __init__(self, optimizer="adam"):
+        self.chief, self.optimizer = caller(), optimizer
+        self.copies = Copies()
+        self.copies.shipped[b"-1 1"] = UNIFORM
+
+    async def ask(self, message):
+        return await self.copies.ask(message)
+
+    @property
+    def store(self):
+        return self.copies.primary._store
+
+    async def begin(self, binds=True):
+        for asked in beginning(self.optimizer)[: 3 if binds else 2]:
+            assert await self.ask(asked) == Done()
+
+    async def save(self, path, number=9):
+        """Returns the names of what was written: by optimizer and leaf."""
+        pinned = await self.ask(PinSnapshot(SESSION, number, [1], [1]))
+        names = [f"{e.optimizer}{e.leaf}" for e in pinned.tensors]
+        places = list(range(len(names)))
+        await self.ask(WriteSnapshot(SESSION, number, str(path), places, names))
+        await self.ask(ReleaseSnapshot(SESSION, number))
+        return pinned.tensors
+
+    async def load(self, first, last, files, replaces=True):
+        tensors = [
+            TableTensor(
+                e.optimizer,
+                e.leaf,
+                str(path),
+                f"{e.optimizer}{e.leaf}",
+                "0.ids" if e.rows else "",
+            )
+            for path, entries in files
+            for e in entries
+            if e.leaf != ".ids"
+        ]
+        return await self.ask(LoadTable(SESSION, 1, first, last, replaces, tensors))
+
+
+@asynccontextmanager
+async def servers(count, optimizer="adam", binds=True):
+    made = [Server(optimizer) for _ in range(count)]
+    for each in made:
+        await each.begin(binds)
+    yield made
+    for each in made:
+        await each.copies.close()
+
+
+def bounds(count):
+    """The buckets of so many servers."""
+    ends = [BUCKETS * n // count for n in range(count + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def together(made):
+    """The rows of all servers by id, with their slots."""
+    found = {}
+    for each in made:
+        held = each.store.variables[1]
+        rows = [held.cell.look()]
+        slots = held.slots.get(1)
+        if slots is not None:
+            pairs = zip(slots.cells, slots.leaves, strict=True)
+            rows += [cell.look() for cell, leaf in pairs if leaf.rows]
+            for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+                if not leaf.rows:
+                    found[leaf.name] = cell.look().tobytes()
+        for number, row in zip(
+            held.table.ids.look().tolist(), zip(*rows, strict=True), strict=True
+        ):
+            assert number not in found
+            found[number] = b"".join(each.tobytes() for each in row)
+    return found
+
+
+@pytest.mark.parametrize("binds", [True, False])
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+async def test_from_one_server_to_three_to_two(tmp_path, optimizer, binds):
+    rng = np.random.default_rng(2)
+    async with servers(1, optimizer) as one, servers(3, optimizer, binds) as three:
+        for number in range(5):
+            await one[0].ask(training(rng, number, removes=number == 3))
+        files = [(tmp_path / "a", await one[0].save(tmp_path / "a"))]
+        for each, pair in zip(three, bounds(3), strict=True):
+            assert await each.load(*pair, files) == Done()
+            ids = each.store.variables[1].table.ids.look()
+            buckets = buckets_of(hashes_of(ids))
+            assert buckets.min() >= pair[0]
+            assert buckets.max() < pair[1]
+        assert together(three) == together(one)
+        if not binds:
+            for each in three:
+                await each.ask(beginning(optimizer)[2])
+        push = training(rng, 50)
+        ids, gradient = push.arrays
+        await one[0].ask(push)
+        for each, (first, last) in zip(three, bounds(3), strict=True):
+            buckets = buckets_of(hashes_of(ids))
+            here = (buckets >= first) & (buckets < last)
+            update = [Update(1, ROWS, 1, 2)]
+            await each.ask(Push(SESSION, 50, 0, 0, update, (ids[here], gradient[here])))
+        assert together(three) == together(one)
+        files = [
+            (tmp_path / f"{n}", await each.save(tmp_path / f"{n}"))
+            for n, each in enumerate(three)
+        ]
+        async with servers(2, optimizer) as two:
+            for each, pair in zip(two, bounds(2), strict=True):
+                await each.ask(training(rng, 7))  # it is replaced
+                await each.load(*pair, files)
+            assert together(two) == together(one)
+
+
+async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(2) as (one, other):
+        for number in range(3):
+            await one.ask(training(rng, number))
+        pinned = await one.ask(PinSnapshot(SESSION, 1, [1], [1]))
+        before = together([one])
+        for number in range(3, 9):
+            await one.ask(training(rng, number, removes=True))
+        names = [f"{e.optimizer}{e.leaf}" for e in pinned.tensors]
+        path = str(tmp_path / "a")
+        await one.ask(WriteSnapshot(SESSION, 1, path, list(range(len(names))), names))
+        assert await other.load(0, BUCKETS, [(path, pinned.tensors)]) == Done()
+        assert together([other]) == before
+
+
+async def test_rows_that_are_sent_are_added_or_replace_all():
+    async with servers(1) as (one,):
+        ids, rows = in_order(range(30)), np.ones((30, WIDTH), "f4")
+        await one.ask(Push(SESSION, 0, 0, 0, [Update(1, ROWS, 1, 2)], (ids, rows)))
+        some, value = np.arange(20, 50), np.full((30, WIDTH), 4, "f4")
+        leaves = [TableLeaf(0, "", True)]
+        version = one.store.variables[1].version
+        await one.ask(StoreTable(SESSION, 1, False, leaves, (some, value)))
+        assert one.store.variables[1].version > version
+        pulled = await one.ask(PullRows(SESSION, [], [1], (np.arange(50),)))
+        np.testing.assert_array_equal(pulled.arrays[0][20:], 4)
+        np.testing.assert_allclose(
+            pulled.arrays[0][:20], first_rows(range(20)) - 0.1, 1e-3
+        )
+        slots = one.store.variables[1].slots[1]
+        moments = dict(zip([x.name for x in slots.leaves], slots.cells, strict=True))
+        rows = one.store.variables[1].table.index.rows(np.array([25, 45]))
+        first, second = moments["[0].mu"].look()[rows]
+        assert first.all()  # of the row as it was
+        assert not second.any()  # as of a new one
+        await one.ask(StoreTable(SESSION, 1, True, leaves, (some, value)))
+        assert sorted(items(one.store)[0].tolist()) == some.tolist()
+        assert 1 not in one.store.variables[1].slots
+        await one.ask(StoreTable(SESSION, 1, True, [], (np.array([1, 2]),)))
+        np.testing.assert_array_equal(
+            items(one.store)[1], first_rows(items(one.store)[0])
+        )
+
+
+async def test_what_does_not_fit_leaves_a_table_as_it_was(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(1) as (one,):
+        await one.ask(training(rng, 0))
+        before, ids = together([one]), np.arange(4)
+        path = str(tmp_path / "a")
+        infos = [
+            TensorInfo("ids", "int64", (4,)),
+            TensorInfo("value", "float32", (4, WIDTH)),
+            TensorInfo("few", "float32", (3, WIDTH)),
+        ]
+        writer = TensorWriter(path, infos)
+        for array in ids, np.ones((4, WIDTH), "f4"), np.ones((3, WIDTH), "f4"):
+            writer.write(array.reshape(-1).view(np.uint8).data)
+        writer.finish()
+        value = TableTensor(0, "", path, "value", "ids")
+        wrong = [
+            value._replace(ids="value"),
+            value._replace(name="few"),
+            value._replace(name="none"),
+            value._replace(leaf=".ids"),
+            value._replace(path="a"),
+            value._replace(path=path + "x"),
+            value._replace(optimizer=1, leaf="[0].nope"),
+            value._replace(optimizer=1, leaf="[0].count", ids=""),
+            value._replace(optimizer=4, leaf="[0].mu"),
+        ]
+        for tensor in wrong:
+            with pytest.raises((InvalidArgumentError, NotFoundError, DataLossError)):
+                await one.ask(LoadTable(SESSION, 1, 0, 9, True, [value, tensor]))
+        leaf = TableLeaf(0, "", True)
+        for leaves, arrays in [
+            ([leaf], (ids,)),
+            ([leaf], (ids, np.ones((3, WIDTH), "f4"))),
+            ([leaf], (ids, np.ones((4, WIDTH), "f8"))),
+            ([leaf], (ids, np.ones((4, WIDTH + 1), "f4"))),
+            ([leaf, leaf], (ids, *[np.ones((4, WIDTH), "f4")] * 2)),
+            ([leaf], (ids.astype("f8"), np.ones((4, WIDTH), "f4"))),
+            ([], ()),
+        ]:
+            with pytest.raises(InvalidArgumentError):
+                await one.ask(StoreTable(SESSION, 1, True, leaves, arrays))
+        load = LoadEntry(1, 0, "", path, "value", 0, 0, 0)
+        with pytest.raises(InvalidArgumentError):
+            await one.ask(LoadTensors(SESSION, [load]))
+        assert together([one]) == before
+        assert await one.ask(LoadTable(SESSION, 1, 0, BUCKETS, True, [value])) == Done()
+
+
+async def test_a_backup_has_what_was_loaded(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(2) as (one, other):
+        for number in range(3):
+            await one.ask(training(rng, number))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+        await other.ask(training(rng, 5))
+        await other.copies.attach()
+        await other.load(0, 2000, files)
+        await other.load(2000, BUCKETS, files, replaces=False)
+        added = np.array([10**9, 10**9 + 1])
+        leaf = [TableLeaf(0, "", True)]
+        rows = np.ones((2, WIDTH), "f4")
+        await other.ask(StoreTable(SESSION, 1, False, leaf, (added, rows)))
+        await other.ask(training(rng, 6, removes=True))
+        await other.copies.promote()
+        wanted = together([other])
+        other.copies.primary, kept = other.copies.backup, other.copies.primary
+        assert together([other]) == wanted
+        other.copies.primary = kept

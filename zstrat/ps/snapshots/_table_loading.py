@@ -1,0 +1,352 @@
+"""Rows of a table of any id that come from elsewhere, each with its id.
+
+What replaces a table is made beside it, and takes its place when it is whole: until
+then the table is as it was. What is added to a table is written where it is, a block of
+rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.ids import buckets_of, hashes_of
+from zstrat.ps.engine._arithmetic import as_rows, is_floating
+from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
+from zstrat.ps.store._lookups import require_table
+from zstrat.ps.tables._growing_cell import GrowingCell, growing
+from zstrat.ps.tables._row_changes import RowChanges
+from zstrat.wire import StoreTable, TableLeaf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from zstrat.checkpoint import TensorReader
+    from zstrat.ps.engine._slots import Slots
+    from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import TableTensor
+
+    from ._snapshot_files import DiskThread
+
+VALUE: Final = TableLeaf(0, "", True)
+
+_BLOCK: Final = 4 * 2**20
+"""Bytes of rows that are read, and sent to a backup, at a time."""
+
+
+class Kind(NamedTuple):
+    """What of a leaf is loaded; ``shape``: of one row, if it has rows."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    what: str
+    """Names it in errors."""
+
+
+@final
+class TableLoading:
+    """Loads rows into a table for one request: `prepare` on the optimizers' thread,
+    `add` and `put` on any thread, and `commit` on the event loop, even after a failure.
+
+    Args:
+        leaves: What comes.
+        replaces: The table has what comes, and nothing else, in the end.
+
+    Raises:
+        NotFoundError: No variable has the key.
+        InvalidArgumentError: It is not a table.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: int,
+        leaves: Mapping[TableLeaf, Kind],
+        replaces: bool,
+    ) -> None:
+        held = store.variables[key]
+        table = require_table(held)
+        self._engine, self._leaves, self._held = store.engine, leaves, held
+        self.replaces = replaces
+        self._target = held
+        if replaces:
+            cell = GrowingCell(held.cell.shape[1:], held.cell.dtype)
+            cell.who = held.cell.who
+            self._target = HeldVariable(held.entry, cell, 0, table=table.empty())
+
+    @property
+    def optimizes(self) -> bool:
+        return any(leaf.optimizer for leaf in self._leaves)
+
+    def prepare(self) -> None:
+        """Makes slots, and refuses what does not fit.
+
+        Raises:
+            NotFoundError: An optimizer does not exist, or keeps no such leaf.
+            InvalidArgumentError: Something has another shape or dtype than its place.
+            UnavailableError: The value that rows are added to was lost.
+        """
+        self._target.cell.require()
+        if not self.replaces:
+            self._engine.adopt_slots(self._target)
+        for leaf, kind in self._leaves.items():
+            self._make_place(leaf, kind)
+
+    def add(self, ids: np.ndarray, rows: Mapping[TableLeaf, np.ndarray]) -> None:
+        """Writes rows ``[n, ...]`` of ids ``[n]``. Those of which no value comes begin
+        as they are born, and those of which a slot does not come as new ones.
+
+        Raises:
+            ResourceExhaustedError: There is no memory; the rows were not added.
+        """
+        target = self._target
+        assert target.table is not None
+        changes = RowChanges(target, target.table)
+        try:
+            begins = VALUE not in rows
+            places = changes.rows_of(ids, self._engine, begins=begins)
+            height = target.cell.shape[0]
+            for leaf, values in rows.items():
+                cell = growing(self._cell(leaf))
+                if (start := cell.shape[0]) < height:  # of an optimizer without tree
+                    cell.extend(height - start)
+                    self._fill(leaf, start, height)
+                out = cell.begin_rows(places)
+                as_rows(out)[places] = as_rows(np.ascontiguousarray(values))
+                cell.settle()
+        except BaseException:  # to the caller
+            changes.undo()
+            raise
+        changes.finish()
+
+    def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
+        """Writes a slot that has no rows."""
+        cell = self._cell(leaf)
+        cell.overwrite()[...] = value
+        cell.settle()
+        self._fill(leaf, 0, 1)
+
+    def commit(self, *, whole: bool) -> None:
+        """Makes readers see what has changed; ``whole``: it did not fail."""
+        held, target = self._held, self._target
+        if self.replaces and whole:
+            held.cell, held.table, held.slots = target.cell, target.table, target.slots
+        if whole or not self.replaces:
+            held.version += 1
+
+    def content(self) -> Iterator[StoreTable]:
+        """Yields messages that bring all of the table as it is; call it after
+        `commit`."""
+        held, alone = self._held, dict[TableLeaf, np.ndarray]()
+        table = require_table(held)
+        tall = {VALUE: held.cell}
+        for number, slots in held.slots.items():
+            for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+                place = TableLeaf(number, leaf.name, leaf.rows)
+                if leaf.rows:
+                    tall[place] = cell
+                else:
+                    alone[place] = cell.look().copy()
+        height, key = held.cell.shape[0], held.entry.key
+        size = max(1, _BLOCK // sum(cell.row_bytes for cell in tall.values()))
+        for start in range(0, max(height, 1), size):
+            some = slice(start, start + size)
+            arrays = [cell.look()[some].copy() for cell in tall.values()]
+            ids = table.ids.look()[some].copy()
+            if start:
+                yield StoreTable(0, key, False, list(tall), (ids, *arrays))
+            else:
+                leaves = [*tall, *alone]
+                arrays += alone.values()
+                yield StoreTable(0, key, True, leaves, (ids, *arrays))
+
+    def _make_place(self, leaf: TableLeaf, kind: Kind) -> None:
+        target = self._target
+        if not leaf.optimizer:
+            self._require_fit(leaf, kind, target.cell)
+            return
+        known = self._engine.get(leaf.optimizer)
+        slots = target.slots.get(known.optimizer)
+        if slots is None:
+            slots = known.make_slots(target) or Unbound.like(None)
+            target.slots[known.optimizer] = slots
+        if isinstance(slots, Unbound):
+            if all(each.name != leaf.leaf for each in slots.leaves):
+                shape = (0, *kind.shape) if leaf.rows else kind.shape
+                about = SlotArray(leaf.leaf, leaf.rows)
+                slots.make_room(about, shape, kind.dtype, target.cell)
+            self._require_fit(leaf, kind, self._cell(leaf))
+            return
+        cell = self._cell(leaf)
+        self._require_fit(leaf, kind, cell)
+        if cell.dtype != kind.dtype:
+            place = [each.name for each in slots.leaves].index(leaf.leaf)
+            known.programs.retype(slots, {place: kind.dtype})
+
+    def _cell(self, leaf: TableLeaf) -> Cell:
+        if not leaf.optimizer:
+            return self._target.cell
+        slots = self._target.slots[leaf.optimizer]
+        for cell, each in zip(slots.cells, slots.leaves, strict=True):
+            if each == SlotArray(leaf.leaf, leaf.rows):
+                return cell
+        names = ", ".join(repr(each.name) for each in slots.leaves) or "nothing"
+        raise NotFoundError(
+            f"{self._target.cell.who}, slot {leaf.leaf!r}: its optimizer keeps no such "
+            f"thing {'by rows' if leaf.rows else 'without rows'}, but {names}"
+        )
+
+    def _fill(self, leaf: TableLeaf, start: int, stop: int) -> None:
+        slots: Slots | None = self._target.slots.get(leaf.optimizer)
+        if isinstance(slots, Unbound):
+            slots.fill(leaf.leaf, start, stop)
+
+    def _require_fit(self, leaf: TableLeaf, kind: Kind, cell: Cell) -> None:
+        shape = cell.shape[1:] if leaf.rows else cell.shape
+        alike = is_floating(cell.dtype) and is_floating(kind.dtype)
+        alike = alike and bool(leaf.optimizer)
+        if kind.shape != shape or not (alike or kind.dtype == cell.dtype):
+            place = f", slot {leaf.leaf!r}" if leaf.leaf else ""
+            raise InvalidArgumentError(
+                f"{self._target.cell.who}{place}: expected {cell.dtype.name}"
+                f"{list(shape)}{' for each id' if leaf.rows else ''}, got {kind.what}, "
+                f"{kind.dtype.name}{list(kind.shape)}"
+            )
+
+
+class SentRows(NamedTuple):
+    """Rows that came with a message, and slots without rows."""
+
+    ids: np.ndarray
+    rows: Mapping[TableLeaf, np.ndarray]
+    others: Mapping[TableLeaf, np.ndarray]
+
+    @property
+    def kinds(self) -> dict[TableLeaf, Kind]:
+        what = "what was sent"
+        kinds = {k: Kind(x.dtype, x.shape[1:], what) for k, x in self.rows.items()}
+        alone = {k: Kind(x.dtype, x.shape, what) for k, x in self.others.items()}
+        return kinds | alone
+
+    def add_to(self, loading: TableLoading) -> None:
+        loading.add(self.ids, self.rows)
+        for leaf, value in self.others.items():
+            loading.put(leaf, value)
+
+
+class RowsToAdd(NamedTuple):
+    """Prepares to add rows, and adds them, where optimizers run."""
+
+    rows: SentRows
+    loading: TableLoading
+
+    def compute(self) -> None:
+        self.loading.prepare()
+        self.rows.add_to(self.loading)
+
+
+def sent_rows(message: StoreTable, task: str) -> SentRows:
+    """Returns what came with a message.
+
+    Raises:
+        InvalidArgumentError: The arrays are not ids and one for each leaf.
+    """
+    ids, *values = message.arrays or (np.empty(0),)
+    leaves = message.leaves
+    fits = ids.dtype == np.int64 and ids.ndim == 1
+    fits = fits and len(values) == len(leaves) == len(set(leaves))
+    fits = fits and all(
+        not leaf.rows or x.shape[:1] == ids.shape
+        for leaf, x in zip(leaves, values, strict=True)
+    )
+    if not fits or any(leaf != VALUE for leaf in leaves if not leaf.optimizer):
+        raise InvalidArgumentError(
+            f"{task}: rows of a table are int64 ids [n], and an array [n, ...] for "
+            f"each of {len(leaves)} leaves, got "
+            f"{[f'{x.dtype.name}{list(x.shape)}' for x in message.arrays]!r:.200}"
+        )
+    pairs = list(zip(leaves, values, strict=True))
+    rows = {leaf: x for leaf, x in pairs if leaf.rows}
+    return SentRows(ids, rows, {leaf: x for leaf, x in pairs if not leaf.rows})
+
+
+@final
+class TableFile:
+    """Tensors of one file whose rows belong to the same ids; or slots without rows,
+    then ``ids`` is "". On the thread of the disk."""
+
+    def __init__(
+        self, path: str, reader: TensorReader, ids: str, disk: DiskThread
+    ) -> None:
+        self._path, self._reader, self._ids, self._disk = path, reader, ids, disk
+        self._names: dict[TableLeaf, str] = {}
+        self.kinds: dict[TableLeaf, Kind] = {}
+        self._count = 0
+        if ids:
+            info = reader.info(ids)
+            if info.numpy_dtype != np.int64 or len(info.shape) != 1:
+                raise InvalidArgumentError(
+                    f"{ids!r} of {path}: expected int64 ids [n], got {info}"
+                )
+            (self._count,) = info.shape
+
+    def add(self, tensor: TableTensor) -> None:
+        """Adds a tensor.
+
+        Raises:
+            NotFoundError: The file has no such tensor.
+            InvalidArgumentError: It has not a row for each id.
+        """
+        info = self._reader.info(tensor.name)
+        what, shape = f"{tensor.name!r} of {self._path}", info.shape
+        if self._ids:
+            if shape[:1] != (self._count,):
+                raise InvalidArgumentError(
+                    f"{what}, {info}: expected a row for each of {self._count} ids of "
+                    f"{self._ids!r}"
+                )
+            shape = shape[1:]
+        leaf = TableLeaf(tensor.optimizer, tensor.leaf, bool(self._ids))
+        if not leaf.optimizer and leaf != VALUE:
+            raise InvalidArgumentError(f"{what} is not a value of a table, nor a slot")
+        self._names[leaf] = tensor.name
+        self.kinds[leaf] = Kind(info.numpy_dtype, shape, what)
+
+    def add_to(self, loading: TableLoading, first: int, last: int) -> None:
+        """Adds the rows of buckets to a table."""
+        if not self._ids:
+            for leaf, kind in self.kinds.items():
+                value = np.empty(kind.shape, kind.dtype)
+                self._read(self._names[leaf], 0, value)
+                loading.put(leaf, value)
+            return
+        width = sum(
+            kind.dtype.itemsize * int(np.prod(kind.shape, dtype=np.int64))
+            for kind in self.kinds.values()
+        )
+        size = max(1, _BLOCK // max(1, width))
+        for start in range(0, self._count, size):
+            self._add_block(loading, start, min(size, self._count - start), first, last)
+
+    def _add_block(
+        self, loading: TableLoading, start: int, count: int, first: int, last: int
+    ) -> None:
+        ids = np.empty(count, np.int64)
+        self._read(self._ids, start, ids)
+        buckets = buckets_of(hashes_of(ids))
+        wanted = np.flatnonzero((buckets >= first) & (buckets < last))
+        if not wanted.size:
+            return
+        rows = {}
+        for leaf, kind in self.kinds.items():
+            values = np.empty((count, *kind.shape), kind.dtype)
+            self._read(self._names[leaf], start, values)
+            rows[leaf] = values if wanted.size == count else values[wanted]
+        loading.add(ids[wanted], rows)
+
+    def _read(self, name: str, start: int, out: np.ndarray) -> None:
+        with self._disk.blamed(self._path, "reading"):
+            self._reader.read_into(name, start, out)
