@@ -14,7 +14,6 @@ from zstrat.coordinator import RemoteValueStatus as RemoteValueStatus
 from zstrat.coordinator import log_scalar as log_scalar
 from zstrat.coordinator import profile as profile
 from zstrat.data import InputContext as InputContext
-from zstrat.data import hash_ids as hash_ids
 from zstrat.errors import AlreadyExistsError as AlreadyExistsError
 from zstrat.errors import BusyError as BusyError
 from zstrat.errors import CancelledError as CancelledError
@@ -43,6 +42,7 @@ from zstrat.errors import UnavailableError as UnavailableError
 from zstrat.errors import VersionMismatchError as VersionMismatchError
 from zstrat.errors import WorkerLostError as WorkerLostError
 from zstrat.errors import ZstratError as ZstratError
+from zstrat.ids import hash_ids as hash_ids
 from zstrat.launch import LocalCluster as LocalCluster
 from zstrat.launch import Server as Server
 from zstrat.program import Function as Function

@@ -9,7 +9,7 @@ of Keras train as the strategy says. Nothing of Keras is imported here.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import numpy as np

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import numpy as np
 
-from zstrat.ids import BUCKETS, hashes_of
+from zstrat.ids import BUCKETS, IdGenerator, hashes_of
 from zstrat.initializers import Initializer, uniform
 from zstrat.wire import UpdateOp
 
@@ -332,8 +332,6 @@ def _require_rows(
     Raises:
         ValueError: It does not make rows of single ids, or not in this dtype.
     """
-    from zstrat.ids import IdGenerator
-
     out = np.empty((1, *row), dtype)
     try:
         initializer.rows(IdGenerator(0, np.zeros(1, np.int64)), out)

@@ -71,7 +71,9 @@ class OptimizerState:
                 given, list(grads), list(values)
             )
             moves = [new - old for new, old in zip(after, values, strict=True)]
-            kept = [x for v, x in zip(variables, left, strict=True) if v is not self._rate]
+            kept = [
+                x for v, x in zip(variables, left, strict=True) if v is not self._rate
+            ]
             return moves + kept
 
         closed = traced(update, [*kinds, *state, *kinds, Kind((), "float32")])

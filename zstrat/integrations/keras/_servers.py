@@ -52,9 +52,7 @@ class ServerTraining(Training):
         trained = len(self.model.trainable_variables)
         if mode == "train":
             self._make_optimizer()
-        return _step_function(
-            shipped, self._variables, trained, step, self._optimizer
-        )
+        return _step_function(shipped, self._variables, trained, step, self._optimizer)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
         rate = np.float32(0) if self._slots is None else self._slots.learning_rate()

@@ -144,9 +144,7 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
         cut = groups[0] + groups[1]
         return run(*arrays[:cut], *[jnp.zeros(*kind) for kind in zeros], *arrays[cut:])
 
-    return TracedStep(
-        function, number, tuple(changed), groups[2], form["returned"]
-    )
+    return TracedStep(function, number, tuple(changed), groups[2], form["returned"])
 
 
 def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:

@@ -69,7 +69,9 @@ class Output:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self._complete(self._pending)
-        leaves = [jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs]
+        leaves = [
+            jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs
+        ]
         array: np.ndarray = np.concatenate(leaves)
         return array if dtype is None else array.astype(dtype)
 
