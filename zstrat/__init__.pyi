@@ -125,7 +125,9 @@ from zstrat.variables import ShardedVariable as ShardedVariable
 from zstrat.variables import Variable as Variable
 from zstrat.variables import VariableAggregation as VariableAggregation
 from zstrat.variables import VariableSynchronization as VariableSynchronization
+from zstrat.variables import admission as admission
 from zstrat.variables import create_variables as create_variables
+from zstrat.variables import eviction as eviction
 from zstrat.variables import partitioners as partitioners
 from zstrat.variables import values as values
 

@@ -141,7 +141,7 @@ def sorted_loads(
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
     for load in loads:
         if isinstance(load.variable, HashTable):
-            if load.ids is not None:
+            if load.beside is not None:
                 tensors = table_tensors(folder, load, loads)
                 for component in load.variable.components:
                     cluster = cluster_of(component)

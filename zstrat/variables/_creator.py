@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._abstract import AbstractVariable
+    from .admission import Admission
     from .gradients._slots import OptimizerHandle
 
 
@@ -120,7 +121,7 @@ def create_per_worker(request: VariableRequest) -> Any:
 @dataclass(frozen=True, slots=True)
 class TableRequest:
     """The user's arguments for one new table of any id: ``row`` is the shape of a row,
-    ``seed`` from 0 to 2**63 - 1."""
+    ``seed`` from 0 to 2**63 - 1; ``tracks``: servers note when rows have gradients."""
 
     row: tuple[int, ...]
     dtype: np.dtype
@@ -128,6 +129,8 @@ class TableRequest:
     seed: int
     name: str
     trainable: bool
+    admission: Admission
+    tracks: bool
 
 
 @runtime_checkable

@@ -29,6 +29,8 @@ from ._spec import VariableSpec
 from ._storage import KeepsTables, update_all, update_all_async
 from ._table import IndexedSlices, Table, TableLayout
 from ._tracing import recorder, refuse_read, refuse_update
+from .admission import Admission
+from .eviction import Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 
 BUCKET_ROWS: Final = 2**18
 """Nominal rows of a bucket: a table has 2**30."""
+
+_SLICE: Final = 16384
+"""Rows of a part that one update looks at to evict some: about a millisecond."""
 
 _BATCH: Final = 4 * 2**20
 """Bytes of rows that `HashTable.items` reads at a time, about."""
@@ -63,6 +68,8 @@ class HashTable(AbstractVariable):
         initializer: Makes first values: `zs.initializers.uniform` (the default, from
             -0.05 to 0.05), ``normal`` or ``constant``; its own seed is not used.
         seed: Default: a random one.
+        admission: Which ids get a row (`zs.admission`). Default: all.
+        eviction: Which rows `evict` drops (`zs.eviction`).
         trainable: Whether it is among the ``trainable_variables`` of a module.
 
     Raises:
@@ -71,8 +78,9 @@ class HashTable(AbstractVariable):
         TypeError: ``initializer`` is not one of `zs.initializers`.
     """
 
-    __slots__ = ("__weakref__", "_components", "_table")
+    __slots__ = ("__weakref__", "_components", "_eviction", "_table")
     _components: tuple[Variable, ...]
+    _eviction: Eviction | None
     _table: Table
 
     def __new__(
@@ -82,6 +90,8 @@ class HashTable(AbstractVariable):
         initializer: Initializer | None = None,
         seed: int | None = None,
         *,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         trainable: bool = True,
         name: str | None = None,
     ) -> HashTable:
@@ -97,8 +107,19 @@ class HashTable(AbstractVariable):
             )
         kind = _convert.as_dtype("float32" if dtype is None else dtype, name)
         _require_rows(rows, row, kind, name)
-        request = TableRequest(row, kind, rows, _mixed(seed, name), name, trainable)
+        _require_rules(admission, eviction, name)
+        request = TableRequest(
+            row,
+            kind,
+            rows,
+            _mixed(seed, name),
+            name,
+            trainable,
+            admission or Admission(),
+            tracks=eviction is not None and eviction.tracks,
+        )
         made: HashTable = create_table(request)
+        made._eviction = eviction
         return made
 
     @property
@@ -166,6 +187,55 @@ class HashTable(AbstractVariable):
         """
         await update_all_async(self._removed(ids))
         return self
+
+    def evict(self) -> Self:
+        """Drops the rows that the rule of ``eviction=`` chooses, a slice of the table
+        at a time, between pushes. Training goes on meanwhile. Call it every so many
+        steps, from the program.
+
+        Raises:
+            ValueError: The table has no rule.
+            RuntimeError: In a step.
+            PSUnavailableError: A parameter server is gone.
+        """
+        for updates in self._evicted():
+            update_all(updates)
+        return self
+
+    async def evict_async(self) -> Self:
+        """`evict`, without blocking the running loop.
+
+        Cancellation: some slices of the table may have been done.
+        """
+        for updates in self._evicted():
+            await update_all_async(updates)
+        return self
+
+    def _evicted(self) -> Iterator[list[StorageUpdate]]:
+        """Makes the updates of one eviction: of all parts, slice by slice."""
+        rule = self._eviction
+        if rule is None:
+            raise ValueError(
+                f"{self._table} has no rule of eviction: create it with eviction=, one "
+                "of zs.eviction"
+            )
+        rows, _ = self._kept().table_sizes(self._components)
+        slices = max(1, -(-rows // (_SLICE * len(self._components))))
+        for number in range(slices):
+            updates: list[StorageUpdate] = []
+            for part in self._components:
+                assert part.spec.buckets is not None
+                first, end = part.spec.buckets
+                start = first + (end - first) * number // slices
+                stop = first + (end - first) * (number + 1) // slices
+                if start == stop:
+                    continue
+                limit = rule.limit
+                if rule.is_share:
+                    limit = math.ceil(limit * (stop - start) / BUCKETS)
+                operand = np.array([rule.rule, limit, start, stop], np.float64)
+                updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
+            yield updates
 
     def __len__(self) -> int:
         """Returns the number of rows that there are. Cost: one request to each server.
@@ -284,7 +354,7 @@ class HashTable(AbstractVariable):
         )
 
     def __reduce__(self) -> Any:
-        return hashed, (self._components, self.name)
+        return hashed, (self._components, self.name, self._eviction)
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -294,12 +364,15 @@ class HashTable(AbstractVariable):
         )
 
 
-def hashed(components: Sequence[Variable], name: str) -> HashTable:
+def hashed(
+    components: Sequence[Variable], name: str, eviction: Eviction | None = None
+) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)
+    table._eviction = eviction
     table._spec = VariableSpec(
         first.key,
         name,
@@ -312,6 +385,22 @@ def hashed(components: Sequence[Variable], name: str) -> HashTable:
         buckets=(0, BUCKETS),
     )
     return table
+
+
+def _require_rules(
+    admission: Admission | None, eviction: Eviction | None, name: str
+) -> None:
+    """Raises TypeError if a rule is something else."""
+    if not isinstance(admission, Admission | None):
+        raise TypeError(
+            f"table {name!r}: admission={admission!r:.80}: expected "
+            "zs.admission.count(n) or zs.admission.probability(p)"
+        )
+    if not isinstance(eviction, Eviction | None):
+        raise TypeError(
+            f"table {name!r}: eviction={eviction!r:.80}: expected "
+            "zs.eviction.steps(n), norm(x) or capacity(rows)"
+        )
 
 
 def _mixed(seed: int | None, name: str) -> int:

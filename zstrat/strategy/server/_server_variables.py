@@ -443,9 +443,16 @@ def _beside(variable: VariableHandle) -> Iterator[None]:
 
 
 def _table_entry(spec: VariableSpec, request: TableRequest) -> TableEntry:
-    row = list(request.row)
     return TableEntry(
-        spec.key, spec.name, spec.trainable, spec.dtype, row, request.seed
+        spec.key,
+        spec.name,
+        spec.trainable,
+        spec.dtype,
+        list(request.row),
+        request.seed,
+        request.admission.gradients,
+        request.admission.chance,
+        request.tracks,
     )
 
 
