@@ -40,11 +40,13 @@ def load(code: bytes) -> object:
     return Uniform(*map(float, name.split()))
 
 
-def store_with(name: str = "", *keys: int, row=(WIDTH,), dtype="f4", gradients=None):
+def store_with(
+    name: str = "", *keys: int, row=(WIDTH,), dtype="f4", gradients=None, **rules
+):
     """A store of tables, and with an optimizer that moves each."""
     store = Store(OptimizerEngine(load), task="/job:ps/task:0")
     for key in keys or (1,):
-        create(store, entry(key, row, dtype))
+        create(store, entry(key, row, dtype, **rules))
     if name:
         run(store, store.plan_optimizer(1, name, name.encode()))
         kind = (TALL, *row), np.dtype(dtype)
@@ -53,8 +55,9 @@ def store_with(name: str = "", *keys: int, row=(WIDTH,), dtype="f4", gradients=N
     return store
 
 
-def entry(key: int, row=(WIDTH,), dtype="f4") -> TableEntry:
-    return TableEntry(key, f"t{key}", True, np.dtype(dtype).name, list(row), SEED + key)
+def entry(key: int, row=(WIDTH,), dtype="f4", **rules) -> TableEntry:
+    name, seed = np.dtype(dtype).name, SEED + key
+    return TableEntry(key, f"t{key}", True, name, list(row), seed, **rules)
 
 
 def create(store: Store, *entries: TableEntry, code: bytes = b"-1 1") -> None:
@@ -116,14 +119,14 @@ UNIFORM = Uniform(-1.0, 1.0)
 """What `creation` ships."""
 
 
-def beginning(optimizer="adam"):
+def beginning(optimizer="adam", **rules):
     """Messages that make a table, and what moves it."""
     made = {"adam": optax.adam(0.1), "momentum": optax.sgd(0.1, momentum=0.9)}
     code = optimizer.encode()
     tree = {"w": ((1,), (TALL, WIDTH), "f4")}
     told = binding(made[optimizer], tree)
     return [
-        creation(SESSION, entry(1)),
+        creation(SESSION, entry(1, **rules)),
         CreateOptimizer(SESSION, 1, optimizer, code),
         message(SESSION, 1, told),
     ]
@@ -138,3 +141,10 @@ def training(rng, number, removes=False):
         updates.insert(0, Update(1, int(UpdateOp.REMOVE_ROWS), 0, 1))
         arrays.insert(0, rng.integers(0, 300, 30))
     return Push(SESSION, number, 0, 0, updates, tuple(arrays))
+
+
+def eviction(number, rule, limit, first=0, last=4096):
+    """A push that evicts, as the update ``number`` of its sender."""
+    operand = np.array([rule, limit, first, last], "f8")
+    update = Update(1, int(UpdateOp.EVICT_ROWS), 0, 1)
+    return Push(SESSION, 1000 + number, 0, 0, [update], (operand,))

@@ -8,11 +8,12 @@ import pytest
 from ps_callers import SESSION
 from ps_copies import Copies
 from ps_successors import CODES, successors
-from ps_tables import UNIFORM, beginning, training
+from ps_tables import UNIFORM, beginning, eviction, training
 
 from zstrat.wire import (
     AttachBackup,
     Done,
+    EvictionRule,
     PullRows,
     PullTable,
     Pushed,
@@ -33,7 +34,8 @@ def content(store):
     found = held.table.index.rows(held.table.ids.look())
     np.testing.assert_array_equal(found, np.arange(len(found)))
     assert len(held.table.index) == len(found)
-    return {"ids": held.table.ids.look(), "value": held.cell.look(), **leaves}
+    beside = {name: cell.look() for name, cell in held.table.leaves().items()}
+    return {"value": held.cell.look(), **beside, **leaves}
 
 
 def assert_same(store, other):
@@ -43,11 +45,16 @@ def assert_same(store, other):
         np.testing.assert_array_equal(array, two[name], err_msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
-async def test_a_backup_has_the_table_of_its_primary(optimizer):
+RULES = {"count": 2, "chance": 0.9, "tracks": True}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rules"), [("adam", {}), ("momentum", {}), ("adam", RULES)]
+)
+async def test_a_backup_has_the_table_of_its_primary(optimizer, rules):
     copies, rng = Copies(), np.random.default_rng(3)
     copies.shipped[b"-1 1"] = UNIFORM
-    for asked in beginning(optimizer):
+    for asked in beginning(optimizer, **rules):
         assert await copies.ask(asked) == Done()
     for number in range(4):
         await copies.ask(training(rng, number, removes=number == 2))
@@ -59,6 +66,10 @@ async def test_a_backup_has_the_table_of_its_primary(optimizer):
     for number in range(8, 12):
         pushed = await copies.ask(training(rng, number, removes=number % 2 == 0))
         assert isinstance(pushed, Pushed)
+        await copies.ask(eviction(number, EvictionRule.NORM, 1.0, 0, 900))
+        if rules:
+            await copies.ask(eviction(number + 50, EvictionRule.RECENT, 60))
+            await copies.ask(eviction(number + 90, EvictionRule.WAITING, 30))
     unknown = np.arange(10**6, 10**6 + 5)
     asked = PullTable(SESSION, 1, 0, 4096), PullRows(SESSION, [], [1], (unknown,))
     wanted = [await copies.ask(each) for each in asked]
@@ -82,11 +93,12 @@ async def test_a_backup_has_a_table_that_is_created_later():
     await copies.close()
 
 
-async def test_the_next_process_has_the_table(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rules", [{}, RULES])
+async def test_the_next_process_has_the_table(tmp_path, monkeypatch, rules):
     monkeypatch.setitem(CODES, b"-1 1", UNIFORM)
     rng = np.random.default_rng(3)
     async with successors(tmp_path) as here:
-        for asked in beginning():
+        for asked in beginning(**rules):
             assert await here.answer(asked) == Done()
         twins = [training(rng, n, removes=n == 1) for n in range(6)]
         for push in twins[:3]:
@@ -100,7 +112,7 @@ async def test_the_next_process_has_the_table(tmp_path, monkeypatch):
             assert (await here.answer(push)).applied
         copies = Copies()  # one that was never interrupted
         copies.shipped[b"-1 1"] = UNIFORM
-        for asked in [*beginning(), *twins]:
+        for asked in [*beginning(**rules), *twins]:
             await copies.ask(asked)
         assert_same(copies.primary._store, here.service._store)
         await copies.close()

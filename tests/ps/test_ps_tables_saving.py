@@ -33,11 +33,15 @@ from zstrat.wire import (
 ROWS = int(UpdateOp.OPTIMIZE_ROWS)
 
 
+IDS_OF = {".counts": "0.waiting"}
+RULES = {"count": 2, "chance": 0.9, "tracks": True}
+
+
 class Server:
     """A parameter server; the buckets that it is to have are the caller's business."""
 
-    def __init__(self, optimizer="adam"):
-        self.chief, self.optimizer = caller(), optimizer
+    def __init__(self, optimizer="adam", **rules):
+        self.chief, self.optimizer, self.rules = caller(), optimizer, rules
         self.copies = Copies()
         self.copies.shipped[b"-1 1"] = UNIFORM
 
@@ -49,7 +53,7 @@ class Server:
         return self.copies.primary._store
 
     async def begin(self, binds=True):
-        for asked in beginning(self.optimizer)[: 3 if binds else 2]:
+        for asked in beginning(self.optimizer, **self.rules)[: 3 if binds else 2]:
             assert await self.ask(asked) == Done()
 
     async def save(self, path, number=9):
@@ -68,18 +72,18 @@ class Server:
                 e.leaf,
                 str(path),
                 f"{e.optimizer}{e.leaf}",
-                "0.ids" if e.rows else "",
+                IDS_OF.get(e.leaf, "0.ids" if e.rows else ""),
             )
             for path, entries in files
             for e in entries
-            if e.leaf != ".ids"
+            if e.leaf not in (".ids", ".waiting")
         ]
         return await self.ask(LoadTable(SESSION, 1, first, last, replaces, tensors))
 
 
 @asynccontextmanager
-async def servers(count, optimizer="adam", binds=True):
-    made = [Server(optimizer) for _ in range(count)]
+async def servers(number, optimizer="adam", binds=True, **rules):
+    made = [Server(optimizer, **rules) for _ in range(number)]
     for each in made:
         await each.begin(binds)
     yield made
@@ -246,9 +250,39 @@ async def test_what_does_not_fit_leaves_a_table_as_it_was(tmp_path):
         assert await one.ask(LoadTable(SESSION, 1, 0, BUCKETS, True, [value])) == Done()
 
 
-async def test_a_backup_has_what_was_loaded(tmp_path):
+def noted(made):
+    """By id what servers have noted of rows, and of ids that wait."""
+    found, waiting = {}, {}
+    for each in made:
+        leaves = each.store.variables[1].table.leaves()
+        ids, uses = leaves[".ids"].look(), leaves[".uses"].look()
+        found |= dict(zip(ids.tolist(), uses.tolist(), strict=True))
+        ids, counts = leaves[".waiting"].look(), leaves[".counts"].look()
+        waiting |= dict(zip(ids.tolist(), counts.tolist(), strict=True))
+    return found, waiting
+
+
+async def test_what_is_noted_of_ids_is_saved(tmp_path):
     rng = np.random.default_rng(2)
-    async with servers(2) as (one, other):
+    async with servers(1, **RULES) as one, servers(2, **RULES) as two:
+        for number in range(5):
+            await one[0].ask(training(rng, number, removes=number == 3))
+        files = [(tmp_path / "a", await one[0].save(tmp_path / "a"))]
+        for each, pair in zip(two, bounds(2), strict=True):
+            assert await each.load(*pair, files) == Done()
+            assert each.store.variables[1].table.now == 5
+        assert noted(two) == noted(one)
+        assert all(map(len, noted(one)))
+        assert together(two) == together(one)
+        async with servers(1) as (plain,):
+            with pytest.raises(NotFoundError, match="'t1'"):
+                await plain.load(0, BUCKETS, files)
+
+
+@pytest.mark.parametrize("rules", [{}, RULES])
+async def test_a_backup_has_what_was_loaded(tmp_path, rules):
+    rng = np.random.default_rng(2)
+    async with servers(2, **rules) as (one, other):
         for number in range(3):
             await one.ask(training(rng, number))
         files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
@@ -262,7 +296,9 @@ async def test_a_backup_has_what_was_loaded(tmp_path):
         await other.ask(StoreTable(SESSION, 1, False, leaf, (added, rows)))
         await other.ask(training(rng, 6, removes=True))
         await other.copies.promote()
-        wanted = together([other])
-        other.copies.primary, kept = other.copies.backup, other.copies.primary
+        kept, wanted = other.copies.primary, together([other])
+        before = noted([other]) if rules else None
+        other.copies.primary = other.copies.backup
         assert together([other]) == wanted
+        assert not rules or noted([other]) == before
         other.copies.primary = kept

@@ -151,6 +151,7 @@ from ._variable_messages import CreateOptimizer as CreateOptimizer
 from ._variable_messages import CreateTables as CreateTables
 from ._variable_messages import CreateVariables as CreateVariables
 from ._variable_messages import DeleteVariables as DeleteVariables
+from ._variable_messages import EvictionRule as EvictionRule
 from ._variable_messages import Exchange as Exchange
 from ._variable_messages import Exchanged as Exchanged
 from ._variable_messages import Fence as Fence

@@ -14,7 +14,8 @@ from ._schema import Arrays, message
 class TensorEntry(NamedTuple):
     """One tensor of a snapshot: the value of a variable (``optimizer`` 0, ``leaf``
     ""), or a leaf of an optimizer's state beside it, named by its path. A table of any
-    id has its ids (``optimizer`` 0, ``leaf`` ".ids") after its value.
+    id has what is known of its ids (``optimizer`` 0, ``leaf`` ".ids" and so on) after
+    its value.
 
     ``rows``: its first axis is the variable's own.
     """

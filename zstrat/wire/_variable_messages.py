@@ -28,6 +28,17 @@ class UpdateOp(enum.IntEnum):
     OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
     OPERANDS = 12  # what the optimizer makes of all gradients: it changes no variable
     REMOVE_ROWS = 13  # ids [n] of a table of any id, whose rows are dropped
+    EVICT_ROWS = 14  # rule, limit, first bucket, end: float64 [4], `EvictionRule`
+
+
+class EvictionRule(enum.IntEnum):
+    """Which rows of some buckets of a table `UpdateOp.EVICT_ROWS` drops, by a limit."""
+
+    UNUSED = 0  # without a gradient in the last pushes to the table, so many
+    NORM = 1  # whose Euclidean norm is less
+    RECENT = 2  # all but so many that had a gradient last
+    FREQUENT = 3  # all but so many that had the most gradients
+    WAITING = 4  # counts of ids without rows: all but so many that are largest
 
 
 class Codec(enum.IntEnum):
@@ -94,7 +105,12 @@ class InitializeVariables:
 
 class TableEntry(NamedTuple):
     """A part of a table of any id, which begins without rows. ``row`` is the shape of a
-    row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value."""
+    row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value.
+
+    ``count``: the number of the push with whose gradient an id is born; earlier ones
+    are dropped. ``chance``: the share of all ids that are born at all. Updates but
+    those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
+    how many, is noted for rules of eviction."""
 
     key: int
     name: str
@@ -102,6 +118,9 @@ class TableEntry(NamedTuple):
     dtype: str
     row: list[int]
     seed: int
+    count: int = 1
+    chance: float = 1.0
+    tracks: bool = False
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
@@ -146,13 +165,17 @@ class AskTables:
 @message
 class TableSizes:
     """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
-    and slots; rows that were born, and removed, since the server has the table."""
+    and slots; rows that were born, and removed or evicted, since the server has the
+    table; ids that wait for admission; gradients of rows that were dropped, as their
+    ids were not admitted."""
 
     kind: ClassVar = 131
     rows: list[int]
     nbytes: list[int]
     births: list[int]
     removed: list[int]
+    waiting: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)

@@ -15,7 +15,7 @@ import numpy as np
 from zstrat.ps.engine._slots import Unbound
 from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.ps.store._ledger import UNNAMED
-from zstrat.ps.tables._id_table import IDS
+from zstrat.ps.tables._id_table import TALL
 from zstrat.wire import (
     AskParts,
     CopiedSlot,
@@ -113,7 +113,8 @@ def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
     if not cell.lost:
         yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
     if held.table is not None:
-        yield SnapshotTensor.of(key, 0, IDS, held.table.ids, True)
+        for name, leaf_cell in held.table.leaves().items():
+            yield SnapshotTensor.of(key, 0, name, leaf_cell, name in TALL)
     for number, slots in held.slots.items():
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
             yield SnapshotTensor.of(key, number, leaf.name, cell, leaf.rows)
@@ -187,6 +188,13 @@ def _slots(store: Store) -> Iterator[Message]:
         for held in store.variables.values()
         for optimizer, slots in held.slots.items()
         for entry in _leaves(held.entry.key, optimizer, slots)
+    ]
+    entries += [
+        CopiedSlot(held.entry.key, 0, name, True, cell.dtype.name, list(cell.shape), [])
+        for held in store.variables.values()
+        if held.table is not None
+        for name, cell in held.table.leaves().items()
+        if cell.grows
     ]
     for at in range(0, len(entries), _ENTRIES):
         yield CopySlots(entries[at : at + _ENTRIES])

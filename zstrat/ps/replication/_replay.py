@@ -25,7 +25,6 @@ from zstrat.ps.snapshots._table_loading import RowsToAdd, TableLoading, sent_row
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._plans import BindPlan
 from zstrat.ps.tables._growing_cell import growing
-from zstrat.ps.tables._id_table import IDS
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
@@ -156,8 +155,7 @@ def _make_room(store: Store, copied: CopiedVariable) -> None:
     held = store.variables.get(entry.key)
     if held is not None and held.table is not None:  # it has just been created
         held.version = copied.version
-        for cell in held.cell, held.table.ids:
-            growing(cell).extend(copied.shape[0])
+        growing(held.cell).extend(copied.shape[0])
     else:
         cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
         cell.who = f"{store.variables.task}: variable {entry.name!r}"
@@ -173,6 +171,9 @@ def _copy_slots(store: Store, copied: CopySlots) -> None:
 
 def _make_slot(store: Store, copied: CopiedSlot) -> None:
     held = store.variables[copied.key]
+    if not copied.optimizer and held.table is not None:
+        growing(held.table.leaves()[copied.leaf]).extend(copied.shape[0])
+        return
     slots = held.slots.get(copied.optimizer)
     if not isinstance(slots, Unbound):
         slots = held.slots[copied.optimizer] = Unbound.like(None)
@@ -194,9 +195,9 @@ def _copy_parts(store: Store, copied: CopyParts) -> None:
 
 def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
     if not part.optimizer:
-        if held.table is not None and part.leaf == IDS:
+        if held.table is not None and part.leaf:
             held.table.forget_index()
-            return held.table.ids
+            return held.table.leaves()[part.leaf]
         return held.cell
     slots = held.slots[part.optimizer]
     names = [leaf.name for leaf in slots.leaves]
@@ -211,7 +212,7 @@ class Indexing:
 
     def compute(self) -> None:
         for table in self.tables:
-            _ = table.index
+            table.make_indices()
 
 
 def index_tables(store: Store) -> Indexing:

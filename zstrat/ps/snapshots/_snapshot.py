@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
 from zstrat.ps.engine._slots import Unbound
-from zstrat.ps.tables._id_table import IDS
+from zstrat.ps.tables._id_table import TALL
 from zstrat.wire import TensorEntry
 
 if TYPE_CHECKING:
@@ -180,7 +180,8 @@ def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotT
     key, cell = held.entry.key, held.cell
     yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
     if held.table is not None:
-        yield SnapshotTensor.of(key, 0, IDS, held.table.ids, True)
+        for name, leaf_cell in held.table.leaves().items():
+            yield SnapshotTensor.of(key, 0, name, leaf_cell, name in TALL)
     for optimizer in optimizers:
         slots = held.slots.get(optimizer)
         if slots is None:

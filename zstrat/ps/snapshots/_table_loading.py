@@ -17,7 +17,9 @@ from zstrat.ps.engine._arithmetic import as_rows, is_floating
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.store._lookups import require_table
 from zstrat.ps.tables._growing_cell import GrowingCell, growing
+from zstrat.ps.tables._id_table import CLOCK, USES
 from zstrat.ps.tables._row_changes import RowChanges
+from zstrat.ps.tables._waiting import COUNTS
 from zstrat.wire import StoreTable, TableLeaf
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from ._snapshot_files import DiskThread
 
 VALUE: Final = TableLeaf(0, "", True)
+_USES, _CLOCK = TableLeaf(0, USES, True), TableLeaf(0, CLOCK, False)
+_COUNTS: Final = TableLeaf(0, COUNTS, True)
+"""How often ids without rows were pushed: they come with ids of their own."""
+_OWN: Final = (VALUE, _USES, _CLOCK, _COUNTS)
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that are read, and sent to a backup, at a time."""
@@ -104,6 +110,10 @@ class TableLoading:
         """
         target = self._target
         assert target.table is not None
+        if _COUNTS in rows:
+            assert target.table.waiting is not None
+            target.table.waiting.put(ids, rows[_COUNTS])
+            return
         changes = RowChanges(target, target.table)
         try:
             begins = VALUE not in rows
@@ -125,6 +135,8 @@ class TableLoading:
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
         """Writes a slot that has no rows."""
         cell = self._cell(leaf)
+        if leaf == _CLOCK:  # parts of a table may have had other pushes
+            value = np.maximum(cell.look(), value)
         cell.overwrite()[...] = value
         cell.settle()
         self._fill(leaf, 0, 1)
@@ -143,6 +155,9 @@ class TableLoading:
         held, alone = self._held, dict[TableLeaf, np.ndarray]()
         table = require_table(held)
         tall = {VALUE: held.cell}
+        if table.uses is not None:
+            tall[_USES] = table.uses
+            alone[_CLOCK] = table.leaves()[CLOCK].look().copy()
         for number, slots in held.slots.items():
             for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
                 place = TableLeaf(number, leaf.name, leaf.rows)
@@ -162,11 +177,15 @@ class TableLoading:
                 leaves = [*tall, *alone]
                 arrays += alone.values()
                 yield StoreTable(0, key, True, leaves, (ids, *arrays))
+        if table.waiting is not None:
+            waiting = table.waiting.ids.look(), table.waiting.counts.look()
+            arrays = [array.copy() for array in waiting]
+            yield StoreTable(0, key, False, [_COUNTS], tuple(arrays))
 
     def _make_place(self, leaf: TableLeaf, kind: Kind) -> None:
         target = self._target
         if not leaf.optimizer:
-            self._require_fit(leaf, kind, target.cell)
+            self._require_fit(leaf, kind, self._cell(leaf))
             return
         known = self._engine.get(leaf.optimizer)
         slots = target.slots.get(known.optimizer)
@@ -187,8 +206,17 @@ class TableLoading:
             known.programs.retype(slots, {place: kind.dtype})
 
     def _cell(self, leaf: TableLeaf) -> Cell:
-        if not leaf.optimizer:
+        if leaf == VALUE:
             return self._target.cell
+        if not leaf.optimizer:
+            table = self._target.table
+            cell = None if table is None else table.leaves().get(leaf.leaf)
+            if cell is None:
+                raise NotFoundError(
+                    f"{self._target.cell.who} keeps no {leaf.leaf!r}: it was created "
+                    "without that rule of admission or eviction"
+                )
+            return cell
         slots = self._target.slots[leaf.optimizer]
         for cell, each in zip(slots.cells, slots.leaves, strict=True):
             if each == SlotArray(leaf.leaf, leaf.rows):
@@ -262,7 +290,8 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
         not leaf.rows or x.shape[:1] == ids.shape
         for leaf, x in zip(leaves, values, strict=True)
     )
-    if not fits or any(leaf != VALUE for leaf in leaves if not leaf.optimizer):
+    fits = fits and (_COUNTS not in leaves or len(leaves) == 1)
+    if not fits or any(leaf not in _OWN for leaf in leaves if not leaf.optimizer):
         raise InvalidArgumentError(
             f"{task}: rows of a table are int64 ids [n], and an array [n, ...] for "
             f"each of {len(leaves)} leaves, got "
@@ -310,8 +339,10 @@ class TableFile:
                 )
             shape = shape[1:]
         leaf = TableLeaf(tensor.optimizer, tensor.leaf, bool(self._ids))
-        if not leaf.optimizer and leaf != VALUE:
+        if not leaf.optimizer and leaf not in _OWN:
             raise InvalidArgumentError(f"{what} is not a value of a table, nor a slot")
+        if self._names and _COUNTS in {leaf, *self._names}:
+            raise InvalidArgumentError(f"{what}: its ids are not those of rows")
         self._names[leaf] = tensor.name
         self.kinds[leaf] = Kind(info.numpy_dtype, shape, what)
 

@@ -22,6 +22,7 @@ from zstrat.ps.engine._arithmetic import (
 )
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
 from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
+from zstrat.ps.tables._eviction import Eviction
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.wire import UpdateOp
 
@@ -31,11 +32,12 @@ from ._creating_tables import TablesPlan
 from ._lookups import SEARCH, RowsPlan, TableItems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.ps.engine._bindings import Tree
     from zstrat.ps.engine._row_updates import RowCalls
     from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.ps.tables._id_table import IdTable
     from zstrat.wire import Push
 
     from ._cell import Cell
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
-_OF_ROWS: Final = SCATTERS | {UpdateOp.OPTIMIZE_ROWS, UpdateOp.REMOVE_ROWS}
+_REMOVALS: Final = frozenset({UpdateOp.REMOVE_ROWS, UpdateOp.EVICT_ROWS})
+_OF_ROWS: Final = SCATTERS | _REMOVALS | {UpdateOp.OPTIMIZE_ROWS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class ServerUpdate:
     def compute(self) -> None:
         """Makes a plain update. Updates of an optimizer go through its programs."""
         cell = self.held.cell
-        if self.op is UpdateOp.REMOVE_ROWS:
+        if self.op in _REMOVALS:
             return  # when the push was applied (`RowChanges`)
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
@@ -105,13 +108,16 @@ class UpdateRun:
 
     def find_rows(
         self, changes: dict[int, RowChanges], engine: OptimizerEngine
-    ) -> None:
-        """Puts rows in place of the ids of tables (`RowChanges`). Raises as that."""
+    ) -> Iterator[np.ndarray]:
+        """Puts rows in place of the ids of tables (`RowChanges`); yields the ids that
+        are evicted. Raises as that."""
         for at, step in enumerate(self.rows):
             known = changes.get(id(step.cell))
             if known is not None:
-                rows = known.rows_of(step.indices, engine)
-                self.rows[at], self.ready = step._replace(indices=rows), None
+                rows, kept = known.trained_rows_of(step.indices, engine)
+                gradient = step.gradient if kept is None else step.gradient[kept]
+                self.rows[at] = step._replace(indices=rows, gradient=gradient)
+                self.ready = None
         for at, update in enumerate(self.plain):
             known = changes.get(id(update.held.cell))
             if known is None:
@@ -119,6 +125,10 @@ class UpdateRun:
             ids, *values = update.operands
             if update.op is UpdateOp.REMOVE_ROWS:
                 known.remove(ids)
+            elif update.op is UpdateOp.EVICT_ROWS:
+                table, who = update.held.table, update.held.cell.who
+                assert table is not None
+                yield known.evict(Eviction.of(ids, table, who))
             else:
                 rows = known.rows_of(ids, engine)
                 self.plain[at] = replace(update, operands=(rows, *values))
@@ -180,6 +190,8 @@ class PushPlan:
     work: int
     runs: Sequence[UpdateRun]
     engine: OptimizerEngine
+    evicted: list[np.ndarray] = field(default_factory=list)
+    """The ids that each eviction has dropped, in order."""
 
     def compute(self) -> None:
         """Applies the updates in order. What can fail comes before the first is
@@ -190,7 +202,7 @@ class PushPlan:
         try:
             if changes:
                 for run in self.runs:
-                    run.find_rows(changes, self.engine)
+                    self.evicted.extend(run.find_rows(changes, self.engine))
             for run in self.runs:
                 run.look()
             self._reserve()
@@ -203,6 +215,22 @@ class PushPlan:
             raise
         for each in changes.values():
             each.finish()
+
+    @property
+    def logged(self) -> Push:
+        """The push as a backup applies it: with the ids that were evicted, in place of
+        rules."""
+        if not self.evicted:
+            return self.push
+        updates, arrays, at = [], list(self.push.arrays), 0
+        evicted = iter(self.evicted)
+        for update in self.push.updates:
+            if update.op == UpdateOp.EVICT_ROWS:
+                arrays[at] = next(evicted)
+                update = update._replace(op=int(UpdateOp.REMOVE_ROWS))
+            updates.append(update)
+            at += update.operands
+        return replace(self.push, updates=updates, arrays=tuple(arrays))
 
     def _row_changes(self) -> dict[int, RowChanges]:
         """Returns those of each table, by the `id` of its cell."""
@@ -388,21 +416,21 @@ def _check_plain(
             f"variable {name!r}: {op.name} takes no optimizer, got {optimizer}"
         )
     is_table = held.table is not None
-    if op is UpdateOp.REMOVE_ROWS or (is_table and op not in SCATTERS):
-        _check_removal(op, operands, is_table, name)
+    if op in _REMOVALS or (is_table and op not in SCATTERS):
+        _check_removal(op, operands, held.table, name)
         return
     check(op, operands, held.cell.shape, held.cell.dtype, name, of_ids=is_table)
 
 
 def _check_removal(
-    op: UpdateOp, operands: Sequence[np.ndarray], is_table: bool, name: str
+    op: UpdateOp, operands: Sequence[np.ndarray], table: IdTable | None, name: str
 ) -> None:
-    if op is not UpdateOp.REMOVE_ROWS:
+    if op not in _REMOVALS:
         raise InvalidArgumentError(
             f"variable {name!r}: {op.name} is of all rows, and a table of any id has "
             "no such update: name the ids, as in SCATTER_UPDATE"
         )
-    if not is_table:
+    if table is None:
         raise InvalidArgumentError(
             f"variable {name!r}: rows are removed from tables of any id alone"
         )
@@ -411,4 +439,7 @@ def _check_removal(
             f"variable {name!r}: {op.name} expects 1 array, got {len(operands)}"
         )
     (ids,) = operands
+    if op is UpdateOp.EVICT_ROWS:
+        Eviction.of(ids, table, f"variable {name!r}: {op.name}")
+        return
     check_ids(ids, ids.shape, (0,), f"variable {name!r}: {op.name}")

@@ -218,13 +218,14 @@ class Store:
             [each.cell.shape[0] for each in held],
             [
                 each.cell.nbytes
-                + table.ids.nbytes
-                + table.index_bytes
+                + table.nbytes
                 + sum(slots.nbytes for slots in each.slots.values())
                 for each, table in zip(held, tables, strict=True)
             ],
             [table.births for table in tables],
             [table.removed for table in tables],
+            [0 if x.waiting is None else len(x.waiting) for x in tables],
+            [table.refused for table in tables],
         )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
@@ -535,7 +536,7 @@ class Store:
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
             update.held.version += 1
-        self._record(plan.push, len(plan.updates))
+        self._record(plan.logged, len(plan.updates))
         return Pushed(True, self._versions(plan.push), self.counts.pushes)
 
     def _record(self, push: Push, updates: int) -> None:

@@ -19,10 +19,15 @@ import numpy as np
 
 from zstrat.errors import ResourceExhaustedError
 from zstrat.memory import Reserve, available_bytes
+from zstrat.ps.engine._arithmetic import as_rows
 from zstrat.ps.store._cell import Buffer, Cell
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from zstrat.ps.store._pins import Pin
+
+    from ._index import IdIndex
 
 _ASKED_EACH: Final = 64 * 2**20
 """Bytes of growth after which it is asked whether the machine has as many again. The
@@ -137,6 +142,33 @@ def growing(cell: Cell) -> GrowingCell:
     """Returns the cell of a table, or of slots beside it, as what it is."""
     assert isinstance(cell, GrowingCell)
     return cell
+
+
+def drop_rows(
+    index: IdIndex, ids: GrowingCell, cells: Iterable[GrowingCell], holes: np.ndarray
+) -> None:
+    """Drops rows from cells, moving the last ones to where they were.
+
+    Args:
+        index: Has the rows of all ids but those that are dropped.
+        ids: Which of the cells has the ids of the rows.
+        holes: The rows, distinct, in any order.
+    """
+    if not holes.size:
+        return
+    height = ids.shape[0] - len(holes)
+    is_hole = np.zeros(len(holes), bool)  # of the rows after the last that stays
+    is_hole[holes[holes >= height] - height] = True
+    sources = np.flatnonzero(~is_hole) + height
+    targets = np.sort(holes[holes < height])
+    if targets.size:
+        index.move(ids.look().take(sources), targets)
+    for cell in cells:
+        if targets.size:
+            values = as_rows(cell.begin_rows(targets))
+            values[targets] = values.take(sources)
+            cell.settle()
+        cell.shrink(height)
 
 
 def _save(pin: Pin, rows: np.ndarray) -> None:

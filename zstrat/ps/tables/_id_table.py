@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from zstrat.ids import IdGenerator
+from zstrat.ids import IdGenerator, hashes_of, mixed
 from zstrat.ps.engine._arithmetic import gather
+from zstrat.ps.store._cell import Cell
 
 from ._growing_cell import GrowingCell
 from ._index import NO_ROW, IdIndex
+from ._waiting import COUNTS, WAITING, WaitingIds
 
 if TYPE_CHECKING:
     from zstrat.initializers import Initializer
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 IDS: Final = ".ids"
 """What the ids of the rows are called, beside a value, where a slot has its name."""
 
-_IDS_OF: Final = ", ids"
+USES: Final = ".uses"
+CLOCK: Final = ".clock"
+TALL: Final = (IDS, USES)
+"""What has a row for each row of the value."""
+
+_COIN: Final = np.uint64(0x5DEECE66D)
 _ID: Final = np.dtype(np.int64)
 
 
@@ -40,10 +47,23 @@ class IdTable:
         self, entry: TableEntry, code: bytes, initializer: Initializer, who: str
     ) -> None:
         self.entry, self.code, self._initializer = entry, code, initializer
+        self._who = who
         self.ids = GrowingCell((), _ID)
-        self.ids.who = f"{who}{_IDS_OF}"
-        self.births = self.removed = 0
-        """Rows that were born, and removed, since the session was opened."""
+        self.uses: GrowingCell | None = None
+        """The push of the last gradient of each row, and the number of its gradients,
+        uint32 ``[height, 2]``; None if that is not noted."""
+        self._clock = Cell(np.zeros(1, _ID))
+        if entry.tracks:
+            self.uses = GrowingCell((2,), np.dtype(np.uint32))
+        self.waiting: WaitingIds | None = None
+        """Ids without rows; None if all are born at once."""
+        if entry.count > 1:
+            self.waiting = WaitingIds(entry.count, who)
+        for name, cell in self.leaves().items():
+            cell.who = f"{who}, {name}"
+        self.births = self.removed = self.refused = 0
+        """Rows that were born, and removed, and gradients of rows that were dropped,
+        since the server has the table."""
         self._index: IdIndex | None = IdIndex()
 
     @property
@@ -56,19 +76,63 @@ class IdTable:
         return self._index
 
     @property
-    def index_bytes(self) -> int:
-        return 0 if self._index is None else self._index.nbytes
+    def nbytes(self) -> int:
+        """Bytes of ids, indices, and all else that is kept of them."""
+        size = self.ids.nbytes + (0 if self._index is None else self._index.nbytes)
+        size += 0 if self.uses is None else self.uses.nbytes
+        return size + (0 if self.waiting is None else self.waiting.nbytes)
 
     def empty(self) -> IdTable:
         """Returns the same table without rows, which may take its place."""
-        who = self.ids.who.removesuffix(_IDS_OF)
-        other = IdTable(self.entry, self.code, self._initializer, who)
+        other = IdTable(self.entry, self.code, self._initializer, self._who)
         other.births, other.removed = self.births, self.removed
+        other.refused = self.refused
         return other
 
+    def leaves(self) -> dict[str, Cell]:
+        """Returns what a copy or a snapshot has beside a value, by its name."""
+        found: dict[str, Cell] = {IDS: self.ids}
+        if self.uses is not None:
+            found |= {USES: self.uses, CLOCK: self._clock}
+        if self.waiting is not None:
+            found |= {WAITING: self.waiting.ids, COUNTS: self.waiting.counts}
+        return found
+
+    @property
+    def now(self) -> int:
+        """Number of pushes that had gradients for the table."""
+        return int(self._clock.look()[0])
+
+    def note_use(self, rows: np.ndarray) -> None:
+        """Notes a push with gradients of distinct rows."""
+        assert self.uses is not None
+        now = self.now + 1
+        self._clock.overwrite()[...] = now
+        self._clock.settle()
+        uses = self.uses.begin_rows(rows)
+        uses[rows, 0] = now
+        uses[rows, 1] += 1
+        self.uses.settle()
+
+    def are_lucky(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which ids may be born: for each the same at any time, by a coin of
+        its own."""
+        if self.entry.chance >= 1.0:
+            return np.ones(len(ids), bool)
+        coins = mixed(hashes_of(ids) ^ _COIN) >> np.uint64(11)
+        return coins < np.uint64(max(0.0, self.entry.chance) * 2.0**53)
+
     def forget_index(self) -> None:
-        """Notes that ``ids`` was written by others."""
+        """Notes that ids were written by others."""
         self._index = None
+        if self.waiting is not None:
+            self.waiting.forget_index()
+
+    def make_indices(self) -> None:
+        """Makes what `forget_index` has dropped."""
+        _ = self.index
+        if self.waiting is not None:
+            _ = self.waiting.index
 
     def first_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Writes the rows with which these ids begin to ``out``, ``[n, *row]``."""

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
-from zstrat.ps.engine._arithmetic import as_rows
 
-from ._growing_cell import growing
+from ._growing_cell import drop_rows, growing
 from ._index import NO_ROW
 
 if TYPE_CHECKING:
@@ -26,8 +25,10 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._engine import OptimizerEngine
     from zstrat.ps.engine._slots import HeldVariable
 
+    from ._eviction import Eviction
     from ._growing_cell import GrowingCell
     from ._id_table import IdTable
+    from ._waiting import Counted
 
 
 class _IdChange(NamedTuple):
@@ -47,6 +48,9 @@ class RowChanges:
         self._held, self._table = held, table
         self._height = held.cell.shape[0]
         self._changes: list[_IdChange] = []
+        self._counted: list[Counted] = []
+        self._trained: list[np.ndarray] = []
+        self._dropped: list[np.ndarray] = []
 
     def rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine, *, begins: bool = True
@@ -76,6 +80,54 @@ class RowChanges:
             rows[unknown] = np.arange(first, first + len(new))
         return rows
 
+    def trained_rows_of(
+        self, ids: np.ndarray, engine: OptimizerEngine
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the rows of ids ``[n]`` that have gradients, distinct, int64; those
+        that have none are born, or counted until they are.
+
+        Returns:
+            The rows, and which of the ids have them: bool ``[n]``, None if all.
+
+        Raises: As `rows_of`.
+        """
+        table = self._table
+        rows = table.index.rows(ids)
+        unknown = np.flatnonzero(rows == NO_ROW)
+        kept: np.ndarray | None = None
+        if unknown.size:
+            new = ids.take(unknown)
+            admitted = self._admitted(new)
+            if not admitted.all():
+                new, unknown = new[admitted], unknown[admitted]
+            if new.size:
+                first = self._born(new, engine, True)
+                rows[unknown] = np.arange(first, first + len(new))
+            if not admitted.all():
+                kept = rows != NO_ROW
+                rows = rows[kept]
+        if table.uses is not None:
+            self._trained.append(rows)
+        return rows, kept
+
+    def _admitted(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which of distinct ids without rows are born now."""
+        table = self._table
+        admitted = table.are_lucky(ids)
+        if table.waiting is not None:
+            counted = table.waiting.count(ids[admitted])
+            self._counted.append(counted)
+            admitted[admitted] = counted.admitted
+            return admitted
+        table.refused += len(ids) - int(admitted.sum())
+        return admitted
+
+    def evict(self, eviction: Eviction) -> np.ndarray:
+        """Removes the ids that a rule chooses, and returns them. Raises as `remove`."""
+        ids = eviction.ids(self._held, self._table)
+        self.remove(ids)
+        return ids
+
     def remove(self, ids: np.ndarray) -> None:
         """Removes ids ``[n]``, maybe repeated; those that have no row are ignored.
 
@@ -91,6 +143,7 @@ class RowChanges:
                         "zs.Optimizer(transformation, params=params)"
                     )
         ids = np.unique(ids)
+        self._dropped.append(ids)
         rows = self._table.index.remove(ids)
         there = rows != NO_ROW
         self._changes.append(_IdChange(False, ids[there], rows[there]))
@@ -104,6 +157,9 @@ class RowChanges:
             else:
                 index.insert(change.ids, change.rows)
         self._changes.clear()
+        for counted in reversed(self._counted):
+            assert self._table.waiting is not None
+            self._table.waiting.undo(counted)
         for cell in self._cells():
             if cell.shape[0] > self._height:
                 cell.shrink(self._height)
@@ -114,23 +170,15 @@ class RowChanges:
         gone = [change.rows for change in self._changes if not change.is_birth]
         table.births += sum(len(x.ids) for x in self._changes if x.is_birth)
         self._changes.clear()
+        for counted in self._counted:
+            table.refused += len(counted.admitted) - int(counted.admitted.sum())
+        for rows in self._trained:
+            table.note_use(rows)
+        if self._dropped and table.waiting is not None:
+            table.waiting.drop(np.concatenate(self._dropped))
         holes = np.concatenate(gone) if gone else np.empty(0, np.int64)
-        if not holes.size:
-            return
         table.removed += len(holes)
-        height = self._held.cell.shape[0] - len(holes)
-        is_hole = np.zeros(len(holes), bool)  # of the rows that are dropped
-        is_hole[holes[holes >= height] - height] = True
-        sources = np.flatnonzero(~is_hole) + height
-        targets = np.sort(holes[holes < height])
-        if targets.size:
-            table.index.move(table.ids.look().take(sources), targets)
-        for cell in self._cells():
-            if targets.size:
-                values = as_rows(cell.begin_rows(targets))
-                values[targets] = values.take(sources)
-                cell.settle()
-            cell.shrink(height)
+        drop_rows(table.index, table.ids, self._cells(), holes)
 
     def _born(self, ids: np.ndarray, engine: OptimizerEngine, begins: bool) -> int:
         """Adds rows for distinct ids that have none; returns the first of them."""
@@ -142,7 +190,10 @@ class RowChanges:
         except MemoryError as error:
             raise ResourceExhaustedError(f"{held.cell.who}: {error}") from None
         self._changes.append(_IdChange(True, ids, np.arange(first, end)))
+        self._dropped.append(ids)  # they wait no longer
         table.ids.extend(len(ids))[...] = ids
+        if table.uses is not None:
+            table.uses.extend(len(ids))[...] = table.now, 0
         values = growing(held.cell).extend(len(ids))
         if begins:
             table.first_rows(ids, values)
@@ -154,5 +205,7 @@ class RowChanges:
         yet may have fewer."""
         yield growing(self._held.cell)
         yield self._table.ids
+        if self._table.uses is not None:
+            yield self._table.uses
         for slots in self._held.slots.values():
             yield from map(growing, slots.with_rows)
