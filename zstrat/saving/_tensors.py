@@ -148,7 +148,7 @@ def _logical(
         start = stop
     first = pieces[0].pinned.entry
     # All components of a variable are cut alike, so the first one says it for all.
-    by_rows = first.rows or (optimizer is None and not leaf)
+    by_rows = first.rows or (optimizer is None and leaf in ("", WAITING, COUNTS))
     whole = tuple(first.shape)
     if by_rows and whole:
         whole = (start, *whole[1:])
@@ -162,7 +162,8 @@ class StoredNode(NamedTuple):
 
     ``children``: places in the list of all. ``beside``: the tensors that a table has
     beside its value, by what they are (`IDS` and others). ``slots`` of an optimizer:
-    place of a variable -> path in its state -> tensor. ``state`` of an iterator: its place; of an
+    place of a variable -> path in its state -> tensor. ``state`` of an iterator: its
+    place; of an
     optimizer: `Optimizer.state_classes`, which checkpoints of before do not have; of a
     `LocalOptimizer`: its ``round``.
     """

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ._abstract import AbstractVariable
     from .admission import Admission
+    from .eviction import Eviction
     from .gradients._slots import OptimizerHandle
 
 
@@ -121,7 +122,7 @@ def create_per_worker(request: VariableRequest) -> Any:
 @dataclass(frozen=True, slots=True)
 class TableRequest:
     """The user's arguments for one new table of any id: ``row`` is the shape of a row,
-    ``seed`` from 0 to 2**63 - 1; ``tracks``: servers note when rows have gradients."""
+    ``seed`` from 0 to 2**63 - 1."""
 
     row: tuple[int, ...]
     dtype: np.dtype
@@ -129,8 +130,8 @@ class TableRequest:
     seed: int
     name: str
     trainable: bool
-    admission: Admission
-    tracks: bool
+    admission: Admission | None
+    eviction: Eviction | None
 
 
 @runtime_checkable

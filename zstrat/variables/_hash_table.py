@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.ids import BUCKETS, IdGenerator, hashes_of
 from zstrat.initializers import Initializer, uniform
-from zstrat.wire import UpdateOp
+from zstrat.wire import EvictionRule, UpdateOp
 
 from . import _convert
 from ._abstract import AbstractVariable
@@ -78,7 +78,8 @@ class HashTable(AbstractVariable):
         TypeError: ``initializer`` is not one of `zs.initializers`.
     """
 
-    __slots__ = ("__weakref__", "_components", "_eviction", "_table")
+    __slots__ = ("__weakref__", "_admission", "_components", "_eviction", "_table")
+    _admission: Admission
     _components: tuple[Variable, ...]
     _eviction: Eviction | None
     _table: Table
@@ -108,19 +109,10 @@ class HashTable(AbstractVariable):
         kind = _convert.as_dtype("float32" if dtype is None else dtype, name)
         _require_rows(rows, row, kind, name)
         _require_rules(admission, eviction, name)
-        request = TableRequest(
-            row,
-            kind,
-            rows,
-            _mixed(seed, name),
-            name,
-            trainable,
-            admission or Admission(),
-            tracks=eviction is not None and eviction.tracks,
+        seed = _mixed(seed, name)
+        return create_table(
+            TableRequest(row, kind, rows, seed, name, trainable, admission, eviction)
         )
-        made: HashTable = create_table(request)
-        made._eviction = eviction
-        return made
 
     @property
     def components(self) -> tuple[Variable, ...]:
@@ -129,6 +121,16 @@ class HashTable(AbstractVariable):
     @property
     def table(self) -> Table:
         return self._table
+
+    @property
+    def tracks(self) -> bool:
+        """Whether servers note when rows have gradients, for `evict`."""
+        return self._eviction is not None and self._eviction.tracks
+
+    @property
+    def counts(self) -> bool:
+        """Whether servers count gradients of ids that have no row yet."""
+        return self._admission.gradients > 1
 
     @property
     def dim(self) -> int:
@@ -190,11 +192,12 @@ class HashTable(AbstractVariable):
 
     def evict(self) -> Self:
         """Drops the rows that the rule of ``eviction=`` chooses, a slice of the table
-        at a time, between pushes. Training goes on meanwhile. Call it every so many
-        steps, from the program.
+        at a time, between pushes; and forgets ids that wait for their row, if too many
+        do (``admission.count(n, waiting=)``). Training goes on meanwhile. Call it every
+        so many steps, from the program.
 
         Raises:
-            ValueError: The table has no rule.
+            ValueError: The table has no such rule.
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
@@ -213,11 +216,14 @@ class HashTable(AbstractVariable):
 
     def _evicted(self) -> Iterator[list[StorageUpdate]]:
         """Makes the updates of one eviction: of all parts, slice by slice."""
-        rule = self._eviction
-        if rule is None:
+        rules = [] if self._eviction is None else [self._eviction]
+        if self._admission.waiting is not None:
+            most = float(self._admission.waiting)
+            rules.append(Eviction(EvictionRule.WAITING, most))
+        if not rules:
             raise ValueError(
                 f"{self._table} has no rule of eviction: create it with eviction=, one "
-                "of zs.eviction"
+                "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
             )
         rows, _ = self._kept().table_sizes(self._components)
         slices = max(1, -(-rows // (_SLICE * len(self._components))))
@@ -230,11 +236,12 @@ class HashTable(AbstractVariable):
                 stop = first + (end - first) * (number + 1) // slices
                 if start == stop:
                     continue
-                limit = rule.limit
-                if rule.is_share:
-                    limit = math.ceil(limit * (stop - start) / BUCKETS)
-                operand = np.array([rule.rule, limit, start, stop], np.float64)
-                updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
+                for rule in rules:
+                    limit = rule.limit
+                    if rule.is_share:
+                        limit = math.ceil(limit * (stop - start) / BUCKETS)
+                    operand = np.array([rule.rule, limit, start, stop], np.float64)
+                    updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
             yield updates
 
     def __len__(self) -> int:
@@ -354,7 +361,8 @@ class HashTable(AbstractVariable):
         )
 
     def __reduce__(self) -> Any:
-        return hashed, (self._components, self.name, self._eviction)
+        rules = self._admission, self._eviction
+        return hashed, (self._components, self.name, *rules)
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -365,13 +373,17 @@ class HashTable(AbstractVariable):
 
 
 def hashed(
-    components: Sequence[Variable], name: str, eviction: Eviction | None = None
+    components: Sequence[Variable],
+    name: str,
+    admission: Admission | None = None,
+    eviction: Eviction | None = None,
 ) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)
+    table._admission = Admission() if admission is None else admission
     table._eviction = eviction
     table._spec = VariableSpec(
         first.key,

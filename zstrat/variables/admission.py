@@ -21,23 +21,31 @@ class Admission:
         gradients: An id gets its row with so many gradients: the last of them is the
             first that is applied.
         chance: The share of ids that are admitted at all.
+        waiting: How many ids without a row `HashTable.evict` leaves; None: all.
     """
 
     gradients: int = 1
     chance: float = 1.0
+    waiting: int | None = None
 
 
-def count(n: int) -> Admission:
-    """Admits an id with the n-th push that has a gradient of it. What is counted until
-    then is exact, and takes 24 to 47 bytes an id.
+def count(n: int, *, waiting: int | None = None) -> Admission:
+    """Admits an id with the n-th push that has a gradient of it. Counts are exact, and
+    take 35 to 58 bytes for each id that waits.
+
+    Args:
+        waiting: Ids whose counts `HashTable.evict` leaves, about: those with the
+            largest. Default: all.
 
     Raises:
-        ValueError: ``n`` is not from 1 to 255.
+        ValueError: ``n`` or ``waiting`` is not positive.
     """
-    n = operator.index(n)
-    if not 1 <= n <= 255:
-        raise ValueError(f"admission.count(n): expected n from 1 to 255, got {n}")
-    return Admission(gradients=n)
+    numbers = operator.index(n), None if waiting is None else operator.index(waiting)
+    if any(number is not None and number <= 0 for number in numbers):
+        raise ValueError(
+            f"admission.count: expected positive numbers, got {n} and waiting={waiting}"
+        )
+    return Admission(numbers[0], 1.0, numbers[1])
 
 
 def probability(p: float) -> Admission:

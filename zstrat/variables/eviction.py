@@ -24,12 +24,12 @@ class Eviction:
     @property
     def tracks(self) -> bool:
         """Whether servers have to note when rows have gradients, in 8 bytes a row."""
-        return self.rule is not EvictionRule.NORM
+        return self.rule not in (EvictionRule.NORM, EvictionRule.WAITING)
 
     @property
     def is_share(self) -> bool:
         """Whether the limit is a number of rows, of which each part has its share."""
-        return self.rule in (EvictionRule.RECENT, EvictionRule.FREQUENT)
+        return self.rule not in (EvictionRule.UNUSED, EvictionRule.NORM)
 
 
 def steps(n: int) -> Eviction:
