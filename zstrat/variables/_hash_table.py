@@ -110,9 +110,10 @@ class HashTable(AbstractVariable):
         _require_rows(rows, row, kind, name)
         _require_rules(admission, eviction, name)
         seed = _mixed(seed, name)
-        return create_table(
+        made: HashTable = create_table(
             TableRequest(row, kind, rows, seed, name, trainable, admission, eviction)
         )
+        return made
 
     @property
     def components(self) -> tuple[Variable, ...]:
