@@ -138,7 +138,7 @@ class Training(abc.ABC):
         self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
         self._callbacks: InOrder | None = None
         self._is_delivering = False
-        self._is_moved = False
+        self._is_moved = self._is_counted = False
         self._logs: dict[str, Any] = {}
         self._took = 0.0
         if model.run_eagerly:
@@ -184,16 +184,17 @@ class Training(abc.ABC):
     def enter_state(self, *, counts: bool) -> None:
         """Is called before the first step, and after each `leave_state`."""
         self.push_values()
+        self._logs = {}
         if counts:
             self._metrics.start()
 
     def leave_state(self) -> None:
         """Waits for all steps, and gives Keras' variables the values of now."""
-        counts = any(pending.mode != "predict" for pending in self._queue)
         while self._queue:
             self._complete_first()
-        if counts or self._undelivered:
+        if self._is_counted:
             self._metrics.assign()
+            self._is_counted = False
         if self._is_moved:
             self.pull_values()
             self._is_moved = False
@@ -212,6 +213,7 @@ class Training(abc.ABC):
             steps.append(self._scheduled(mode, data))
         pending = Pending(mode, steps)
         self._is_moved |= mode == "train"
+        self._is_counted |= mode != "predict"
         self._queue.append(pending)
         self._undelivered.append(pending)
         if mode != "predict":
