@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from zstrat.coordinator import ClusterCoordinator
 from zstrat.program import function
 from zstrat.variables import Optimizer, create_variables, values
 
-from ._optimizers import OptimizerState
 from ._shipped import ShippedStep
 from ._training import Training
 
@@ -39,73 +36,25 @@ class ServerTraining(Training):
         self._coordinator = ClusterCoordinator(strategy)
         spec = strategy.cluster_resolver.cluster_spec()
         self.workers = max(1, spec.num_tasks("worker"))
-        self._keras: list[Any] = []
-        self._known: list[Any] = []
-        self._variables: list[Any] = []
-        self._slots: OptimizerState | None = None
-        self._slots_known: list[Any] = []
-        self._optimizer: Optimizer | None = None
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        """Makes a step function of what was traced."""
-        shipped = ShippedStep.of(step.function, [*self._keras, *batch.arrays])
+        shipped = ShippedStep.of(step.function, [*self.keras_variables, *batch.arrays])
         trained = len(self.model.trainable_variables)
-        if mode == "train":
-            self._make_optimizer()
-        return _step_function(
-            shipped, self._variables, trained, step, self._optimizer
-        )
+        return _step_function(shipped, self.variables, trained, step, self.optimizer)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
-        rate = np.float32(0) if self._slots is None else self._slots.learning_rate()
-        return self._coordinator.schedule(prepared, args=(rate, *batch.arrays))
+        args = self.learning_rate(), *batch.arrays
+        return self._coordinator.schedule(prepared, args=args)
 
-    def push_values(self) -> None:
-        if not self._variables:
-            self._create()
-        for number, variable in enumerate(self._keras):
-            if variable.value is not self._known[number]:
-                self._known[number] = variable.value
-                self._variables[number].assign(np.asarray(variable.value))
-        if self._optimizer is not None and self._slots is not None:
-            now = [variable.value for variable in self._slots.variables]
-            if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
-                self._slots_known = now
-                self._optimizer.state = list(map(np.asarray, now))
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        with self.strategy.scope():
+            made: list[Any] = create_variables(
+                [*trained, *others], name=self.model.name
+            )
+        return made
 
-    def pull_values(self) -> None:
+    def wait(self) -> None:
         self._coordinator.join()
-        for number, value in enumerate(values(self._variables)):
-            self._keras[number].assign(value)
-            self._known[number] = self._keras[number].value
-        if self._optimizer is not None and self._slots is not None:
-            pairs = zip(self._slots.variables, self._optimizer.state, strict=True)
-            for variable, value in pairs:
-                variable.assign(value)
-            self._slots_known = [variable.value for variable in self._slots.variables]
-
-    def _create(self) -> None:
-        model = self.model
-        self._keras = [*model.trainable_variables, *model.non_trainable_variables]
-        self._known = [variable.value for variable in self._keras]
-        arrays = list(map(np.asarray, self._known))
-        with self.strategy.scope():
-            self._variables = create_variables(arrays, name=model.name)
-
-    def _make_optimizer(self) -> None:
-        if self._optimizer is not None:
-            return
-        model = self.model
-        slots = OptimizerState(model.optimizer)
-        trained = model.trainable_variables
-        shipped = slots.shipped(trained)
-        params = self._variables[: len(trained)]
-        with self.strategy.scope():
-            self._optimizer = Optimizer(shipped, model.optimizer.name, params=params)
-        self._slots = slots
-        self._slots_known = [variable.value for variable in slots.variables]
-        if not slots.is_fresh():
-            self._optimizer.state = list(map(np.asarray, self._slots_known))
 
 
 def _step_function(

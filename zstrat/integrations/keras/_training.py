@@ -24,7 +24,10 @@ import jax
 import keras
 import numpy as np
 
+from zstrat.variables import Optimizer, values
+
 from ._callbacks import InOrder
+from ._optimizers import OptimizerState
 from ._steps import Batch, trace_step
 
 if TYPE_CHECKING:
@@ -141,6 +144,13 @@ class Training(abc.ABC):
         self._is_moved = self._is_counted = False
         self._logs: dict[str, Any] = {}
         self._took = 0.0
+        self.keras_variables: list[Any] = []
+        self.variables: list[Any] = []
+        """Those of the strategy, in the order of ``keras_variables``."""
+        self.optimizer: Optimizer | None = None
+        self._known: list[Any] = []
+        self._slots: OptimizerState | None = None
+        self._slots_known: list[Any] = []
         if model.run_eagerly:
             raise NotImplementedError(
                 f"{model.name!r} is compiled with run_eagerly=True: a strategy "
@@ -157,12 +167,11 @@ class Training(abc.ABC):
         gradients and state, which have been applied then."""
 
     @abc.abstractmethod
-    def push_values(self) -> None:
-        """Sends the values of Keras' variables that have been assigned."""
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Creates the variables of the model, with these first values."""
 
-    @abc.abstractmethod
-    def pull_values(self) -> None:
-        """Assigns the trained values to Keras' variables."""
+    def wait(self) -> None:
+        """Waits until all that was started has ended, on workers too."""
 
     def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls `fit`, `evaluate` or `predict` of Keras."""
@@ -181,9 +190,13 @@ class Training(abc.ABC):
             self._queue.clear()
             self._undelivered.clear()
 
+    def learning_rate(self) -> np.float32:
+        """The learning rate of the step that starts now."""
+        return np.float32(0) if self._slots is None else self._slots.learning_rate()
+
     def enter_state(self, *, counts: bool) -> None:
         """Is called before the first step, and after each `leave_state`."""
-        self.push_values()
+        self._push_values()
         self._logs = {}
         if counts:
             self._metrics.start()
@@ -196,7 +209,7 @@ class Training(abc.ABC):
             self._metrics.assign()
             self._is_counted = False
         if self._is_moved:
-            self.pull_values()
+            self._pull_values()
             self._is_moved = False
         self.deliver_all()
 
@@ -241,6 +254,8 @@ class Training(abc.ABC):
         batch = Batch.of(data)
         key = mode, batch.key
         if key not in self._steps:
+            if mode == "train":
+                self._make_optimizer()
             step = trace_step(self.model, mode, batch)
             self._steps[key] = step, self.prepare(step, mode, batch)
         step, prepared = self._steps[key]
@@ -281,6 +296,54 @@ class Training(abc.ABC):
                     self._callbacks.deliver(pending.mode, begin, end, pending.logs)
         finally:
             self._is_delivering = False
+
+
+    def _push_values(self) -> None:
+        """Sends the values of Keras' variables that have been assigned."""
+        if not self.variables:
+            self._create()
+        for number, variable in enumerate(self.keras_variables):
+            if variable.value is not self._known[number]:
+                self._known[number] = variable.value
+                self.variables[number].assign(np.asarray(variable.value))
+        if self.optimizer is not None and self._slots is not None:
+            now = [variable.value for variable in self._slots.variables]
+            if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
+                self._slots_known = now
+                self.optimizer.state = list(map(np.asarray, now))
+
+    def _pull_values(self) -> None:
+        """Assigns the trained values to Keras' variables."""
+        self.wait()
+        for number, value in enumerate(values(self.variables)):
+            self.keras_variables[number].assign(value)
+            self._known[number] = self.keras_variables[number].value
+        if self.optimizer is not None and self._slots is not None:
+            pairs = zip(self._slots.variables, self.optimizer.state, strict=True)
+            for variable, value in pairs:
+                variable.assign(value)
+            self._slots_known = [variable.value for variable in self._slots.variables]
+
+    def _create(self) -> None:
+        trained = self.model.trainable_variables
+        self.keras_variables = [*trained, *self.model.non_trainable_variables]
+        self._known = [variable.value for variable in self.keras_variables]
+        arrays = list(map(np.asarray, self._known))
+        self.variables = self.create(arrays[: len(trained)], arrays[len(trained) :])
+
+    def _make_optimizer(self) -> None:
+        if self.optimizer is not None:
+            return
+        slots = OptimizerState(self.model.optimizer)
+        trained = self.model.trainable_variables
+        shipped, name = slots.shipped(trained), self.model.optimizer.name
+        params = self.variables[: len(trained)]
+        with self.strategy.scope():
+            self.optimizer = Optimizer(shipped, name, params=params)
+        self._slots = slots
+        self._slots_known = [variable.value for variable in slots.variables]
+        if not slots.is_fresh():
+            self.optimizer.state = list(map(np.asarray, self._slots_known))
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
-from zstrat.strategy import ParameterServerStrategy, get_strategy, has_strategy
+from zstrat.strategy import (
+    MirroredStrategy,
+    OneDeviceStrategy,
+    ParameterServerStrategy,
+    get_strategy,
+    has_strategy,
+)
 
 from ._private import check, take_over
+from ._replicas import ReplicaTraining
 from ._servers import ServerTraining
 
 if TYPE_CHECKING:
@@ -79,9 +86,11 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
 def _training(model: Any, strategy: Any) -> Training:
     if isinstance(strategy, ParameterServerStrategy):
         return ServerTraining(model, strategy)
+    if isinstance(strategy, OneDeviceStrategy | MirroredStrategy):
+        return ReplicaTraining(model, strategy)
     raise NotImplementedError(
         f"fit of a Keras model under {strategy!r:.100}: use a "
-        "zs.ParameterServerStrategy; or compile outside of the scope, to train in this "
+        "zs.ParameterServerStrategy or a zs.MirroredStrategy; or compile outside of the scope, to train in this "
         "process alone; or train with model.stateless_call in a step of your own, which "
         "runs under every strategy (docs/libraries.md)"
     )
