@@ -6,25 +6,25 @@ The state of a BatchNormalization becomes the mean over the replicas, as each se
 own rows; integers (the counters of seeds) advance as in the first replica.
 
 Several processes run the same program, and see the same metrics. Each has to give the
-same batches, of which its replicas take their rows.
+same batches, of which its replicas take their rows; arrays are shuffled as in the first
+process.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import jax
 import numpy as np
 
 from zstrat.program import function
-from zstrat.variables import Optimizer, VariableAggregation, create_variables, values
+from zstrat.strategy import MultiWorkerMirroredStrategy
+from zstrat.variables import VariableAggregation, create_variables, values
 
-from ._optimizers import OptimizerState
 from ._steps import Batch, trace_step
 from ._training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ._steps import TracedStep
     from ._training import StepResult
@@ -44,6 +44,13 @@ class Ended:
 
 class ReplicaTraining(Training):
     """Training of a model under a strategy whose replicas compute in step."""
+
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if isinstance(self.strategy, MultiWorkerMirroredStrategy):
+            # Keras shuffles arrays by numpy's generator.
+            mine = np.random.randint(1 << 31, size=1)
+            np.random.seed(int(np.asarray(self.strategy.gather(mine, axis=0)).flat[0]))
+        return super().call(method, args, kwargs)
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
         steps = {batch.key: step}
@@ -136,8 +143,7 @@ class ReplicaTraining(Training):
         def ran(rate: Any, arrays: Any) -> list[Any]:
             sums, rest = run(rate, arrays)
             if mode == "predict":
-                found = [strategy.experimental_local_results(each) for each in rest]
-                rest = [np.concatenate(list(map(np.asarray, each))) for each in found]
+                rest = [strategy.gather(each, axis=0) for each in rest]
             return list(map(np.asarray, [*sums, *rest]))
 
         return ran

@@ -15,6 +15,7 @@ import keras
 
 from zstrat.strategy import (
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ParameterServerStrategy,
     get_strategy,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ._training import Training
 
 _LOOPS: Final = ("fit", "evaluate", "predict")
+
+_IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
 
 _made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 """The strategy in whose scope a model was made."""
@@ -86,11 +89,11 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
 def _training(model: Any, strategy: Any) -> Training:
     if isinstance(strategy, ParameterServerStrategy):
         return ServerTraining(model, strategy)
-    if isinstance(strategy, OneDeviceStrategy | MirroredStrategy):
+    if isinstance(strategy, _IN_STEP):
         return ReplicaTraining(model, strategy)
     raise NotImplementedError(
         f"fit of a Keras model under {strategy!r:.100}: use a "
-        "zs.ParameterServerStrategy or a zs.MirroredStrategy; or compile outside of the scope, to train in this "
+        "zs.ParameterServerStrategy or a (MultiWorker)MirroredStrategy; or compile outside of the scope, to train in this "
         "process alone; or train with model.stateless_call in a step of your own, which "
         "runs under every strategy (docs/libraries.md)"
     )
