@@ -29,6 +29,9 @@ class Scheduling(Protocol):
     def scheduled(self, begin: int, end: int) -> None:
         """Is called after a step with the numbers of its first and last batch."""
 
+    def begin(self, mode: str) -> None:
+        """Is called before the first step of an epoch."""
+
     def deliver_all(self) -> None:
         """Delivers the batches of all steps that were scheduled."""
 
@@ -84,13 +87,22 @@ class InOrder(CallbackList):
         # Keras copies the logs for a list; its history is to see what callbacks add.
         logs.update(self._last.logs)
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._scheduling.begin("train")
+        super().on_epoch_begin(epoch, logs)
+
     def on_test_begin(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()
+        self._scheduling.begin("test")
         super().on_test_begin(logs)
 
     def on_test_end(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()
         super().on_test_end(logs)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._scheduling.begin("predict")
+        super().on_predict_begin(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()

@@ -45,12 +45,14 @@ class Ended:
 class ReplicaTraining(Training):
     """Training of a model under a strategy whose replicas compute in step."""
 
-    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if isinstance(self.strategy, MultiWorkerMirroredStrategy):
             # Keras shuffles arrays by numpy's generator.
             mine = np.random.randint(1 << 31, size=1)
             np.random.seed(int(np.asarray(self.strategy.gather(mine, axis=0)).flat[0]))
-        return super().call(method, args, kwargs)
+        return super().call(name, method, args, kwargs)
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
         steps = {batch.key: step}

@@ -14,18 +14,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zstrat.coordinator import ClusterCoordinator
+import jax
+import jax.numpy as jnp
+
+from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.program import function
-from zstrat.variables import Optimizer, create_variables, values
+from zstrat.variables import create_variables, values
 
 from ._shipped import ShippedStep
+from ._sources import Draw, LeaseSource
 from ._training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ._steps import Batch, TracedStep
-    from ._training import StepResult
+    from ._training import Source, StepResult
 
 
 class ServerTraining(Training):
@@ -34,17 +38,40 @@ class ServerTraining(Training):
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
         self._coordinator = ClusterCoordinator(strategy)
+        self._drawing: dict[Any, tuple[TracedStep, Any]] = {}
         spec = strategy.cluster_resolver.cluster_spec()
         self.workers = max(1, spec.num_tasks("worker"))
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        shipped = ShippedStep.of(step.function, [*self.keras_variables, *batch.arrays])
-        trained = len(self.model.trainable_variables)
-        return _step_function(shipped, self.variables, trained, step, self.optimizer)
+        programs = {batch.key[1]: self._shipped(step, batch)}
+        return self._step_function(step, programs, draws=False)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
         args = self.learning_rate(), *batch.arrays
         return self._coordinator.schedule(prepared, args=args)
+
+    def source_of(self, data: Any, *, endless: bool) -> Source | None:
+        if isinstance(data, LeasedDataset):
+            return LeaseSource(data)
+        return super().source_of(data, endless=endless)
+
+    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        if mode == "predict":
+            raise NotImplementedError(
+                "predict of a leased dataset: its batches have no order. Give arrays "
+                "or a zs.data.Dataset"
+            )
+        key = mode, draw.specs
+        if key not in self._drawing:
+            made = [self.traced(mode, spec) for spec in draw.specs]
+            programs = {
+                batch.key[1]: self._shipped(step, batch) for step, batch in made
+            }
+            step, _ = made[0]
+            self._drawing[key] = step, self._step_function(step, programs, draws=True)
+        step, run = self._drawing[key]
+        args = self.learning_rate(), draw.iterator
+        return step, self._coordinator.schedule(run, args=args)
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         with self.strategy.scope():
@@ -56,27 +83,31 @@ class ServerTraining(Training):
     def wait(self) -> None:
         self._coordinator.join()
 
+    def _shipped(self, step: TracedStep, batch: Batch) -> ShippedStep:
+        return ShippedStep.of(step.function, [*self.keras_variables, *batch.arrays])
 
-def _step_function(
-    shipped: ShippedStep,
-    variables: Sequence[Any],
-    trained: int,
-    step: TracedStep,
-    optimizer: Optimizer | None,
-) -> Any:
-    params, state = list(variables[:trained]), list(variables[trained:])
-    gradients, changed = step.gradients, step.changed
+    def _step_function(
+        self, step: TracedStep, programs: Mapping[Any, ShippedStep], *, draws: bool
+    ) -> Any:
+        """Makes the step function; it draws its batch, or is called with it."""
+        optimizer, count = self.optimizer, len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        gradients, changed = step.gradients, step.changed
 
-    def keras_step(rate: Any, *arrays: Any) -> list[Any]:
-        before = values(state)
-        results = shipped(*values(params), *before, *arrays)
-        if gradients:
-            optimizer.apply_gradients(results[:gradients], params, learning_rate=rate)
-        for at, after in zip(changed, results[gradients:], strict=False):
-            if state[at].dtype.kind in "iu":
-                state[at].assign_add(after - before[at])
-            else:
-                state[at].assign(after)
-        return results[gradients + len(changed) :]
+        def keras_step(rate: Any, *arrays: Any) -> list[Any]:
+            if draws:
+                arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
+            shipped = programs[tuple([(x.shape, x.dtype) for x in arrays])]
+            before = values(state)
+            results = shipped(*values(params), *before, *arrays)
+            if gradients and optimizer is not None:
+                grads = results[:gradients]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            for at, after in zip(changed, results[gradients:], strict=False):
+                if state[at].dtype.kind in "iu":
+                    state[at].assign_add(after - before[at])
+                else:
+                    state[at].assign(after)
+            return results[gradients + len(changed) :]
 
-    return function(keras_step)
+        return function(keras_step)

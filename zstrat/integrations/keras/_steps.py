@@ -53,7 +53,9 @@ class Batch:
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
 
 
-def _array(leaf: Any) -> np.ndarray:
+def _array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
     try:
         array = np.asarray(leaf)
     except Exception as error:

@@ -24,10 +24,13 @@ import jax
 import keras
 import numpy as np
 
+from zstrat.data import Dataset
 from zstrat.variables import Optimizer, values
 
 from ._callbacks import InOrder
 from ._optimizers import OptimizerState
+from ._private import build
+from ._sources import DatasetSource, Draw, Tokens, require_no_weights
 from ._steps import Batch, trace_step
 
 if TYPE_CHECKING:
@@ -39,6 +42,17 @@ AHEAD: Final = 0.05
 """Seconds of work that each worker gets in advance."""
 
 
+_MODES: Final = {"fit": "train", "evaluate": "test", "predict": "predict"}
+_STEPS: Final = {
+    ("fit", "x"): "steps_per_epoch",
+    ("fit", "validation_data"): "validation_steps",
+    **dict.fromkeys(
+        itertools.product(("evaluate", "predict"), ("x", "validation_data")), "steps"
+    ),
+}
+"""The argument that says how many batches of these data are an epoch."""
+
+
 class StepResult(Protocol):
     """The results of a step, now or later: `zs.RemoteValue`."""
 
@@ -46,6 +60,20 @@ class StepResult(Protocol):
     def is_ready(self) -> bool: ...
 
     def fetch(self) -> Any: ...
+
+
+class Source(Protocol):
+    """Data that are read here, or by workers; ``count`` batches are an epoch."""
+
+    count: int | None
+    example: Any
+
+    def begin(self) -> None:
+        """Begins an epoch."""
+
+    def __next__(self) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(eq=False)
@@ -137,6 +165,7 @@ class Training(abc.ABC):
         self.strategy: Final = strategy
         self._metrics: Final = MetricSums(model)
         self._queue: Final[deque[Pending]] = deque()
+        self._sources: dict[str, Source] = {}
         self._undelivered: Final[deque[Pending]] = deque()
         self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
         self._callbacks: InOrder | None = None
@@ -166,6 +195,10 @@ class Training(abc.ABC):
         """Begins a step on a batch; its results are what `TracedStep` returns but for
         gradients and state, which have been applied then."""
 
+    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        """Begins a step on a batch that a worker draws."""
+        raise NotImplementedError(mode)
+
     @abc.abstractmethod
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates the variables of the model, with these first values."""
@@ -173,12 +206,21 @@ class Training(abc.ABC):
     def wait(self) -> None:
         """Waits until all that was started has ended, on workers too."""
 
-    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def source_of(self, data: Any, *, endless: bool) -> Source | None:
+        """Returns data that Keras does not know, to be read here."""
+        if isinstance(data, Dataset):
+            return DatasetSource(data, endless=endless)
+        return None
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Calls `fit`, `evaluate` or `predict` of Keras."""
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         given = bound.arguments
         if self._callbacks is not None and given.get("callbacks") is not None:
             return method(*bound.args, **bound.kwargs)  # of fit, for validation
+        self._sources = self._read_sources(name, given)
         verbose = given.get("verbose", "auto")
         callbacks = InOrder(self, given.get("callbacks"), verbose)
         given.update(callbacks=[callbacks], verbose=0)
@@ -187,6 +229,7 @@ class Training(abc.ABC):
             return method(*bound.args, **bound.kwargs)
         finally:
             self._callbacks = None
+            self._sources = {}
             self._queue.clear()
             self._undelivered.clear()
 
@@ -220,6 +263,7 @@ class Training(abc.ABC):
         Raises:
             StopIteration: The epoch is over.
         """
+        iterator = self._sources.get(mode, iterator)
         steps = [self._scheduled(mode, next(iterator))]
         further = self.model.steps_per_execution - 1
         for data in itertools.islice(iterator, further):
@@ -245,21 +289,54 @@ class Training(abc.ABC):
             self._complete_first()
         self._deliver()
 
+    def begin(self, mode: str) -> None:
+        if mode in self._sources:
+            self._sources[mode].begin()
+
     def deliver_all(self) -> None:
         while self._queue:
             self._complete_first()
         self._deliver()
 
+    def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
+        """Replaces data that Keras does not know by tokens, and returns the data."""
+        modes = {"x": _MODES[name], "validation_data": "test"}
+        sources: dict[str, Source] = {}
+        for argument, mode in modes.items():
+            endless = given.get(_STEPS[name, argument]) is not None
+            source = self.source_of(given.get(argument), endless=endless)
+            if source is not None:
+                sources[mode] = source
+                given[argument] = Tokens(source.count)
+        if (first := sources.get(modes["x"])) is not None:
+            require_no_weights(given)
+            if name == "fit":
+                given["shuffle"] = False  # Keras would warn: that is up to the data
+            if name != "predict":
+                build(self.model, first.example)
+        return sources
+
     def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
+        if isinstance(data, Draw):
+            return self.start_drawn(mode, data)
+        step, prepared, batch = self.prepared(mode, data)
+        return step, self.start(prepared, batch)
+
+    def prepared(self, mode: str, data: Any) -> tuple[TracedStep, Any, Batch]:
+        """Returns the step for a batch like this one, which it makes once."""
         batch = Batch.of(data)
         key = mode, batch.key
         if key not in self._steps:
-            if mode == "train":
-                self._make_optimizer()
-            step = trace_step(self.model, mode, batch)
+            step, _ = self.traced(mode, data)
             self._steps[key] = step, self.prepare(step, mode, batch)
-        step, prepared = self._steps[key]
-        return step, self.start(prepared, batch)
+        return *self._steps[key], batch
+
+    def traced(self, mode: str, data: Any) -> tuple[TracedStep, Batch]:
+        """Traces a step for a batch like this one."""
+        if mode == "train":
+            self._make_optimizer()
+        batch = Batch.of(data)
+        return trace_step(self.model, mode, batch), batch
 
     def _complete_up_to(self, pending: Pending) -> None:
         while pending in self._queue:

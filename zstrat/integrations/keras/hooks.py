@@ -57,7 +57,7 @@ def install() -> None:
     model.__new__ = staticmethod(_noted(model.__new__))
     model.compile = _compiled(model.compile)
     for name in _LOOPS:
-        setattr(model, name, _looped(getattr(model, name)))
+        setattr(model, name, _looped(name, getattr(model, name)))
 
 
 def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,12 +99,12 @@ def _training(model: Any, strategy: Any) -> Training:
     )
 
 
-def _looped(method: Callable[..., Any]) -> Callable[..., Any]:
+def _looped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def looped(model: Any, *args: Any, **kwargs: Any) -> Any:
         training = _trained_by.get(model)
         if training is None:
             return method(model, *args, **kwargs)
-        return training.call(method, args, kwargs)
+        return training.call(name, method, args, kwargs)
 
     return looped

@@ -1,0 +1,135 @@
+"""Data that Keras does not know: `zs.data.Dataset`, and leased datasets.
+
+Keras gets `Tokens` in their place, a `keras.utils.PyDataset` of nothing, and runs its
+loop over them; the batches of the steps come from here. So the loop ends where the data
+do, whatever Keras knows of their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import keras
+import numpy as np
+
+from zstrat.coordinator import LeasedDataset
+from zstrat.data import Dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+    """So many batches of nothing; without end if the number is None."""
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self._count = count
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray]:
+        return (np.zeros((1, 1), "float32"),)
+
+
+class Draw(NamedTuple):
+    """Stands for a batch that a worker draws from a leased dataset; ``specs`` are those
+    of all batches that there are, which differ in their rows."""
+
+    iterator: Any
+    specs: tuple[Any, ...]
+
+
+class DatasetSource:
+    """The batches of a `zs.data.Dataset`, which this process reads."""
+
+    def __init__(self, dataset: Dataset, *, endless: bool) -> None:
+        self._dataset: Final = dataset
+        self._endless: Final = endless
+        self._batches: Iterator[Any] | None = None
+        size = dataset.cardinality()
+        self.count = size if size >= 0 else None
+        """Batches of an epoch; None: unknown, or infinite."""
+        self.example: Final = next(iter(dataset))
+
+    def begin(self) -> None:
+        """Begins an epoch. With ``steps_per_epoch`` it continues where the last one
+        ended."""
+        if not self._endless:
+            self._batches = None
+
+    def __iter__(self) -> DatasetSource:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._dataset)
+        return next(self._batches)
+
+
+class LeaseSource:
+    """The batches of a leased dataset, which workers read."""
+
+    def __init__(self, data: LeasedDataset) -> None:
+        self._data = data
+        self._iterator: Any = data.begin(from_start=True)
+        whole = self._iterator.element_spec
+        rows = jax.tree.leaves(whole)[0].shape[0]
+        self._epochs: Iterator[Any] = iter(self._iterator.epochs)
+        epoch = next(self._epochs)
+        total = epoch.examples
+        self.count: int = epoch.steps
+        self.example: Final = whole
+        sizes = {min(rows, total)}
+        if total % rows and self.count * rows > total:
+            sizes.add(total % rows)
+        self._specs = tuple([_resized(whole, size) for size in sorted(sizes)])
+        self._steps: Iterator[int] | None = iter(epoch)
+        self._is_fresh = True
+
+    def begin(self) -> None:
+        """Begins an epoch.
+
+        Raises:
+            ValueError: The dataset has no further one.
+        """
+        if self._is_fresh:
+            self._is_fresh = False
+            return
+        epoch = next(self._epochs, None)
+        if epoch is None:
+            raise ValueError(
+                f"{self._data!r} has no further epoch: create it with epochs=None, for "
+                "as many as fit asks for"
+            )
+        self._steps = iter(epoch)
+
+    def __iter__(self) -> LeaseSource:
+        return self
+
+    def __next__(self) -> Draw:
+        assert self._steps is not None
+        next(self._steps)
+        return Draw(self._iterator, self._specs)
+
+
+def _resized(spec: Any, rows: int) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
+    )
+
+
+def require_no_weights(given: dict[str, Any]) -> None:
+    """Checks that nothing is to be added to batches that Keras does not see.
+
+    Raises:
+        NotImplementedError: Class weights are.
+    """
+    if given.get("class_weight") is not None:
+        raise NotImplementedError(
+            "class_weight with a zs.data.Dataset or a leased dataset: give the weights "
+            "of examples as a third array, (x, y, weights)"
+        )
