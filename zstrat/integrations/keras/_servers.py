@@ -50,10 +50,10 @@ class ServerTraining(Training):
         args = self.learning_rate(), *batch.arrays
         return self._coordinator.schedule(prepared, args=args)
 
-    def source_of(self, data: Any, *, endless: bool) -> Source | None:
+    def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
         if isinstance(data, LeasedDataset):
-            return LeaseSource(data)
-        return super().source_of(data, endless=endless)
+            return LeaseSource(data, repeats=mode != "train")
+        return super().source_of(mode, data, endless=endless)
 
     def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
         if mode == "predict":

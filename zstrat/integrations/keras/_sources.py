@@ -71,24 +71,28 @@ class DatasetSource:
 
 
 class LeaseSource:
-    """The batches of a leased dataset, which workers read."""
+    """The batches of a leased dataset, which workers read.
 
-    def __init__(self, data: LeasedDataset) -> None:
-        self._data = data
-        self._iterator: Any = data.begin(from_start=True)
-        whole = self._iterator.element_spec
-        rows = jax.tree.leaves(whole)[0].shape[0]
-        self._epochs: Iterator[Any] = iter(self._iterator.epochs)
-        epoch = next(self._epochs)
-        total = epoch.examples
+    Args:
+        repeats: Begins a new pass when the epochs of one are over: for validation.
+    """
+
+    def __init__(self, data: LeasedDataset, *, repeats: bool) -> None:
+        self._data, self._repeats = data, repeats
+        epoch = self._open()
+        whole = self.example = self._iterator.element_spec
+        rows, total = jax.tree.leaves(whole)[0].shape[0], epoch.examples
         self.count: int = epoch.steps
-        self.example: Final = whole
         sizes = {min(rows, total)}
         if total % rows and self.count * rows > total:
             sizes.add(total % rows)
         self._specs = tuple([_resized(whole, size) for size in sorted(sizes)])
-        self._steps: Iterator[int] | None = iter(epoch)
-        self._is_fresh = True
+        self._first: Any = epoch
+
+    def _open(self) -> Any:
+        self._iterator: Any = self._data.begin(from_start=True)
+        self._epochs: Iterator[Any] = iter(self._iterator.epochs)
+        return next(self._epochs)
 
     def begin(self) -> None:
         """Begins an epoch.
@@ -96,10 +100,10 @@ class LeaseSource:
         Raises:
             ValueError: The dataset has no further one.
         """
-        if self._is_fresh:
-            self._is_fresh = False
-            return
-        epoch = next(self._epochs, None)
+        epoch, self._first = self._first, None
+        epoch = epoch or next(self._epochs, None)
+        if epoch is None and self._repeats:
+            epoch = self._open()
         if epoch is None:
             raise ValueError(
                 f"{self._data!r} has no further epoch: create it with epochs=None, for "
@@ -111,7 +115,6 @@ class LeaseSource:
         return self
 
     def __next__(self) -> Draw:
-        assert self._steps is not None
         next(self._steps)
         return Draw(self._iterator, self._specs)
 

@@ -206,7 +206,7 @@ class Training(abc.ABC):
     def wait(self) -> None:
         """Waits until all that was started has ended, on workers too."""
 
-    def source_of(self, data: Any, *, endless: bool) -> Source | None:
+    def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
         """Returns data that Keras does not know, to be read here."""
         if isinstance(data, Dataset):
             return DatasetSource(data, endless=endless)
@@ -304,7 +304,7 @@ class Training(abc.ABC):
         sources: dict[str, Source] = {}
         for argument, mode in modes.items():
             endless = given.get(_STEPS[name, argument]) is not None
-            source = self.source_of(given.get(argument), endless=endless)
+            source = self.source_of(mode, given.get(argument), endless=endless)
             if source is not None:
                 sources[mode] = source
                 given[argument] = Tokens(source.count)
