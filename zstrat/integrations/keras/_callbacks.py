@@ -36,7 +36,7 @@ class Scheduling(Protocol):
         """Delivers the batches of all steps that were scheduled."""
 
 
-class _Last(Callback):
+class _Last(Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps the logs of an epoch as the callbacks before it leave them."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Last(Callback):
         self.logs = logs or {}
 
 
-class InOrder(CallbackList):
+class InOrder(CallbackList):  # type: ignore[misc]
     """The callbacks of a call of `fit`, `evaluate` or `predict`.
 
     Args:

@@ -87,6 +87,9 @@ class ReplicaTraining(Training):
                 )
         return made
 
+    def wait(self) -> None:
+        """Does nothing: `start` has waited."""
+
     def _parts(self, batch: Batch) -> list[Batch]:
         """Divides a batch among the replicas of all processes."""
         replicas = self.strategy.num_replicas_in_sync
@@ -123,7 +126,7 @@ class ReplicaTraining(Training):
             part = Batch(batch.treedef, tuple(arrays))
             step = steps[part.key]
             results = step.function(*values(params), *values(state), *arrays)
-            if step.gradients:
+            if step.gradients and optimizer is not None:
                 share = part.rows / total
                 grads = [grad * share for grad in results[: step.gradients]]
                 optimizer.apply_gradients(grads, params, learning_rate=rate)

@@ -13,11 +13,11 @@ import jax
 import keras
 import numpy as np
 
-from zstrat.coordinator import LeasedDataset
-from zstrat.data import Dataset
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from zstrat.coordinator import LeasedDataset
+    from zstrat.data import Dataset
 
 
 class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
@@ -51,9 +51,9 @@ class DatasetSource:
         self._endless: Final = endless
         self._batches: Iterator[Any] | None = None
         size = dataset.cardinality()
-        self.count = size if size >= 0 else None
+        self.count: int | None = size if size >= 0 else None
         """Batches of an epoch; None: unknown, or infinite."""
-        self.example: Final = next(iter(dataset))
+        self.example: Any = next(iter(dataset))
 
     def begin(self) -> None:
         """Begins an epoch. With ``steps_per_epoch`` it continues where the last one
@@ -80,11 +80,12 @@ class LeaseSource:
     def __init__(self, data: LeasedDataset, *, repeats: bool) -> None:
         self._data, self._repeats = data, repeats
         epoch = self._open()
-        whole = self.example = self._iterator.element_spec
+        self.example: Any = self._iterator.element_spec
+        whole = self.example
         rows, total = jax.tree.leaves(whole)[0].shape[0], epoch.examples
-        self.count: int = epoch.steps
+        self.count: int | None = epoch.steps
         sizes = {min(rows, total)}
-        if total % rows and self.count * rows > total:
+        if total % rows and epoch.steps * rows > total:
             sizes.add(total % rows)
         self._specs = tuple([_resized(whole, size) for size in sorted(sizes)])
         self._first: Any = epoch
@@ -120,9 +121,8 @@ class LeaseSource:
 
 
 def _resized(spec: Any, rows: int) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
-    )
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return jax.tree.map(lambda x: kind((rows, *x.shape[1:]), x.dtype), spec)
 
 
 def require_no_weights(given: dict[str, Any]) -> None:

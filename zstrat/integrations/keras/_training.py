@@ -95,12 +95,16 @@ class Pending:
 class Output:
     """One of the arrays that a model predicts for some batches, when it is there."""
 
-    def __init__(self, pending: Pending, leaf: int, complete: Callable[..., None]):
+    def __init__(
+        self, pending: Pending, leaf: int, complete: Callable[[Pending], None]
+    ) -> None:
         self._pending, self._leaf, self._complete = pending, leaf, complete
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self._complete(self._pending)
-        leaves = [jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs]
+        leaves = [
+            jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs
+        ]
         array: np.ndarray = np.concatenate(leaves)
         return array if dtype is None else array.astype(dtype)
 
@@ -203,6 +207,7 @@ class Training(abc.ABC):
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates the variables of the model, with these first values."""
 
+    @abc.abstractmethod
     def wait(self) -> None:
         """Waits until all that was started has ended, on workers too."""
 
@@ -265,9 +270,8 @@ class Training(abc.ABC):
         """
         iterator = self._sources.get(mode, iterator)
         steps = [self._scheduled(mode, next(iterator))]
-        further = self.model.steps_per_execution - 1
-        for data in itertools.islice(iterator, further):
-            steps.append(self._scheduled(mode, data))
+        further = itertools.islice(iterator, self.model.steps_per_execution - 1)
+        steps.extend(self._scheduled(mode, data) for data in further)
         pending = Pending(mode, steps)
         self._is_moved |= mode == "train"
         self._is_counted |= mode != "predict"
@@ -373,7 +377,6 @@ class Training(abc.ABC):
                     self._callbacks.deliver(pending.mode, begin, end, pending.logs)
         finally:
             self._is_delivering = False
-
 
     def _push_values(self) -> None:
         """Sends the values of Keras' variables that have been assigned."""

@@ -42,22 +42,22 @@ _trained_by: Final[weakref.WeakKeyDictionary[Any, Training]] = (
 )
 
 
-def install() -> None:
-    """Wraps the methods of `keras.Model`, once.
-
-    Raises:
-        RuntimeError: Keras does not compute with jax.
-        ImportError: Keras is too old or too new.
-    """
+def install() -> bool:
+    """Wraps the methods of `keras.Model`; returns whether they were not yet."""
     model: Any = keras.Model
     if getattr(model, "_zstrat_is_watched", False):
-        return
-    check()
+        return False
     model._zstrat_is_watched = True
     model.__new__ = staticmethod(_noted(model.__new__))
-    model.compile = _compiled(model.compile)
+    # In the classes that define them: Keras compares `compile` of a model with that.
+    owners = {
+        name: next(each for each in model.__mro__ if name in vars(each))
+        for name in ("compile", *_LOOPS)
+    }
+    owners["compile"].compile = _compiled(model.compile)
     for name in _LOOPS:
-        setattr(model, name, _looped(name, getattr(model, name)))
+        setattr(owners[name], name, _looped(name, getattr(model, name)))
+    return True
 
 
 def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +79,7 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             _trained_by.pop(model, None)
             return
+        check()
         training = _training(model, strategy)
         take_over(model, training)
         _trained_by[model] = training
@@ -93,9 +94,10 @@ def _training(model: Any, strategy: Any) -> Training:
         return ReplicaTraining(model, strategy)
     raise NotImplementedError(
         f"fit of a Keras model under {strategy!r:.100}: use a "
-        "zs.ParameterServerStrategy or a (MultiWorker)MirroredStrategy; or compile outside of the scope, to train in this "
-        "process alone; or train with model.stateless_call in a step of your own, which "
-        "runs under every strategy (docs/libraries.md)"
+        "zs.ParameterServerStrategy, a MirroredStrategy or a "
+        "MultiWorkerMirroredStrategy; or train with model.stateless_call in a step of "
+        "your own, which runs under every strategy (docs/libraries.md); or make and "
+        "compile the model outside of the scope, to train in this process alone"
     )
 
 
