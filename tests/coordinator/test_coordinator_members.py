@@ -360,7 +360,7 @@ def test_a_pause_counts_for_ten_seconds_and_not_for_more():
     assert rate_of(ends, 1001.0) == pytest.approx(10, rel=0.02)
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(400, 0.02), (2000, 0.002)])
+@pytest.mark.parametrize(("count", "seconds"), [(200, 0.02), (500, 0.002)])
 def test_a_slow_worker_is_hardly_waited_for_at_the_end(count, seconds):
     """In virtual time: three workers and one that is five times slower make so many
     closures in little more than if they could share out each of them."""
@@ -388,4 +388,4 @@ def test_a_slow_worker_is_hardly_waited_for_at_the_end(count, seconds):
         members.ended(members.members[place], 1, now)
         running -= 1
     ideal = count * seconds / sum(1 / each for each in slowness)
-    assert now <= 1.1 * ideal, now / ideal
+    assert now <= 1.05 * ideal, now / ideal
