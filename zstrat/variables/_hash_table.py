@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import operator
-import secrets
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import numpy as np
@@ -67,7 +66,7 @@ class HashTable(AbstractVariable):
         dtype: Default: float32.
         initializer: Makes first values: `zs.initializers.uniform` (the default, from
             -0.05 to 0.05), ``normal`` or ``constant``; its own seed is not used.
-        seed: Default: a random one.
+        seed: The same program has the same first values each time it runs.
         admission: Which ids get a row (`zs.admission`). Default: all.
         eviction: Which rows `evict` drops (`zs.eviction`).
         trainable: Whether it is among the ``trainable_variables`` of a module.
@@ -89,7 +88,7 @@ class HashTable(AbstractVariable):
         dim: int | Sequence[int],
         dtype: Any = None,
         initializer: Initializer | None = None,
-        seed: int | None = None,
+        seed: int = 0,
         *,
         admission: Admission | None = None,
         eviction: Eviction | None = None,
@@ -416,12 +415,11 @@ def _require_rules(
         )
 
 
-def _mixed(seed: int | None, name: str) -> int:
+def _mixed(seed: int, name: str) -> int:
     """Returns the seed of a table: tables of other names have other first values."""
-    number = secrets.randbits(63) if seed is None else operator.index(seed)
-    letters = np.frombuffer(name.encode().ljust(-(-len(name.encode()) // 8) * 8), "<i8")
-    mixed = np.array([number % 2**63], np.int64)
-    for word in letters:
+    text = name.encode()
+    mixed = np.array([operator.index(seed) % 2**63], np.int64)
+    for word in np.frombuffer(text.ljust(-(-len(text) // 8) * 8), "<i8"):
         mixed = hashes_of(mixed ^ word).view(np.int64)
     return int(mixed[0]) & (2**63 - 1)
 
