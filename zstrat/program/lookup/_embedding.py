@@ -62,9 +62,10 @@ def embedding_lookup(
     request for each such level. The rows are those from before the step.
 
     Args:
-        params: A `Variable`, a `ShardedVariable`, an array, or a list of variables or
-            arrays that are the parts of a table.
+        params: A `Variable`, a `ShardedVariable`, a `HashTable`, an array, or a list of
+            variables or arrays that are the parts of a table.
         ids: Integers of any shape, in ``[0, rows of the table)``: an array, or lists.
+            Of a `HashTable` any of 64 bits.
         max_norm: Rows of a larger L2 norm are scaled down to it.
         partition_strategy: The order of the rows of a list: ``"div"``, one part after
             the other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
@@ -244,8 +245,8 @@ def _parts(params: Any) -> Sequence[Any]:
     wrong = [type(part).__name__ for part in parts if not isinstance(part, kinds)]
     if wrong:
         raise TypeError(
-            "embedding_lookup takes a zs.Variable, a zs.ShardedVariable, an array, or "
-            f"a list of variables or arrays; got {wrong[0]}"
+            "embedding_lookup takes a zs.Variable, a zs.ShardedVariable, a "
+            f"zs.HashTable, an array, or a list of variables or arrays; got {wrong[0]}"
         )
     return parts
 

@@ -5,7 +5,8 @@ lower half of integers, and rounds floats. The remaining number may be the id of
 row. So inputs that ids of lookups or indices of updates are computed from are checked
 before a step runs, and refused if they do not fit. Ids that are inputs themselves
 (`zstrat.program.lookup._rows_program`) keep their 64 bits, and are compared with the
-table. Any other downcast that changes a number is warned about once.
+table; ids of hashed tables keep them behind what the step computes, too (`_wide`). Any
+other downcast that changes a number is warned about once.
 
 Law of the file: it refuses nothing else; a batch may have hashes of 64 bits that are
 not ids. It checks integers in every step until one was downcast, because numbers grow;
