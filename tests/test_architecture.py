@@ -73,7 +73,7 @@ DOORS = {
     "ray": ("zstrat.launch.fleet._ray", "zstrat.integrations.ray"),
     "yaml": "zstrat.launch.manifests",
     "safetensors": "zstrat.checkpoint",
-    "xxhash": ("zstrat.checkpoint", "zstrat.data._hash_ids"),
+    "xxhash": ("zstrat.checkpoint", "zstrat.ids"),
     "grain": "zstrat.data",
     "pyarrow": "zstrat.data.files._parquet",
     "orbax": "zstrat.saving",

@@ -14,7 +14,6 @@ from zstrat.coordinator import RemoteValueStatus as RemoteValueStatus
 from zstrat.coordinator import log_scalar as log_scalar
 from zstrat.coordinator import profile as profile
 from zstrat.data import InputContext as InputContext
-from zstrat.data import hash_ids as hash_ids
 from zstrat.errors import AlreadyExistsError as AlreadyExistsError
 from zstrat.errors import BusyError as BusyError
 from zstrat.errors import CancelledError as CancelledError
@@ -43,6 +42,7 @@ from zstrat.errors import UnavailableError as UnavailableError
 from zstrat.errors import VersionMismatchError as VersionMismatchError
 from zstrat.errors import WorkerLostError as WorkerLostError
 from zstrat.errors import ZstratError as ZstratError
+from zstrat.ids import hash_ids as hash_ids
 from zstrat.launch import LocalCluster as LocalCluster
 from zstrat.launch import Server as Server
 from zstrat.program import Function as Function
@@ -125,7 +125,9 @@ from zstrat.variables import ShardedVariable as ShardedVariable
 from zstrat.variables import Variable as Variable
 from zstrat.variables import VariableAggregation as VariableAggregation
 from zstrat.variables import VariableSynchronization as VariableSynchronization
+from zstrat.variables import admission as admission
 from zstrat.variables import create_variables as create_variables
+from zstrat.variables import eviction as eviction
 from zstrat.variables import partitioners as partitioners
 from zstrat.variables import values as values
 

@@ -59,10 +59,18 @@ def fetched_late(
     return fetch, lambda: sorted({*namespace, *homes})
 
 
-def install_integration(library: str) -> None:
-    """Imports what zstrat has for another library, and installs it there. For a program
-    that has imported the library; a package on a low floor cannot import what has it."""
-    importlib.import_module(f"zstrat.integrations.{library}.hooks").install()
+def install_integration(library: str, has: str) -> bool:
+    """Installs what zstrat has for another library, if the program has imported it;
+    returns whether that had not been done. For packages on low floors, which cannot
+    import it.
+
+    Args:
+        has: A name that the library has when it is imported completely.
+    """
+    if getattr(sys.modules.get(library), has, None) is None:
+        return False
+    hooks = importlib.import_module(f"zstrat.integrations.{library}.hooks")
+    return bool(hooks.install())
 
 
 def homes_of(package: str) -> dict[str, tuple[str, str]]:

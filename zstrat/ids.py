@@ -11,17 +11,18 @@ numpy alone: this is used where jax is not loaded.
 from __future__ import annotations
 
 import math
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
-
-from zstrat.rows import Runs
 
 BUCKETS: Final = 4096
 """Buckets of a table: what servers exchange, and what a table is divided into in
 files."""
 
 _BUCKET_SHIFT: Final = np.uint64(64 - BUCKETS.bit_length() + 1)
+
+PADDING: Final = 1 - 2**31
+"""The id that look-ups take for padding."""
 
 _WEYL: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -53,34 +54,6 @@ def hashes_of(ids: np.ndarray) -> np.ndarray:
 def buckets_of(hashes: np.ndarray) -> np.ndarray:
     """Returns the bucket of each hash, from 0 to `BUCKETS` - 1, as intp."""
     return (hashes >> _BUCKET_SHIFT).view(np.int64)
-
-
-def id_runs(ids: np.ndarray) -> Runs:
-    """Groups equal ids ``[n]`` of int64; ``unique`` ascends by the hash."""
-    bits = len(ids).bit_length()
-    if not len(ids):
-        none = np.empty(0, np.intp)
-        return Runs(ids, none, none, none)
-    # Upper bits of the hash and position in one number: sorting that is four times as
-    # fast as a stable argsort.
-    hashes = hashes_of(ids)
-    position = np.uint64(2**bits - 1)
-    keyed = hashes & ~position
-    keyed |= np.arange(len(ids), dtype=np.uint64)
-    keyed.sort()
-    order = (keyed & position).view(np.int64)
-    keyed &= ~position
-    ordered = ids.take(order)
-    first = np.empty(len(ids), bool)
-    first[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    if np.any(first[1:] & (keyed[1:] == keyed[:-1])):  # by chance, of different ids
-        order = np.argsort(hashes, kind="stable")
-        ordered = ids.take(order)
-        np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    counts = np.diff(starts, append=len(ids))
-    return Runs(ordered.take(starts), order, starts, counts)
 
 
 @final
@@ -137,3 +110,52 @@ class IdGenerator:
         """Returns ``[n, width]`` random words."""
         counters = np.arange(1, width + 1, dtype=np.uint64) * _WEYL
         return mixed(self._keys[:, None] ^ counters)
+
+
+def hash_ids(values: Any, *, seed: int = 0) -> np.ndarray:
+    """Returns an id for each of some texts, bytes or integers: int64 of their shape,
+    the same on every machine. A table of any id (`zs.HashTable`) needs no list of the
+    texts that may come: two of a billion have the same id with a chance of 3 %.
+
+    Texts are hashed in UTF-8 by XXH3 [Collet 2019], integers by their eight bytes as a
+    signed little-endian number: an integer and its text have different ids. It runs in
+    input pipelines (``dataset.map``); jax has no texts.
+
+    Args:
+        values: A text, or an array or nested lists of equal lengths.
+        seed: Texts of another feature get other ids with another seed, so that several
+            features may share a table.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    import xxhash
+
+    array = np.asarray(values)
+    if array.dtype.kind in "iu" and array.size:
+        words = array.astype(np.int64).astype("<i8").reshape(-1)
+        parts = [word.tobytes() for word in words]
+    elif array.dtype.kind in "SUO" or not array.size:
+        parts = [_bytes(value) for value in array.reshape(-1).tolist()]
+    else:
+        raise TypeError(
+            f"hash_ids takes texts, bytes or integers, got {array.dtype.name}: round "
+            "numbers to integers, or divide their range into bins (np.digitize)"
+        )
+    hashes = [xxhash.xxh3_64_intdigest(part, seed) for part in parts]
+    ids = np.array(hashes, np.uint64).view(np.int64).reshape(array.shape)
+    ids[ids == PADDING] += 1
+    return ids
+
+
+def _bytes(value: Any) -> bytes:
+    match value:
+        case str():
+            return value.encode()
+        case bytes():
+            return value
+        case int() if not isinstance(value, bool) and -(2**63) <= value < 2**63:
+            return value.to_bytes(8, "little", signed=True)
+    raise TypeError(
+        f"hash_ids takes texts, bytes or integers of 64 bits, got {value!r:.80}"
+    )

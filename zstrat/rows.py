@@ -72,6 +72,33 @@ def runs(indices: np.ndarray) -> Runs:
     return Runs(ordered.take(starts), order, starts, counts)
 
 
+def hashed_runs(ids: np.ndarray, hashes: np.ndarray) -> Runs:
+    """Groups equal ids ``[n]`` of int64; ``unique`` ascends by the hash, uint64, of
+    which different ids have different ones."""
+    bits = len(ids).bit_length()
+    if not len(ids):
+        none = np.empty(0, np.intp)
+        return Runs(ids, none, none, none)
+    # Upper bits of the hash and position in one number, as in `runs`.
+    position = np.uint64(2**bits - 1)
+    keyed = hashes & ~position
+    keyed |= np.arange(len(ids), dtype=np.uint64)
+    keyed.sort()
+    order = (keyed & position).view(np.int64)
+    keyed &= ~position
+    ordered = ids.take(order)
+    first = np.empty(len(ids), bool)
+    first[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    if np.any(first[1:] & (keyed[1:] == keyed[:-1])):  # by chance, of different ids
+        order = np.argsort(hashes, kind="stable")
+        ordered = ids.take(order)
+        np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    counts = np.diff(starts, append=len(ids))
+    return Runs(ordered.take(starts), order, starts, counts)
+
+
 def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
     """Returns the sum of the rows of each index, ``[unique, ...]``; below 32 bits in
     float32, rounded once."""

@@ -358,3 +358,34 @@ def test_the_rate_is_of_the_last_ten_seconds():
 def test_a_pause_counts_for_ten_seconds_and_not_for_more():
     ends = [0.0, *(1000 + n / 100 for n in range(100))]
     assert rate_of(ends, 1001.0) == pytest.approx(10, rel=0.02)
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(200, 0.02), (500, 0.002)])
+def test_a_slow_worker_is_hardly_waited_for_at_the_end(count, seconds):
+    """In virtual time: three workers and one that is five times slower make so many
+    closures in little more than if they could share out each of them."""
+    slowness = [1, 1, 5, 1]
+    members = Members([f"/job:worker/task:{n}" for n in range(4)])
+    members.start(0.0)
+    for place in range(4):
+        members.connected(place, 1)
+        members.build(place, 0)
+        members.built(place, 1, 0)
+    waiting, running, now = closures(count), 0, 0.0
+    ends: list[tuple[float, int]] = []
+    free_at = [0.0] * 4
+    while waiting or ends:
+        for grant in members.grants(len(waiting), 0, running):
+            given, waiting = waiting[: grant.count], waiting[grant.count :]
+            members.dispatched(grant.member, given, now)
+            running += len(given)
+            place = grant.member.place
+            for closure in given:
+                free_at[place] = max(free_at[place], now) + seconds * slowness[place]
+                heapq.heappush(ends, (free_at[place], closure.step, place))
+        now, step, place = heapq.heappop(ends)
+        del members.members[place].in_flight[step]
+        members.ended(members.members[place], 1, now)
+        running -= 1
+    ideal = count * seconds / sum(1 / each for each in slowness)
+    assert now <= 1.05 * ideal, now / ideal

@@ -19,6 +19,7 @@ from zstrat.coordinator.rounds import CoordinatorParts, RoundClosing
 from zstrat.errors import (
     ClosedError,
     InvalidArgumentError,
+    NotFoundError,
     PSUnavailableError,
     UnavailableError,
 )
@@ -186,6 +187,24 @@ async def test_operands_that_cannot_be_computed_are_an_error():
     (error,) = rig.raised
     assert isinstance(error, UnavailableError)
     assert "of two trees" in str(error)
+    assert not rig.closed
+    await rig.closing.stop()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
+    """A server that has lost it refuses the order; others may have applied it, unless
+    operands were to be computed first."""
+    rig = Rig(2, zs.Rounds(), failures=1)
+    missing = "/job:ps/task:1 has lost what run 1 of step 2 has contributed"
+    rig.failure = rig.refusal = NotFoundError(missing)
+    await rig.contribute(1, 2, 0, coupled=coupled)
+    await rig.contribute(0, 1, 0, coupled=coupled)
+    (error,) = rig.raised
+    assert isinstance(error, UnavailableError)
+    for words in (missing, "step 1 of worker 0", "step 2 of worker 1", "checkpoint"):
+        assert words in str(error)
+    assert ("may differ" in str(error)) is not coupled
     assert not rig.closed
     await rig.closing.stop()
 

@@ -41,7 +41,7 @@ def load(code: bytes) -> object:
 
 
 def store_with(
-    name: str = "", *keys: int, row=(WIDTH,), dtype="f4", gradients=None, **rules
+    name: str = "", *keys: int, row=(WIDTH,), dtype="f4", given=None, **rules
 ):
     """A store of tables, and with an optimizer that moves each."""
     store = Store(OptimizerEngine(load), task="/job:ps/task:0")
@@ -51,7 +51,7 @@ def store_with(
         run(store, store.plan_optimizer(1, name, name.encode()))
         kind = (TALL, *row), np.dtype(dtype)
         tree = {f"w{key:03}": ((key,), *kind) for key in keys or (1,)}
-        bind(store, 1, binding(OPTIMIZERS[name](), tree, gradients))
+        bind(store, 1, binding(OPTIMIZERS[name](), tree, given))
     return store
 
 

@@ -72,7 +72,7 @@ def test_a_table_moves_as_a_variable_with_the_same_first_rows(name):
 def test_tables_of_other_dtypes(value, gradient):
     import ml_dtypes  # noqa: F401 (names bfloat16)
 
-    store = store_with("adam", dtype=value, gradients=gradient)
+    store = store_with("adam", dtype=value, given=gradient)
     start = first_rows(range(20), dtype=value)
     create_in(store, [VariableEntry(9, "dense", True, True)], [start])
     bind_each(store, 1, OPTIMIZERS["adam"](), [9], gradient)

@@ -35,7 +35,7 @@ def known(store):
 
 
 def test_a_row_is_born_by_the_push_that_makes_the_count_full():
-    store = store_with("sgd", count=3)
+    store = store_with("sgd", gradients=3)
     train(store, [1, 2], number=1)
     assert not train(store, [1, 2], number=1).applied  # it comes again
     look_up(store, [1, 2, 3])
@@ -61,7 +61,7 @@ def test_a_row_is_born_by_the_push_that_makes_the_count_full():
 
 
 def test_an_id_that_is_assigned_or_removed_waits_no_longer():
-    store = store_with("sgd", count=2)
+    store = store_with("sgd", gradients=2)
     train(store, [1, 2, 3])
     step(store, (1, SET, np.array([1]), np.ones((1, WIDTH), "f4")))
     step(store, (1, REMOVE, np.array([2])))
@@ -71,7 +71,7 @@ def test_an_id_that_is_assigned_or_removed_waits_no_longer():
 
 
 def test_a_push_that_fails_is_not_counted(monkeypatch):
-    store = store_with("momentum", count=2, tracks=True)
+    store = store_with("momentum", gradients=2, tracks=True)
     train(store, [1])
     train(store, [1])
     table = store.variables[1].table
@@ -153,7 +153,7 @@ def test_rows_are_evicted_by_norm_in_some_buckets():
 
 
 def test_ids_that_wait_are_no_more_than_fit():
-    store = store_with("sgd", count=9)
+    store = store_with("sgd", gradients=9)
     for turn in range(5):
         train(store, range(turn * 10, 60))
     push_to(store, eviction(0, EvictionRule.WAITING, 25))
@@ -195,7 +195,7 @@ def test_an_eviction_that_is_none_is_refused(operand):
         store.plan_push(push((1, EVICT, operand)))
 
 
-@pytest.mark.parametrize("rules", [{"count": 0}, {"chance": 0.0}, {"chance": np.nan}])
+@pytest.mark.parametrize("rules", [{"gradients": 0}, {"chance": 0.0}, {"chance": np.nan}])
 def test_rules_that_admit_nothing_are_refused(rules):
     with pytest.raises(InvalidArgumentError, match="'t1'"):
         store_with("sgd", **rules)

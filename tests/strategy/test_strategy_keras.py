@@ -1,5 +1,5 @@
-"""A Keras model that is made in a scope trains without the strategy, and says so. A
-module with its two methods stands for Keras; the example runs with the real one."""
+"""A Keras model that a step calls keeps its values, and says so. A module with a class
+of layers stands for Keras; tests/integrations has the real one."""
 
 import sys
 import types
@@ -9,58 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import zstrat as zs
-
-
-@pytest.fixture
-def model(monkeypatch):
-    keras = types.ModuleType("keras")
-
-    class Model:
-        def compile(self, loss=None):
-            return f"compiled {loss}"
-
-        def fit(self, x):
-            self.evaluate(x)  # as Keras does with data for validation
-            return f"fitted {x}"
-
-        def evaluate(self, x):
-            return f"evaluated {x}"
-
-        predict = train_on_batch = test_on_batch = predict_on_batch = evaluate
-
-    keras.Model = Model
-    monkeypatch.setitem(sys.modules, "keras", keras)
-    return Model
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        *("compile", "fit", "evaluate", "predict"),
-        *("train_on_batch", "test_on_batch", "predict_on_batch"),
-    ],
-)
-def test_a_model_in_a_scope(model, call):
-    strategy = zs.OneDeviceStrategy("CPU:0")
-    words = rf"model\.{call} of Keras in .*stateless_call.*examples/keras_ps\.py"
-    with (
-        strategy.scope(),
-        strategy.scope(),
-        pytest.warns(zs.KerasWarning, match=words) as warned,
-    ):
-        done = getattr(model(), call)("it")
-    assert done in {"compiled it", "fitted it", "evaluated it"}
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
-
-
-def test_outside_of_scopes_nothing_is_said(model):
-    with zs.OneDeviceStrategy("CPU:0").scope():
-        pass
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert model().compile(loss="mse") == "compiled mse"
-        assert model().fit(3) == "fitted 3"
 
 
 def test_a_keras_that_is_just_being_imported(monkeypatch):

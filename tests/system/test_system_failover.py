@@ -19,6 +19,8 @@ from zstrat.testing import DaemonCluster, leak_check
 pytestmark = pytest.mark.processes
 
 SLOTS = 160
+NUMBERS = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, SLOTS)
+"""The ids that the steps look up in a table of any id: one each."""
 SETTINGS = Settings(timeouts=Timeouts(liveness=3.0, reconnect=0.5))
 """Frozen servers are missed sooner than by default."""
 
@@ -39,15 +41,19 @@ class Training:
             rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
             sgd = zs.Optimizer(optax.adagrad(0.5, initial_accumulator_value=0.0))
             self.own = zs.Variable(0.0, name="own")
+            self.any = zs.HashTable(2, initializer=zs.initializers.constant(0.0))
+            plain = zs.Optimizer(optax.sgd(1.0))
         self.counts, self.rows, self.step = counts, rows, 0
         self.checkpoint = zs.Checkpoint(counts=counts, rows=rows, sgd=sgd)
 
         @zs.function
-        def bump(i):
+        def bump(i, number):
             for count in counts:
                 count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
             looked_up = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, i[None])))
             sgd.apply_gradients([(looked_up(rows), rows)])
+            born = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, number)))
+            plain.apply_gradients([(born(self.any), self.any)])
             return i
 
         self._bump = bump
@@ -57,7 +63,8 @@ class Training:
         self.step += count
         self.own.assign_add(1.0)
         return [
-            self.coordinator.schedule(self._bump, args=(np.int32(i),)) for i in numbers
+            self.coordinator.schedule(self._bump, args=(np.int32(i), NUMBERS[i]))
+            for i in numbers
         ]
 
     def paired(self):
@@ -78,6 +85,9 @@ class Training:
             np.testing.assert_array_equal(count, want)
         moved = np.where(want, 0.5, 1.0)[:, None]
         np.testing.assert_allclose(self.rows, np.tile(moved, 2), rtol=1e-5)
+        assert len(self.any) == self.step
+        born = np.tile(-want[:, None], 2)
+        np.testing.assert_array_equal(self.any.lookup(NUMBERS), born)
         assert float(self.own) == owns
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import programs
 import pytest
-from killed_program import SLOTS, Counting
+from killed_program import IDS, SLOTS, Counting
 from system_worlds import all_running
 
 import zstrat as zs
@@ -73,6 +73,7 @@ def test_planned_restarts_lose_nothing_and_double_nothing(local, caplog):
         for count in work.counts:
             assert count.numpy().sum() == count.numpy()[:300].sum() == 300
             assert count.numpy().max() == 1
+        work.check_table()
         assert mine.numpy() == 300
     assert not list(local.state.iterdir())
     assert "ps/task:1 at" in caplog.text
@@ -119,6 +120,10 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
         assert (count[:41] == 1).all(), "what was acknowledged is there"
         assert count.max() == 1, "what was under way has had its effect once at most"
         assert not count[100:].any()
+    born = work.table.lookup(IDS[:, 0])[:, 0]
+    assert (born[:41] == 1).all()
+    assert born.max() == 1
+    assert not born[100:].any()
     work.schedule(range(100, 130))
     work.coordinator.join()
     for count, old in zip(work.counts, before, strict=True):
@@ -138,6 +143,7 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
         work.schedule(range(SLOTS))
         work.coordinator.join()
         assert all((count.numpy() == 1).all() for count in work.counts)
+        work.check_table()
     with zs.ParameterServerStrategy(local.resolver, resume="run") as strategy:
         assert not strategy.resumed  # the one before was closed
 
@@ -191,6 +197,7 @@ def check(work, count):
     for each in work.counts:
         assert each.numpy()[:count].min() == each.numpy().max() == 1
         assert not each.numpy()[count:].any()
+    work.check_table()
 
 
 def test_nothing_is_lost_whoever_is_stopped(local):

@@ -50,10 +50,14 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
             counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
             rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
             adagrad = zs.Optimizer(optax.adagrad(0.1))
+            born = zs.HashTable(1, initializer=zs.initializers.constant(0.0))
+            sgd = zs.Optimizer(optax.sgd(1.0))
             ended = zs.Variable(7.0, name="ended", per_worker_variable=True)
 
         @zs.function
-        def bump(i):
+        def bump(i, number):
+            looked_up = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, number)))
+            sgd.apply_gradients([(looked_up(born), born)])
             for count in counts:
                 count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
             ended.assign_add(1.0)
@@ -62,9 +66,13 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
             return i
 
         def bumps(numbers):
-            return [coordinator.schedule(bump, args=(np.int32(i),)) for i in numbers]
+            args = [(np.int32(i), ids[i]) for i in numbers]
+            return [coordinator.schedule(bump, args=each) for each in args]
 
-        checkpoint = zs.Checkpoint(counts=counts, rows=rows, adagrad=adagrad)
+        ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, SLOTS)
+        checkpoint = zs.Checkpoint(
+            counts=counts, rows=rows, adagrad=adagrad, born=born, sgd=sgd
+        )
         manager = zs.CheckpointManager(checkpoint, tmp_path, 3)
         values = bumps(range(50))
         coordinator.join()
@@ -86,6 +94,8 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         np.testing.assert_array_equal(a, b)
         moved = rows.numpy()[:, 0] < 1
         np.testing.assert_array_equal(moved, a == 1)
+        np.testing.assert_array_equal(born.lookup(ids)[:, 0], -a)
+        assert len(born) == a.sum()
         assert a.sum() == SLOTS - metrics["steps_lost"]
         assert set(a[:50]) == {1}, "what the checkpoint has"
         assert set(a[50:100]) == {0}, "what had ended after it"

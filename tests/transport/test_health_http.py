@@ -359,7 +359,7 @@ def test_histograms_are_told_as_prometheus_counts_them():
     assert not [key for key in found if key[2:] in (("odd",), ("n",))]
 
 
-def test_rounds_are_told_by_optimizer_and_worker():
+def test_rounds_and_leases_have_labels_for_optimizer_dataset_and_worker():
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -371,16 +371,22 @@ def test_rounds_are_told_by_optimizer_and_worker():
         "dropped": {"worker:1": 3},
         "waited_for": {"worker:0": {"rounds": 5, "seconds": 0.25}},
     }
+    data = {"epoch": 1, "done": 7, "open": 2, "total": None, "workers": {"worker:1": 2}}
     values = {"coordinator": {"largest_lead": 2, "rounds": {"adam": adam, "odd": 3}}}
+    values["coordinator"]["leases"] = {"data": data, "odd": 3}
     with living(Thing(values=values), "chief:0"), zs.serve_http(0) as server:
         _, text = get(server.address, "/metrics")
     found = {
         (sample.name, *sorted({**sample.labels, "task": ""}.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if "round" in sample.name or "lead" in sample.name
+        if any(word in sample.name for word in ("round", "lead", "lease"))
     }
     assert found == {
+        ("zstrat_lease_epoch", "", "data"): 1,
+        ("zstrat_lease_examples_done", "", "data"): 7,
+        ("zstrat_leases_open", "", "data"): 2,
+        ("zstrat_leases_held", "", "data", "worker:1"): 2,
         ("zstrat_largest_lead", ""): 2,
         ("zstrat_rounds_closed_total", "", "adam"): 9,
         ("zstrat_rounds_per_second", "", "adam"): 1.5,

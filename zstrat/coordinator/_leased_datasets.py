@@ -253,6 +253,12 @@ class LeasedEpoch:
         with self._core.engine.lock:
             return self._book.left_of(self.number)
 
+    @property
+    def examples(self) -> int:
+        """The number of examples, those of a last batch that is left out included."""
+        with self._core.engine.lock:
+            return self._book.size
+
     def require_leased(self, before: int) -> int:
         """Returns how many leases the pass has given so far; a loop goes on only if
         these are more than ``before``, or it would have no end.

@@ -494,6 +494,8 @@ class Queue:
         """Leases what these closures draw; returns those that have it. The others wait,
         or end."""
         leased = self._leased.lease(taken)
+        if leased is None:
+            return taken
         for closure in leased.parked:
             self.running -= 1
             closure.attempt -= 1

@@ -15,7 +15,6 @@ from ._elements import Elements as Elements
 from ._elements import ending as ending
 from ._foreign import is_huggingface as is_huggingface
 from ._foreign import parse_no_flags as parse_no_flags
-from ._hash_ids import hash_ids as hash_ids
 from ._indexed_pass import IndexedPass as IndexedPass
 from ._leased import Lease as Lease
 from ._leased import LeasedElements as LeasedElements

@@ -33,7 +33,7 @@ from ._operation import FileThread, ProgressBar, run_blocking
 from ._save import saved_components
 from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
-from ._tensors import ids_name, logical_tensors, stored_graph
+from ._tensors import IDS, beside_name, logical_tensors, stored_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -122,7 +122,9 @@ def _values_graph(source: Any) -> Graph:
 
 async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> None:
     async with FileThread() as disk, PinnedSnapshot(components, []) as pinned:
-        logicals = logical_tensors(graph, pinned)
+        logicals = [
+            each for each in logical_tensors(graph, pinned) if each.leaf in ("", IDS)
+        ]
         infos = [
             TensorInfo(each.name or each.variable.value.name, each.dtype, each.shape)
             for each in logicals
@@ -158,7 +160,12 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     variables = [node for node in nodes if node.kind == "variable"]
-    names = [n for node in variables for n in (node.tensor, node.ids) if n]
+    names = [
+        name
+        for node in variables
+        for name in (node.tensor, node.beside.get(IDS, ""))
+        if name
+    ]
     return [(n, manifest.tensors[n]) for n in names if n != SAVE_COUNTER]
 
 
@@ -199,7 +206,7 @@ async def _read(
         for node in graph.variables:
             if isinstance(node.value, HashTable):
                 ids, rows = await asyncio.to_thread(_all_rows, node.value)
-                found += [(node.path, rows), (ids_name(node), ids)]
+                found += [(node.path, rows), (beside_name(node, IDS), ids)]
             else:
                 value = await asyncio.to_thread(node.value.numpy)
                 found.append((node.path or node.value.name, value))

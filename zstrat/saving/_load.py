@@ -141,15 +141,14 @@ def sorted_loads(
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
     for load in loads:
         if isinstance(load.variable, HashTable):
-            if load.ids is not None:
+            if load.beside is not None:
                 tensors = table_tensors(folder, load, loads)
-                for component in load.variable.components:
-                    cluster = cluster_of(component)
+                for part in load.variable.components:
+                    cluster, ps = cluster_of(part), part.spec.ps
                     assert cluster is not None
-                    ps = component.spec.ps
                     new = cluster, LoadingServer(ps)
                     _, server = servers.setdefault((id(cluster), ps), new)
-                    server.tables.append(TableLoad(component.spec, tensors))
+                    server.tables.append(TableLoad(part.spec, tensors))
             continue
         start = 0
         for component in load.variable.components:

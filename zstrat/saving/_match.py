@@ -20,6 +20,7 @@ from zstrat.variables import AbstractVariable, HashTable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
 from ._slot_names import matched_slots
+from ._tensors import IDS
 from ._windows import RestoredWindows
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ class Load(NamedTuple):
     """A stored tensor for a variable: its value (``optimizer`` None), or the slot
     ``leaf``. ``tensor`` None: the optimizer has its initial state for this variable.
     A tensor that is not whole leaves other rows of a value as they are; those of a
-    slot get their initial value. ``ids``: of a table, the ids of the rows of its
-    value."""
+    slot get their initial value. ``beside``: what a table has beside its value, by what
+    it is: the ids of its rows (`IDS`), and more."""
 
     variable: AbstractVariable
     optimizer: Optimizer | None
     leaf: str
     tensor: StoredTensor | None
-    ids: StoredTensor | None = None
+    beside: Mapping[str, StoredTensor] | None = None
 
 
 @dataclass(slots=True)
@@ -236,7 +237,7 @@ class Matching:
     ) -> None:
         tensor = self._tensors[node.tensor]
         shape, dtype = variable.shape, variable.dtype.name
-        if isinstance(variable, HashTable) or node.ids:
+        if isinstance(variable, HashTable) or node.beside:
             self._table(variable, node, path, found)
         elif tensor.dtype != dtype or not self._fits(tensor, shape):
             more = tensor.dtype == dtype and _has_grown(tensor, shape)
@@ -256,7 +257,7 @@ class Matching:
         at = f"  {words(variable)} at {path}: the checkpoint has {tensor}"
         if not isinstance(variable, HashTable):
             found.wrong.append(f"{at} with ids: restore it into a zs.HashTable")
-        elif not node.ids:
+        elif IDS not in node.beside:
             found.wrong.append(
                 f"{at} without ids: restore it into a variable, and give its rows ids "
                 "with table.assign(numpy.arange(rows), variable.numpy())"
@@ -267,8 +268,8 @@ class Matching:
         ):
             found.wrong.append(at)
         else:
-            ids = self._tensors[node.ids]
-            found.loads.append(Load(variable, None, "", tensor, ids))
+            beside = {leaf: self._tensors[n] for leaf, n in node.beside.items()}
+            found.loads.append(Load(variable, None, "", tensor, beside))
 
     def _fits(self, tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
         return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))

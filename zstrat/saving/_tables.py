@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from zstrat.ids import buckets_of, hashes_of
+from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
+
+from ._tensors import COUNTS, IDS, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.checkpoint import CheckpointFiles, StoredPiece, StoredTensor
-    from zstrat.variables import VariableSpec
+    from zstrat.variables import AbstractVariable, VariableSpec
 
     from ._match import Load
     from ._operation import FileThread
     from ._servers import AskedCluster
+
+USES: Final = ".uses"
+"""What a server calls the last uses of rows, and `CLOCK` the time of a part."""
+
+CLOCK: Final = ".clock"
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that one message sends, about."""
@@ -38,22 +46,38 @@ class TableLoad(NamedTuple):
 
 def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[TableTensor]:
     """Returns what a checkpoint has of a table: values and slots, beside their ids."""
-    assert value.ids is not None
-    found: list[TableTensor] = []
+    beside, found = value.beside, list[TableTensor]()
+    assert beside is not None
+    for leaf, ids in _kept(value.variable).items():
+        if leaf in beside:
+            found += _tensors_of(folder, 0, leaf, beside[leaf], beside.get(ids))
     for load in loads:
         if load.variable is not value.variable or load.tensor is None:
             continue
         number = 0 if load.optimizer is None else load.optimizer.id
-        tensor = load.tensor
-        if not tensor.by_rows:  # equal in all parts, as they count the same steps
-            piece = tensor.pieces[0]
-            path = os.path.join(folder, piece.file)
-            found.append(TableTensor(number, load.leaf, path, piece.name, ""))
-            continue
-        for piece in tensor.pieces:
-            path, ids = os.path.join(folder, piece.file), _ids_of(piece, value.ids)
-            found.append(TableTensor(number, load.leaf, path, piece.name, ids))
+        found += _tensors_of(folder, number, load.leaf, load.tensor, beside[IDS])
     return found
+
+
+def _kept(table: AbstractVariable) -> dict[str, str]:
+    """Returns what else a table keeps of its ids, each with what has their ids."""
+    assert isinstance(table, HashTable)
+    uses = {USES: IDS, CLOCK: ""} if table.tracks else {}
+    return uses | ({COUNTS: WAITING} if table.counts else {})
+
+
+def _tensors_of(
+    folder: str, number: int, leaf: str, tensor: StoredTensor, ids: StoredTensor | None
+) -> Iterator[TableTensor]:
+    if not tensor.by_rows:  # equal in all parts, as they count the same steps
+        piece = tensor.pieces[0]
+        path = os.path.join(folder, piece.file)
+        yield TableTensor(number, leaf, path, piece.name, "")
+        return
+    assert ids is not None
+    for piece in tensor.pieces:
+        path = os.path.join(folder, piece.file)
+        yield TableTensor(number, leaf, path, piece.name, _ids_of(piece, ids))
 
 
 def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 IDS: Final = ".ids"
 """What the ids of a table's rows are called, where a slot has its name."""
 
+WAITING: Final = ".waiting"
+"""Likewise the ids that have no row yet; `COUNTS` has as many."""
+
+COUNTS: Final = ".counts"
+
 
 class LogicalPiece(NamedTuple):
     """Rows ``[start, stop)`` of a logical tensor, under ``name`` in its file."""
@@ -42,8 +47,8 @@ class LogicalPiece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Logical:
     """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
-    also whose it is: ``optimizer`` and where in its state. ``leaf`` is `IDS` for the
-    ids of a table."""
+    also whose it is: ``optimizer`` and where in its state. What a table has beside its
+    value has a ``leaf`` and no optimizer: `IDS` and others."""
 
     variable: ObjectNode
     optimizer: ObjectNode | None
@@ -56,7 +61,7 @@ class Logical:
     @property
     def name(self) -> str:
         if self.optimizer is None:
-            return ids_name(self.variable) if self.leaf else self.variable.path
+            return beside_name(self.variable, self.leaf)
         return slot_name(self.optimizer.path, self.variable.path, self.leaf)
 
     @property
@@ -82,7 +87,14 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
         at.setdefault(key, {}).setdefault(number, {})[leaf] = each
     found = [_logical(node, None, "", at) for node in graph.variables]
     tables = [x for x in graph.variables if isinstance(x.value, HashTable)]
-    found += [_logical(node, None, IDS, at) for node in tables]
+    for node in tables:
+        leaves = {
+            leaf: None
+            for component in node.value.components
+            for leaf in at[component.spec.key][0]
+            if leaf
+        }
+        found += [_logical(node, None, leaf, at) for leaf in leaves]
     for optimizer in [*graph.optimizers, *graph.local_optimizers]:
         for variable in graph.variables:
             slots = [
@@ -94,8 +106,9 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
     return found
 
 
-def ids_name(table: ObjectNode) -> str:
-    return f"{table.path}/{IDS}".removeprefix("/")
+def beside_name(variable: ObjectNode, leaf: str) -> str:
+    """Names a value, or what a table has beside it."""
+    return f"{variable.path}/{leaf}".removeprefix("/") if leaf else variable.path
 
 
 def slot_name(optimizer: str, variable: str, leaf: str) -> str:
@@ -119,13 +132,14 @@ def _logical(
     if optimizer is not None:
         name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
     elif leaf:
-        name = ids_name(variable)
+        name = beside_name(variable, leaf)
     components = variable.value.components
     pieces, start = [], 0
     for index, component in enumerate(components):
         shape: Sequence[int] = component.shape
         if component.spec.buckets is not None:
-            shape = at[component.spec.key][0][IDS].entry.shape
+            counts = WAITING if leaf in (WAITING, COUNTS) else IDS
+            shape = at[component.spec.key][0][counts].entry.shape
         stop = start + (shape[0] if shape else 0)
         pinned = at[component.spec.key].get(number, {}).get(leaf)
         if pinned is not None:
@@ -134,7 +148,7 @@ def _logical(
         start = stop
     first = pieces[0].pinned.entry
     # All components of a variable are cut alike, so the first one says it for all.
-    by_rows = optimizer is None or first.rows
+    by_rows = first.rows or (optimizer is None and leaf in ("", WAITING, COUNTS))
     whole = tuple(first.shape)
     if by_rows and whole:
         whole = (start, *whole[1:])
@@ -146,9 +160,10 @@ def _logical(
 class StoredNode(NamedTuple):
     """An object of the program that wrote the checkpoint.
 
-    ``children``: places in the list of all. ``ids``: the tensor with the ids of the
-    rows of a table. ``slots`` of an optimizer: place of a
-    variable -> path in its state -> tensor. ``state`` of an iterator: its place; of an
+    ``children``: places in the list of all. ``beside``: the tensors that a table has
+    beside its value, by what they are (`IDS` and others). ``slots`` of an optimizer:
+    place of a variable -> path in its state -> tensor. ``state`` of an iterator: its
+    place; of an
     optimizer: `Optimizer.state_classes`, which checkpoints of before do not have; of a
     `LocalOptimizer`: its ``round``.
     """
@@ -159,7 +174,7 @@ class StoredNode(NamedTuple):
     tensor: str
     slots: Mapping[int, Mapping[str, str]]
     state: Mapping[str, Any]
-    ids: str = ""
+    beside: Mapping[str, str]
 
 
 def plain_graph(
@@ -171,12 +186,16 @@ def plain_graph(
     `StoredNode.state` of iterators and optimizers, by their paths."""
     number = {id(node): place for place, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
+    beside: dict[int, dict[str, str]] = {}
     for logical in logicals:
+        if logical.optimizer is None and logical.leaf:
+            own_place = number[id(logical.variable)]
+            beside.setdefault(own_place, {})[logical.leaf] = logical.name
         if logical.optimizer is not None:
             own = slots.setdefault(number[id(logical.optimizer)], {})
             # A text, as JSON has no other keys.
-            beside = own.setdefault(str(number[id(logical.variable)]), {})
-            beside[logical.leaf] = logical.name
+            leaves = own.setdefault(str(number[id(logical.variable)]), {})
+            leaves[logical.leaf] = logical.name
     nodes = []
     for place, node in enumerate(graph.nodes):
         plain: dict[str, Any] = {"kind": node.kind, "path": node.path}
@@ -184,8 +203,8 @@ def plain_graph(
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
-        if isinstance(node.value, HashTable):
-            plain["ids"] = ids_name(node)
+        if place in beside:
+            plain["beside"] = beside[place]
         if states.get(node.path) or node.kind == "iterator":
             plain["state"] = states[node.path]
         if place in slots:
@@ -213,15 +232,17 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
             try:
                 slots = {int(k): dict(v) for k, v in plain.get("slots", {}).items()}
                 state = dict(plain.get("state", {}))
-                ids = plain.get("ids", "")
-                node = StoredNode(kind, path, dict(children), tensor, slots, state, ids)
+                beside = dict(plain.get("beside", {}))
+                node = StoredNode(
+                    kind, path, dict(children), tensor, slots, state, beside
+                )
             except (TypeError, ValueError, AttributeError):
                 pass
             else:
                 places = {*node.children.values(), *slots}
                 names = {n for leaves in slots.values() for n in leaves.values()}
                 names |= {tensor} if kind == "variable" else set()
-                names |= {ids} if ids else set()
+                names |= {*node.beside.values()}
                 if places <= set(range(count)) and names <= set(manifest.tensors):
                     return node
     raise DataLossError(file, "", f"damaged object: {plain!r:.80}")

@@ -8,8 +8,8 @@ of Keras train as the strategy says. Nothing of Keras is imported here.
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+import warnings
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -69,9 +69,7 @@ class Scope(Generic[_Entered]):
         self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
-        # Not imported: a program without Keras must not pay for it.
-        if getattr(sys.modules.get("keras"), "Model", None) is not None:
-            install_integration("keras")
+        install_integration("keras", "Model")
         return self._strategy
 
     def __exit__(self, *exc: object) -> None:
@@ -80,6 +78,12 @@ class Scope(Generic[_Entered]):
         pop(frame)
         self._entered.pop()
         creator.put_back(before)
+        if install_integration("keras", "Model"):
+            words = (
+                "keras was imported in strategy.scope(): models that were compiled in "
+                "it train in this process alone. Import keras before the scope"
+            )
+            warnings.warn(words, KerasWarning, stacklevel=2)
 
 
 class ReplicaContext(AbstractReplicaContext):

@@ -49,7 +49,8 @@ class Metric:
         help: Its meaning.
         of: The jobs that report it. A program that shares the parameter servers of a
             chief is called "program"; a worker from its program's view is a "member",
-            the rounds of an optimizer are "rounds", a worker there a "contributor".
+            the rounds of an optimizer are "rounds", a worker there a "contributor";
+            a leased dataset is "leases", a worker that has some a "holder".
         path: The keys in the report that lead to it.
         prometheus: Its name in Prometheus; "" if it is not exported.
     """
@@ -223,6 +224,15 @@ per_s rounds_per_second Rounds closed a second, of the last seconds.
 +dropped round_contributions_dropped Those of them without effect.
 +rounds round_waits Rounds that a worker was the last to contribute to.
 +seconds:seconds round_waited_seconds Seconds that rounds waited for a worker alone.
+[leases]
+epoch lease_epoch The first epoch of a leased dataset that is not over.
+total lease_examples Examples of a leased dataset in all its epochs.
+done lease_examples_done Those of them that are applied.
+skipped lease_examples_skipped Those of them that failed and are left out.
+open leases_open Leases that steps have.
+to_lease_again leases_returned Leases that came back, to be handed out again.
+[holder]
+held leases_held Leases that the steps of a worker have.
 [member]
 in_flight coordinator_worker_in_flight Closures a worker has.
 +completed coordinator_worker_completed Closures a worker did.

@@ -1,5 +1,7 @@
 """Variables: handles, storages, optimizers, and their behaviour in traced steps."""
 
+from . import admission as admission
+from . import eviction as eviction
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._abstract import AbstractVariable
+    from .admission import Admission
+    from .eviction import Eviction
     from .gradients._slots import OptimizerHandle
 
 
@@ -128,6 +130,8 @@ class TableRequest:
     seed: int
     name: str
     trainable: bool
+    admission: Admission | None
+    eviction: Eviction | None
 
 
 @runtime_checkable

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import numpy as np
 
-from zstrat.ids import BUCKETS, hashes_of
+from zstrat.ids import BUCKETS, IdGenerator, hashes_of
 from zstrat.initializers import Initializer, uniform
-from zstrat.wire import UpdateOp
+from zstrat.wire import EvictionRule, UpdateOp
 
 from . import _convert
 from ._abstract import AbstractVariable
@@ -29,6 +29,8 @@ from ._spec import VariableSpec
 from ._storage import KeepsTables, update_all, update_all_async
 from ._table import IndexedSlices, Table, TableLayout
 from ._tracing import recorder, refuse_read, refuse_update
+from .admission import Admission
+from .eviction import Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 
 BUCKET_ROWS: Final = 2**18
 """Nominal rows of a bucket: a table has 2**30."""
+
+_SLICE: Final = 16384
+"""Rows of a part that one update looks at to evict some: about a millisecond."""
 
 _BATCH: Final = 4 * 2**20
 """Bytes of rows that `HashTable.items` reads at a time, about."""
@@ -63,6 +68,8 @@ class HashTable(AbstractVariable):
         initializer: Makes first values: `zs.initializers.uniform` (the default, from
             -0.05 to 0.05), ``normal`` or ``constant``; its own seed is not used.
         seed: Default: a random one.
+        admission: Which ids get a row (`zs.admission`). Default: all.
+        eviction: Which rows `evict` drops (`zs.eviction`).
         trainable: Whether it is among the ``trainable_variables`` of a module.
 
     Raises:
@@ -71,8 +78,10 @@ class HashTable(AbstractVariable):
         TypeError: ``initializer`` is not one of `zs.initializers`.
     """
 
-    __slots__ = ("__weakref__", "_components", "_table")
+    __slots__ = ("__weakref__", "_admission", "_components", "_eviction", "_table")
+    _admission: Admission
     _components: tuple[Variable, ...]
+    _eviction: Eviction | None
     _table: Table
 
     def __new__(
@@ -82,6 +91,8 @@ class HashTable(AbstractVariable):
         initializer: Initializer | None = None,
         seed: int | None = None,
         *,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         trainable: bool = True,
         name: str | None = None,
     ) -> HashTable:
@@ -97,8 +108,11 @@ class HashTable(AbstractVariable):
             )
         kind = _convert.as_dtype("float32" if dtype is None else dtype, name)
         _require_rows(rows, row, kind, name)
-        request = TableRequest(row, kind, rows, _mixed(seed, name), name, trainable)
-        made: HashTable = create_table(request)
+        _require_rules(admission, eviction, name)
+        seed = _mixed(seed, name)
+        made: HashTable = create_table(
+            TableRequest(row, kind, rows, seed, name, trainable, admission, eviction)
+        )
         return made
 
     @property
@@ -108,6 +122,16 @@ class HashTable(AbstractVariable):
     @property
     def table(self) -> Table:
         return self._table
+
+    @property
+    def tracks(self) -> bool:
+        """Whether servers note when rows have gradients, for `evict`."""
+        return self._eviction is not None and self._eviction.tracks
+
+    @property
+    def counts(self) -> bool:
+        """Whether servers count gradients of ids that have no row yet."""
+        return self._admission.gradients > 1
 
     @property
     def dim(self) -> int:
@@ -166,6 +190,60 @@ class HashTable(AbstractVariable):
         """
         await update_all_async(self._removed(ids))
         return self
+
+    def evict(self) -> Self:
+        """Drops the rows that the rule of ``eviction=`` chooses, a slice of the table
+        at a time, between pushes; and forgets ids that wait for their row, if too many
+        do (``admission.count(n, waiting=)``). Training goes on meanwhile. Call it every
+        so many steps, from the program.
+
+        Raises:
+            ValueError: The table has no such rule.
+            RuntimeError: In a step.
+            PSUnavailableError: A parameter server is gone.
+        """
+        for updates in self._evicted():
+            update_all(updates)
+        return self
+
+    async def evict_async(self) -> Self:
+        """`evict`, without blocking the running loop.
+
+        Cancellation: some slices of the table may have been done.
+        """
+        for updates in self._evicted():
+            await update_all_async(updates)
+        return self
+
+    def _evicted(self) -> Iterator[list[StorageUpdate]]:
+        """Makes the updates of one eviction: of all parts, slice by slice."""
+        rules = [] if self._eviction is None else [self._eviction]
+        if self._admission.waiting is not None:
+            most = float(self._admission.waiting)
+            rules.append(Eviction(EvictionRule.WAITING, most))
+        if not rules:
+            raise ValueError(
+                f"{self._table} has no rule of eviction: create it with eviction=, one "
+                "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
+            )
+        rows, _ = self._kept().table_sizes(self._components)
+        slices = max(1, -(-rows // (_SLICE * len(self._components))))
+        for number in range(slices):
+            updates: list[StorageUpdate] = []
+            for part in self._components:
+                assert part.spec.buckets is not None
+                first, end = part.spec.buckets
+                start = first + (end - first) * number // slices
+                stop = first + (end - first) * (number + 1) // slices
+                if start == stop:
+                    continue
+                for rule in rules:
+                    limit = rule.limit
+                    if rule.is_share:
+                        limit = math.ceil(limit * (stop - start) / BUCKETS)
+                    operand = np.array([rule.rule, limit, start, stop], np.float64)
+                    updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
+            yield updates
 
     def __len__(self) -> int:
         """Returns the number of rows that there are. Cost: one request to each server.
@@ -284,7 +362,8 @@ class HashTable(AbstractVariable):
         )
 
     def __reduce__(self) -> Any:
-        return hashed, (self._components, self.name)
+        rules = self._admission, self._eviction
+        return hashed, (self._components, self.name, *rules)
 
     def __repr__(self) -> str:
         spec = self._spec
@@ -294,12 +373,19 @@ class HashTable(AbstractVariable):
         )
 
 
-def hashed(components: Sequence[Variable], name: str) -> HashTable:
+def hashed(
+    components: Sequence[Variable],
+    name: str,
+    admission: Admission | None = None,
+    eviction: Eviction | None = None,
+) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)
+    table._admission = Admission() if admission is None else admission
+    table._eviction = eviction
     table._spec = VariableSpec(
         first.key,
         name,
@@ -312,6 +398,22 @@ def hashed(components: Sequence[Variable], name: str) -> HashTable:
         buckets=(0, BUCKETS),
     )
     return table
+
+
+def _require_rules(
+    admission: Admission | None, eviction: Eviction | None, name: str
+) -> None:
+    """Raises TypeError if a rule is something else."""
+    if not isinstance(admission, Admission | None):
+        raise TypeError(
+            f"table {name!r}: admission={admission!r:.80}: expected "
+            "zs.admission.count(n) or zs.admission.probability(p)"
+        )
+    if not isinstance(eviction, Eviction | None):
+        raise TypeError(
+            f"table {name!r}: eviction={eviction!r:.80}: expected "
+            "zs.eviction.steps(n), norm(x) or capacity(rows)"
+        )
 
 
 def _mixed(seed: int | None, name: str) -> int:
@@ -332,8 +434,6 @@ def _require_rows(
     Raises:
         ValueError: It does not make rows of single ids, or not in this dtype.
     """
-    from zstrat.ids import IdGenerator
-
     out = np.empty((1, *row), dtype)
     try:
         initializer.rows(IdGenerator(0, np.zeros(1, np.int64)), out)

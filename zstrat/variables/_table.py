@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.ids import buckets_of, hashes_of, id_runs
-from zstrat.rows import runs
+from zstrat.ids import PADDING, buckets_of, hashes_of
+from zstrat.rows import hashed_runs, runs
 
 from ._downcast import DowncastWarning, downcast_loss, user_stacklevel
 
@@ -110,7 +110,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-ABSENT: Final = 1 - 2**31
+ABSENT: Final = PADDING
 """The id of padding: it reads as zeros, and updates skip it. Shapes are fixed in steps,
 so padding cannot be removed. An id computed by mistake is unlikely to be this one."""
 
@@ -212,7 +212,8 @@ class Table:
     def runs(self, ids: np.ndarray) -> Runs:
         """Groups ids ``[n]`` that are inside of the table, in its order."""
         if self.is_hashed:
-            return id_runs(ids.astype(np.int64, copy=False))
+            ids = ids.astype(np.int64, copy=False)
+            return hashed_runs(ids, hashes_of(ids))
         return runs(ids)
 
     def cuts(self, ids: np.ndarray) -> list[int]:

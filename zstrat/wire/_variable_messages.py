@@ -107,8 +107,8 @@ class TableEntry(NamedTuple):
     """A part of a table of any id, which begins without rows. ``row`` is the shape of a
     row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value.
 
-    ``count``: the number of the push with whose gradient an id is born; earlier ones
-    are dropped. ``chance``: the share of all ids that are born at all. Updates but
+    ``gradients``: the number of the push with whose gradient an id is born; earlier
+    ones are dropped. ``chance``: the share of all ids that are born at all. Updates but
     those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
     how many, is noted for rules of eviction."""
 
@@ -118,7 +118,7 @@ class TableEntry(NamedTuple):
     dtype: str
     row: list[int]
     seed: int
-    count: int = 1
+    gradients: int = 1
     chance: float = 1.0
     tracks: bool = False
 

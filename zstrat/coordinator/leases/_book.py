@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 from zstrat.data import Lease
 from zstrat.errors import InvalidArgumentError
+from zstrat.wire import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,8 +60,8 @@ class LeaseBook:
         """Number of examples; 0: no worker has built the dataset."""
         self._epoch = self._next = self._end = 0
         """Where the next new lease begins, and where those of an epoch end."""
-        self._open: dict[int, Sequence[tuple[int, int, int]]] = {}
-        """By step: the fields of its leases."""
+        self._open: dict[int, bytes] = {}
+        """By step: its leases, as they are packed for workers."""
         self.applied: Final[Callable[[int], object]] = self._open.pop
         """Notes that the updates of a step are applied."""
         self._returned: deque[Lease] = deque()
@@ -102,7 +103,7 @@ class LeaseBook:
     @property
     def open(self) -> int:
         """The number of leases that steps have."""
-        return sum(map(len, self._open.values()))
+        return sum(map(len, self._open.values())) // LEASE.size
 
     @property
     def epoch(self) -> int:
@@ -149,18 +150,19 @@ class LeaseBook:
         is_new = epoch >= self._epoch and (self.epochs is None or epoch < self.epochs)
         return again + (-(-(self._end - start) // self._batch) if is_new else 0)
 
-    def lease_whole(self, steps: Sequence[int]) -> list[tuple[int, int, int]]:
+    def lease_whole(self, steps: Sequence[int], number: int) -> list[bytes]:
         """Leases a whole new batch to each of the first of these steps, as long as that
-        is what comes next, and returns the fields of the leases; `lease` does the rest.
-        Most leases go this way, which costs a step little."""
+        is what comes next, and returns the leases, packed with the ``number`` of the
+        dataset; `lease` does the rest. Most leases go this way, which costs a step
+        little."""
         if self._returned or self._failed:
             return []
-        start, batch, epoch = self._next, self._batch, self._epoch
+        start, batch, epoch, pack = self._next, self._batch, self._epoch, LEASE.pack
         count = min(len(steps), (self._end - start) // batch)
         self._next = stop = start + count * batch
         self.leased += count
-        leases = [(epoch, at, batch) for at in range(start, stop, batch)]
-        self._open.update([(s, (x,)) for s, x in zip(steps, leases, strict=False)])
+        leases = [pack(number, epoch, at, batch) for at in range(start, stop, batch)]
+        self._open.update(zip(steps, leases, strict=False))
         return leases
 
     def lease(self, step: int, count: int) -> Sequence[Lease]:
@@ -171,18 +173,18 @@ class LeaseBook:
                 self._returned.extendleft(reversed(drawn))
                 return ()
             drawn.append(lease)
-        self._open[step] = drawn
+        self._open[step] = b"".join([LEASE.pack(0, *lease) for lease in drawn])
         self.leased += count
         return drawn
 
     def skip(self, step: int) -> None:
         """Leaves the examples of a step out, which has failed."""
-        self.skipped += sum(size for _, _, size in self._open.pop(step))
+        self.skipped += sum(lease.size for lease in _unpacked(self._open.pop(step)))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
         """Leases the ranges of a step again, as it had no effect: those of one that has
         ``failed`` after all others of their epoch."""
-        leases = [Lease(*lease) for lease in self._open.pop(step)]
+        leases = _unpacked(self._open.pop(step))
         if failed:
             self._failed.extend(leases)
         else:
@@ -190,7 +192,7 @@ class LeaseBook:
 
     def held_by(self, step: int) -> Sequence[Lease]:
         """Returns the open leases of a step."""
-        return [Lease(*lease) for lease in self._open.get(step, ())]
+        return _unpacked(self._open.get(step, b""))
 
     def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
         """Returns what is not done, as JSON types; ``waiting`` are leases of steps
@@ -284,8 +286,8 @@ class LeaseBook:
         self._end = self._size - (self._size % self._batch if self._drops else 0)
 
     def _pending(self) -> list[Lease]:
-        held = [Lease(*lease) for leases in self._open.values() for lease in leases]
-        return [*held, *self._returned, *self._failed]
+        held = b"".join(self._open.values())
+        return [*_unpacked(held), *self._returned, *self._failed]
 
     def _draw(self) -> Lease | None:
         """Returns the next lease: one that came back, then a new one; of an epoch those
@@ -305,6 +307,10 @@ class LeaseBook:
         lease = Lease(self._epoch, self._next, size)
         self._next += size
         return lease
+
+
+def _unpacked(leases: bytes) -> list[Lease]:
+    return [Lease(*lease) for _, *lease in LEASE.iter_unpack(leases)]
 
 
 def gaps(leases: Iterable[Lease], epoch: int, stop: int, end: int) -> Iterator[Lease]:

@@ -52,21 +52,24 @@ class ClosureLeases(Generic[C]):
         self.parked = 0
         """The number of closures that wait."""
 
-    def lease(self, taken: list[C]) -> LeasedClosures[C]:
-        """Leases what these closures draw, but for those that have it."""
-        new = [closure for closure in taken if closure.draws and not closure.leases]
-        found: LeasedClosures[C] = LeasedClosures(taken, [], [])
-        if not new:
-            return found
-        draws = new[0].draws  # one object for all closures of a call
-        same = [closure for closure in new if closure.draws is draws]
-        leases = self._leases.lease_whole([closure.step for closure in same], draws)
-        for closure, lease in zip(same, leases, strict=False):
-            closure.leases = lease
-        if len(leases) == len(new):
-            return found
-        without = {c.step for c in new if not c.leases and not self._lease(c, found)}
-        return found._replace(ready=[c for c in taken if c.step not in without])
+    def lease(self, taken: list[C]) -> LeasedClosures[C] | None:
+        """Leases what these closures draw, but for those that have it; None: all of
+        them are ready."""
+        if not taken:
+            return None
+        draws = taken[-1].draws  # one object for all closures of a call
+        same = [each for each in taken if each.draws is draws and not each.leases]
+        if draws and len(same) == len(taken):
+            leases = self._leases.lease_whole([each.step for each in same], draws)
+            for closure, lease in zip(same, leases, strict=False):
+                closure.leases = lease
+            if len(leases) == len(taken):
+                return None
+        found: LeasedClosures[C] = LeasedClosures([], [], [])
+        for closure in taken:
+            if not closure.draws or closure.leases or self._lease(closure, found):
+                found.ready.append(closure)
+        return found
 
     def ended(self, closure: C, error: Exception | None) -> bool:
         """Notes how a closure with leases has ended. Returns True if its examples are

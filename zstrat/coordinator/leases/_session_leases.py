@@ -62,9 +62,8 @@ class SessionLeases:
         is simple; `lease` does the rest."""
         if len(draws) != 1 or draws[0].batches != 1:
             return []
-        resource, pack = draws[0].resource, LEASE.pack
-        leases = self.books[resource].lease_whole(steps)
-        return [pack(resource, *lease) for lease in leases]
+        resource = draws[0].resource
+        return self.books[resource].lease_whole(steps, resource)
 
     def lease(self, step: int, draws: Sequence[Draw]) -> bytes | int:
         """Leases what a step draws, and returns it packed for its worker; or the

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
 
+_NAMED: Final = 64
+"""Members of a round that its errors name at most."""
+
 FORMER: Final = -1
 """Stands for the workers of the program before, of which nothing is known."""
 
@@ -58,7 +61,10 @@ class ClosingRound:
 
     order: RoundOrder
     operands: Sequence[np.ndarray] | None
-    """What the optimizer computes from all gradients; None: it is not known yet."""
+    """What the optimizer computes from all gradients; None: it is not known yet, and no
+    server has the order."""
+    sources: str
+    """The members and their workers, for errors."""
 
 
 @final
@@ -159,7 +165,11 @@ class OptimizerRounds:
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
-        closing = ClosingRound(order, operands)
+        sources = [
+            f"step {each.member.step} of worker {each.worker}"
+            for each in sorted(found, key=lambda each: each.member)[:_NAMED]
+        ]
+        closing = ClosingRound(order, operands, ", ".join(sources))
         self.begin(self.number + 1)
         self.is_closing, self.is_left_open = True, False
         return closing

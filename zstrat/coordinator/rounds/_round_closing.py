@@ -267,11 +267,17 @@ class RoundClosing:
                 self._again_at = loop.time() + PAUSE
                 return
             log.exception("closing round %d of %r", order.number, rounds.name)
+            # No round is closed without a member that one server has lost: others have
+            # applied it by then, as asking all of them before would be a round trip
+            # more for each round.
+            effect = "no server has applied it"
+            if closing.operands is not None:
+                effect = "servers may differ now"
             words = (
                 f"round {order.number} of optimizer {rounds.name!r} could not be "
-                f"closed on all parameter servers, so they may differ now: "
-                f"{type(error).__name__}: {error}. Start the program again, without "
-                "resume=, and restore a checkpoint"
+                f"closed on all parameter servers, so {effect}: "
+                f"{type(error).__name__}: {error}. Its members are {closing.sources}. "
+                "Start the program again, without resume=, and restore a checkpoint"
             )
             engine.fail(UnavailableError(words), lasting=True)
         else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from keras.callbacks import CallbackList
+import keras
+from keras.callbacks import Callback, CallbackList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,11 +29,25 @@ class Scheduling(Protocol):
     def scheduled(self, begin: int, end: int) -> None:
         """Is called after a step with the numbers of its first and last batch."""
 
+    def begin(self, mode: str) -> None:
+        """Is called before the first step of an epoch."""
+
     def deliver_all(self) -> None:
         """Delivers the batches of all steps that were scheduled."""
 
 
-class InOrder(CallbackList):
+class _Last(Callback):  # type: ignore[misc]  # Keras has no types
+    """Keeps the logs of an epoch as the callbacks before it leave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: Mapping[str, Any] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs = logs or {}
+
+
+class InOrder(CallbackList):  # type: ignore[misc]
     """The callbacks of a call of `fit`, `evaluate` or `predict`.
 
     Args:
@@ -43,8 +58,10 @@ class InOrder(CallbackList):
     def __init__(self, scheduling: Scheduling, callbacks: Any, verbose: Any) -> None:
         self._scheduling, self._verbose = scheduling, verbose
         self._begin = 0
-        super().__init__(callbacks, add_progbar=verbose != 0)
-        self.is_empty: Final = not self.callbacks
+        self._last = _Last()
+        mine = keras.tree.flatten(callbacks) if callbacks else []
+        super().__init__([*mine, self._last], add_progbar=verbose != 0)
+        self.is_empty: Final = not mine and verbose == 0
 
     def set_params(self, params: Any) -> None:
         super().set_params({**params, "verbose": self._verbose} if params else params)
@@ -67,14 +84,25 @@ class InOrder(CallbackList):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._scheduling.deliver_all()
         super().on_epoch_end(epoch, logs)
+        # Keras copies the logs for a list; its history is to see what callbacks add.
+        logs.update(self._last.logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._scheduling.begin("train")
+        super().on_epoch_begin(epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()
+        self._scheduling.begin("test")
         super().on_test_begin(logs)
 
     def on_test_end(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()
         super().on_test_end(logs)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._scheduling.begin("predict")
+        super().on_predict_begin(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._scheduling.deliver_all()

@@ -71,7 +71,9 @@ class OptimizerState:
                 given, list(grads), list(values)
             )
             moves = [new - old for new, old in zip(after, values, strict=True)]
-            kept = [x for v, x in zip(variables, left, strict=True) if v is not self._rate]
+            kept = [
+                x for v, x in zip(variables, left, strict=True) if v is not self._rate
+            ]
             return moves + kept
 
         closed = traced(update, [*kinds, *state, *kinds, Kind((), "float32")])
@@ -79,17 +81,17 @@ class OptimizerState:
             program = Operations.of(closed)
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"optimizer {self._optimizer.name!r} of Keras computes {error.args[0]!r}"
-                ", which parameter servers cannot run for one variable alone; write "
+                f"optimizer {self._optimizer.name!r} of Keras computes "
+                f"{error.args[0]!r}, which parameter servers cannot run for one variable alone; write "
                 "the update without loops and callbacks, or take an optimizer of "
                 "keras.optimizers"
             ) from None
-        first = [_uniform(variable.numpy()) for variable in self.variables]
+        first = [_uniform(np.asarray(variable.value)) for variable in self.variables]
         return ShippedUpdate(program, tuple(zip(state, first, strict=True)))
 
     def is_fresh(self) -> bool:
         """Whether `ShippedUpdate.init` gives the present state."""
-        arrays = [variable.numpy() for variable in self.variables]
+        arrays = [np.asarray(variable.value) for variable in self.variables]
         return all((array == _uniform(array)).all() for array in arrays)
 
 

@@ -5,8 +5,8 @@ is imported, and says which Keras to install if one of these is gone:
 
 | name | what it is here |
 |---|---|
-| `_get_jax_state` | asked by Keras before the first step, and after each synchronization |
-| `_jax_state`, `_jax_state_synced` | whether Keras holds state that its variables lack |
+| `_get_jax_state` | called before the first step, and after each synchronization |
+| `_jax_state`, `_jax_state_synced` | whether there is state that variables lack |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
 `make_train_function`, `make_test_function`, `make_predict_function` and
@@ -48,8 +48,8 @@ def check() -> None:
     missing = [name for name in _METHODS if getattr(keras.Model, name, None) is None]
     if missing:
         raise ImportError(
-            f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains models "
-            f"of Keras {VERSIONS}. Install one of these, or train with "
+            f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains "
+            f"models of Keras {VERSIONS}. Install one of these, or train with "
             "model.stateless_call in a step of your own (docs/libraries.md)"
         )
 

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
-from zstrat.coordinator import ClusterCoordinator
+from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.program import function
-from zstrat.variables import Optimizer, create_variables, values
+from zstrat.variables import create_variables, values
 
-from ._optimizers import OptimizerState
 from ._shipped import ShippedStep
+from ._sources import Draw, LeaseSource
 from ._training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ._steps import Batch, TracedStep
-    from ._training import StepResult
+    from ._training import Source, StepResult
 
 
 class ServerTraining(Training):
@@ -37,97 +38,76 @@ class ServerTraining(Training):
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
         self._coordinator = ClusterCoordinator(strategy)
+        self._drawing: dict[Any, tuple[TracedStep, Any]] = {}
         spec = strategy.cluster_resolver.cluster_spec()
         self.workers = max(1, spec.num_tasks("worker"))
-        self._keras: list[Any] = []
-        self._known: list[Any] = []
-        self._variables: list[Any] = []
-        self._slots: OptimizerState | None = None
-        self._slots_known: list[Any] = []
-        self._optimizer: Optimizer | None = None
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        """Makes a step function of what was traced."""
-        shipped = ShippedStep.of(step.function, [*self._keras, *batch.arrays])
-        trained = len(self.model.trainable_variables)
-        if mode == "train":
-            self._make_optimizer()
-        return _step_function(
-            shipped, self._variables, trained, step, self._optimizer
-        )
+        programs = {batch.key[1]: self._shipped(step, batch)}
+        return self._step_function(step, programs, draws=False)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
-        rate = np.float32(0) if self._slots is None else self._slots.learning_rate()
-        return self._coordinator.schedule(prepared, args=(rate, *batch.arrays))
+        args = self.learning_rate(), *batch.arrays
+        return self._coordinator.schedule(prepared, args=args)
 
-    def push_values(self) -> None:
-        if not self._variables:
-            self._create()
-        for number, variable in enumerate(self._keras):
-            if variable.value is not self._known[number]:
-                self._known[number] = variable.value
-                self._variables[number].assign(np.asarray(variable.value))
-        if self._optimizer is not None and self._slots is not None:
-            now = [variable.value for variable in self._slots.variables]
-            if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
-                self._slots_known = now
-                self._optimizer.state = list(map(np.asarray, now))
+    def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
+        if isinstance(data, LeasedDataset):
+            return LeaseSource(data, repeats=mode != "train")
+        return super().source_of(mode, data, endless=endless)
 
-    def pull_values(self) -> None:
+    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        if mode == "predict":
+            raise NotImplementedError(
+                "predict of a leased dataset: its batches have no order. Give arrays "
+                "or a zs.data.Dataset"
+            )
+        key = mode, draw.specs
+        if key not in self._drawing:
+            made = [self.traced(mode, spec) for spec in draw.specs]
+            programs = {
+                batch.key[1]: self._shipped(step, batch) for step, batch in made
+            }
+            step, _ = made[0]
+            self._drawing[key] = step, self._step_function(step, programs, draws=True)
+        step, run = self._drawing[key]
+        args = self.learning_rate(), draw.iterator
+        return step, self._coordinator.schedule(run, args=args)
+
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        with self.strategy.scope():
+            made: list[Any] = create_variables(
+                [*trained, *others], name=self.model.name
+            )
+        return made
+
+    def wait(self) -> None:
         self._coordinator.join()
-        for number, value in enumerate(values(self._variables)):
-            self._keras[number].assign(value)
-            self._known[number] = self._keras[number].value
-        if self._optimizer is not None and self._slots is not None:
-            pairs = zip(self._slots.variables, self._optimizer.state, strict=True)
-            for variable, value in pairs:
-                variable.assign(value)
-            self._slots_known = [variable.value for variable in self._slots.variables]
 
-    def _create(self) -> None:
-        model = self.model
-        self._keras = [*model.trainable_variables, *model.non_trainable_variables]
-        self._known = [variable.value for variable in self._keras]
-        arrays = list(map(np.asarray, self._known))
-        with self.strategy.scope():
-            self._variables = create_variables(arrays, name=model.name)
+    def _shipped(self, step: TracedStep, batch: Batch) -> ShippedStep:
+        return ShippedStep.of(step.function, [*self.keras_variables, *batch.arrays])
 
-    def _make_optimizer(self) -> None:
-        if self._optimizer is not None:
-            return
-        model = self.model
-        slots = OptimizerState(model.optimizer)
-        trained = model.trainable_variables
-        shipped = slots.shipped(trained)
-        params = self._variables[: len(trained)]
-        with self.strategy.scope():
-            self._optimizer = Optimizer(shipped, model.optimizer.name, params=params)
-        self._slots = slots
-        self._slots_known = [variable.value for variable in slots.variables]
-        if not slots.is_fresh():
-            self._optimizer.state = list(map(np.asarray, self._slots_known))
+    def _step_function(
+        self, step: TracedStep, programs: Mapping[Any, ShippedStep], *, draws: bool
+    ) -> Any:
+        """Makes the step function; it draws its batch, or is called with it."""
+        optimizer, count = self.optimizer, len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        gradients, changed = step.gradients, step.changed
 
+        def keras_step(rate: Any, *arrays: Any) -> list[Any]:
+            if draws:
+                arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
+            shipped = programs[tuple([(x.shape, x.dtype) for x in arrays])]
+            before = values(state)
+            results = shipped(*values(params), *before, *arrays)
+            if gradients and optimizer is not None:
+                grads = results[:gradients]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            for at, after in zip(changed, results[gradients:], strict=False):
+                if state[at].dtype.kind in "iu":
+                    state[at].assign_add(after - before[at])
+                else:
+                    state[at].assign(after)
+            return results[gradients + len(changed) :]
 
-def _step_function(
-    shipped: ShippedStep,
-    variables: Sequence[Any],
-    trained: int,
-    step: TracedStep,
-    optimizer: Optimizer | None,
-) -> Any:
-    params, state = list(variables[:trained]), list(variables[trained:])
-    gradients, changed = step.gradients, step.changed
-
-    def keras_step(rate: Any, *arrays: Any) -> list[Any]:
-        before = values(state)
-        results = shipped(*values(params), *before, *arrays)
-        if gradients:
-            optimizer.apply_gradients(results[:gradients], params, learning_rate=rate)
-        for at, after in zip(changed, results[gradients:], strict=False):
-            if state[at].dtype.kind in "iu":
-                state[at].assign_add(after - before[at])
-            else:
-                state[at].assign(after)
-        return results[gradients + len(changed) :]
-
-    return function(keras_step)
+        return function(keras_step)

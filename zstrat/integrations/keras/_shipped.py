@@ -44,8 +44,9 @@ class Kind(NamedTuple):
     def of(array: Any) -> Kind:
         return Kind(tuple(array.shape), jnp.dtype(array.dtype).name)
 
-    def spec(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+    def spec(self) -> Any:
+        kind: Any = jax.ShapeDtypeStruct  # untyped
+        return kind(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ShippedStep:
             return [jnp.zeros(kind.shape, kind.dtype) for kind in self.outputs]
 
         template = export.export(jax.jit(alike), platforms=self.platforms)
-        made = dataclasses.replace(
+        made: Any = dataclasses.replace(
             template(*[kind.spec() for kind in self.inputs]),
             mlir_module_serialized=self.module,
             module_kept_var_idx=self.kept,
@@ -189,7 +190,8 @@ class _Flattening:
 
 def _operand(values: dict[Any, Any], var: Any) -> int | np.ndarray:
     if isinstance(var, Literal):
-        return np.asarray(var.val, var.aval.dtype)
+        aval: Any = var.aval
+        return np.asarray(var.val, aval.dtype)
     found: int | np.ndarray = values[var]
     return found
 

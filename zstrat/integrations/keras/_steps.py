@@ -8,6 +8,7 @@ the strategy stores the variables.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,7 +54,10 @@ class Batch:
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
 
 
-def _array(leaf: Any) -> np.ndarray:
+def _array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        given: Any = leaf  # untyped
+        return given.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
     try:
         array = np.asarray(leaf)
     except Exception as error:
@@ -97,9 +101,9 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
     """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
 
     Raises:
-        NotImplementedError: The step does what a strategy cannot follow: moves trainable
-            variables without ``self.optimizer.stateless_apply``, or has a metric that
-            does not add up; says what to write.
+        NotImplementedError: The step does what a strategy cannot follow: it moves
+            trainable variables without ``self.optimizer.stateless_apply``, or has a
+            metric that does not add up; says what to write.
     """
     trained, others = model.trainable_variables, model.non_trainable_variables
     metrics = [] if mode == "predict" else model.metrics_variables
@@ -144,14 +148,12 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
         cut = groups[0] + groups[1]
         return run(*arrays[:cut], *[jnp.zeros(*kind) for kind in zeros], *arrays[cut:])
 
-    return TracedStep(
-        function, number, tuple(changed), groups[2], form["returned"]
-    )
+    return TracedStep(function, number, tuple(changed), groups[2], form["returned"])
 
 
 def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
     ends = np.cumsum([0, *groups]).tolist()
-    parts = [list(arrays[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [list(arrays[a:b]) for a, b in itertools.pairwise(ends)]
     return [*parts, list(arrays[ends[-1] :])]
 
 

@@ -24,7 +24,13 @@ import jax
 import keras
 import numpy as np
 
+from zstrat.data import Dataset
+from zstrat.variables import Optimizer, values
+
 from ._callbacks import InOrder
+from ._optimizers import OptimizerState
+from ._private import build
+from ._sources import DatasetSource, Draw, Tokens, require_no_weights
 from ._steps import Batch, trace_step
 
 if TYPE_CHECKING:
@@ -36,6 +42,17 @@ AHEAD: Final = 0.05
 """Seconds of work that each worker gets in advance."""
 
 
+_MODES: Final = {"fit": "train", "evaluate": "test", "predict": "predict"}
+_STEPS: Final = {
+    ("fit", "x"): "steps_per_epoch",
+    ("fit", "validation_data"): "validation_steps",
+    **dict.fromkeys(
+        itertools.product(("evaluate", "predict"), ("x", "validation_data")), "steps"
+    ),
+}
+"""The argument that says how many batches of these data are an epoch."""
+
+
 class StepResult(Protocol):
     """The results of a step, now or later: `zs.RemoteValue`."""
 
@@ -43,6 +60,20 @@ class StepResult(Protocol):
     def is_ready(self) -> bool: ...
 
     def fetch(self) -> Any: ...
+
+
+class Source(Protocol):
+    """Data that are read here, or by workers; ``count`` batches are an epoch."""
+
+    count: int | None
+    example: Any
+
+    def begin(self) -> None:
+        """Begins an epoch."""
+
+    def __next__(self) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(eq=False)
@@ -64,12 +95,16 @@ class Pending:
 class Output:
     """One of the arrays that a model predicts for some batches, when it is there."""
 
-    def __init__(self, pending: Pending, leaf: int, complete: Callable[..., None]):
+    def __init__(
+        self, pending: Pending, leaf: int, complete: Callable[[Pending], None]
+    ) -> None:
         self._pending, self._leaf, self._complete = pending, leaf, complete
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self._complete(self._pending)
-        leaves = [jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs]
+        leaves = [
+            jax.tree.leaves(output)[self._leaf] for output in self._pending.outputs
+        ]
         array: np.ndarray = np.concatenate(leaves)
         return array if dtype is None else array.astype(dtype)
 
@@ -134,13 +169,21 @@ class Training(abc.ABC):
         self.strategy: Final = strategy
         self._metrics: Final = MetricSums(model)
         self._queue: Final[deque[Pending]] = deque()
+        self._sources: dict[str, Source] = {}
         self._undelivered: Final[deque[Pending]] = deque()
         self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
         self._callbacks: InOrder | None = None
         self._is_delivering = False
-        self._is_moved = False
+        self._is_moved = self._is_counted = False
         self._logs: dict[str, Any] = {}
         self._took = 0.0
+        self.keras_variables: list[Any] = []
+        self.variables: list[Any] = []
+        """Those of the strategy, in the order of ``keras_variables``."""
+        self.optimizer: Optimizer | None = None
+        self._known: list[Any] = []
+        self._slots: OptimizerState | None = None
+        self._slots_known: list[Any] = []
         if model.run_eagerly:
             raise NotImplementedError(
                 f"{model.name!r} is compiled with run_eagerly=True: a strategy "
@@ -156,20 +199,33 @@ class Training(abc.ABC):
         """Begins a step on a batch; its results are what `TracedStep` returns but for
         gradients and state, which have been applied then."""
 
-    @abc.abstractmethod
-    def push_values(self) -> None:
-        """Sends the values of Keras' variables that have been assigned."""
+    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        """Begins a step on a batch that a worker draws."""
+        raise NotImplementedError(mode)
 
     @abc.abstractmethod
-    def pull_values(self) -> None:
-        """Assigns the trained values to Keras' variables."""
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Creates the variables of the model, with these first values."""
 
-    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits until all that was started has ended, on workers too."""
+
+    def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
+        """Returns data that Keras does not know, to be read here."""
+        if isinstance(data, Dataset):
+            return DatasetSource(data, endless=endless)
+        return None
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Calls `fit`, `evaluate` or `predict` of Keras."""
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         given = bound.arguments
         if self._callbacks is not None and given.get("callbacks") is not None:
             return method(*bound.args, **bound.kwargs)  # of fit, for validation
+        self._sources = self._read_sources(name, given)
         verbose = given.get("verbose", "auto")
         callbacks = InOrder(self, given.get("callbacks"), verbose)
         given.update(callbacks=[callbacks], verbose=0)
@@ -178,24 +234,30 @@ class Training(abc.ABC):
             return method(*bound.args, **bound.kwargs)
         finally:
             self._callbacks = None
+            self._sources = {}
             self._queue.clear()
             self._undelivered.clear()
 
+    def learning_rate(self) -> np.float32:
+        """The learning rate of the step that starts now."""
+        return np.float32(0) if self._slots is None else self._slots.learning_rate()
+
     def enter_state(self, *, counts: bool) -> None:
         """Is called before the first step, and after each `leave_state`."""
-        self.push_values()
+        self._push_values()
+        self._logs = {}
         if counts:
             self._metrics.start()
 
     def leave_state(self) -> None:
         """Waits for all steps, and gives Keras' variables the values of now."""
-        counts = any(pending.mode != "predict" for pending in self._queue)
         while self._queue:
             self._complete_first()
-        if counts or self._undelivered:
+        if self._is_counted:
             self._metrics.assign()
+            self._is_counted = False
         if self._is_moved:
-            self.pull_values()
+            self._pull_values()
             self._is_moved = False
         self.deliver_all()
 
@@ -206,12 +268,13 @@ class Training(abc.ABC):
         Raises:
             StopIteration: The epoch is over.
         """
+        iterator = self._sources.get(mode, iterator)
         steps = [self._scheduled(mode, next(iterator))]
-        further = self.model.steps_per_execution - 1
-        for data in itertools.islice(iterator, further):
-            steps.append(self._scheduled(mode, data))
+        further = itertools.islice(iterator, self.model.steps_per_execution - 1)
+        steps.extend(self._scheduled(mode, data) for data in further)
         pending = Pending(mode, steps)
         self._is_moved |= mode == "train"
+        self._is_counted |= mode != "predict"
         self._queue.append(pending)
         self._undelivered.append(pending)
         if mode != "predict":
@@ -230,19 +293,54 @@ class Training(abc.ABC):
             self._complete_first()
         self._deliver()
 
+    def begin(self, mode: str) -> None:
+        if mode in self._sources:
+            self._sources[mode].begin()
+
     def deliver_all(self) -> None:
         while self._queue:
             self._complete_first()
         self._deliver()
 
+    def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
+        """Replaces data that Keras does not know by tokens, and returns the data."""
+        modes = {"x": _MODES[name], "validation_data": "test"}
+        sources: dict[str, Source] = {}
+        for argument, mode in modes.items():
+            endless = given.get(_STEPS[name, argument]) is not None
+            source = self.source_of(mode, given.get(argument), endless=endless)
+            if source is not None:
+                sources[mode] = source
+                given[argument] = Tokens(source.count)
+        if (first := sources.get(modes["x"])) is not None:
+            require_no_weights(given)
+            if name == "fit":
+                given["shuffle"] = False  # Keras would warn: that is up to the data
+            if name != "predict":
+                build(self.model, first.example)
+        return sources
+
     def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
+        if isinstance(data, Draw):
+            return self.start_drawn(mode, data)
+        step, prepared, batch = self.prepared(mode, data)
+        return step, self.start(prepared, batch)
+
+    def prepared(self, mode: str, data: Any) -> tuple[TracedStep, Any, Batch]:
+        """Returns the step for a batch like this one, which it makes once."""
         batch = Batch.of(data)
         key = mode, batch.key
         if key not in self._steps:
-            step = trace_step(self.model, mode, batch)
+            step, _ = self.traced(mode, data)
             self._steps[key] = step, self.prepare(step, mode, batch)
-        step, prepared = self._steps[key]
-        return step, self.start(prepared, batch)
+        return *self._steps[key], batch
+
+    def traced(self, mode: str, data: Any) -> tuple[TracedStep, Batch]:
+        """Traces a step for a batch like this one."""
+        if mode == "train":
+            self._make_optimizer()
+        batch = Batch.of(data)
+        return trace_step(self.model, mode, batch), batch
 
     def _complete_up_to(self, pending: Pending) -> None:
         while pending in self._queue:
@@ -279,6 +377,53 @@ class Training(abc.ABC):
                     self._callbacks.deliver(pending.mode, begin, end, pending.logs)
         finally:
             self._is_delivering = False
+
+    def _push_values(self) -> None:
+        """Sends the values of Keras' variables that have been assigned."""
+        if not self.variables:
+            self._create()
+        for number, variable in enumerate(self.keras_variables):
+            if variable.value is not self._known[number]:
+                self._known[number] = variable.value
+                self.variables[number].assign(np.asarray(variable.value))
+        if self.optimizer is not None and self._slots is not None:
+            now = [variable.value for variable in self._slots.variables]
+            if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
+                self._slots_known = now
+                self.optimizer.state = list(map(np.asarray, now))
+
+    def _pull_values(self) -> None:
+        """Assigns the trained values to Keras' variables."""
+        self.wait()
+        for number, value in enumerate(values(self.variables)):
+            self.keras_variables[number].assign(value)
+            self._known[number] = self.keras_variables[number].value
+        if self.optimizer is not None and self._slots is not None:
+            pairs = zip(self._slots.variables, self.optimizer.state, strict=True)
+            for variable, value in pairs:
+                variable.assign(value)
+            self._slots_known = [variable.value for variable in self._slots.variables]
+
+    def _create(self) -> None:
+        trained = self.model.trainable_variables
+        self.keras_variables = [*trained, *self.model.non_trainable_variables]
+        self._known = [variable.value for variable in self.keras_variables]
+        arrays = list(map(np.asarray, self._known))
+        self.variables = self.create(arrays[: len(trained)], arrays[len(trained) :])
+
+    def _make_optimizer(self) -> None:
+        if self.optimizer is not None:
+            return
+        slots = OptimizerState(self.model.optimizer)
+        trained = self.model.trainable_variables
+        shipped, name = slots.shipped(trained), self.model.optimizer.name
+        params = self.variables[: len(trained)]
+        with self.strategy.scope():
+            self.optimizer = Optimizer(shipped, name, params=params)
+        self._slots = slots
+        self._slots_known = [variable.value for variable in slots.variables]
+        if not slots.is_fresh():
+            self.optimizer.state = list(map(np.asarray, self._slots_known))
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:

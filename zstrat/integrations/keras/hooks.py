@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
-from zstrat.strategy import ParameterServerStrategy, get_strategy, has_strategy
+from zstrat.strategy import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    ParameterServerStrategy,
+    get_strategy,
+    has_strategy,
+)
 
 from ._private import check, take_over
+from ._replicas import ReplicaTraining
 from ._servers import ServerTraining
 
 if TYPE_CHECKING:
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
 
 _LOOPS: Final = ("fit", "evaluate", "predict")
 
+_IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
+
 _made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 """The strategy in whose scope a model was made."""
 _trained_by: Final[weakref.WeakKeyDictionary[Any, Training]] = (
@@ -32,22 +42,22 @@ _trained_by: Final[weakref.WeakKeyDictionary[Any, Training]] = (
 )
 
 
-def install() -> None:
-    """Wraps the methods of `keras.Model`, once.
-
-    Raises:
-        RuntimeError: Keras does not compute with jax.
-        ImportError: Keras is too old or too new.
-    """
+def install() -> bool:
+    """Wraps the methods of `keras.Model`; returns whether they were not yet."""
     model: Any = keras.Model
     if getattr(model, "_zstrat_is_watched", False):
-        return
-    check()
+        return False
     model._zstrat_is_watched = True
     model.__new__ = staticmethod(_noted(model.__new__))
-    model.compile = _compiled(model.compile)
+    # In the classes that define them: Keras compares `compile` of a model with that.
+    owners = {
+        name: next(each for each in model.__mro__ if name in vars(each))
+        for name in ("compile", *_LOOPS)
+    }
+    owners["compile"].compile = _compiled(model.compile)
     for name in _LOOPS:
-        setattr(model, name, _looped(getattr(model, name)))
+        setattr(owners[name], name, _looped(name, getattr(model, name)))
+    return True
 
 
 def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +79,7 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             _trained_by.pop(model, None)
             return
+        check()
         training = _training(model, strategy)
         take_over(model, training)
         _trained_by[model] = training
@@ -79,20 +90,23 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
 def _training(model: Any, strategy: Any) -> Training:
     if isinstance(strategy, ParameterServerStrategy):
         return ServerTraining(model, strategy)
+    if isinstance(strategy, _IN_STEP):
+        return ReplicaTraining(model, strategy)
     raise NotImplementedError(
         f"fit of a Keras model under {strategy!r:.100}: use a "
-        "zs.ParameterServerStrategy; or compile outside of the scope, to train in this "
-        "process alone; or train with model.stateless_call in a step of your own, which "
-        "runs under every strategy (docs/libraries.md)"
+        "zs.ParameterServerStrategy, a MirroredStrategy or a "
+        "MultiWorkerMirroredStrategy; or train with model.stateless_call in a step of "
+        "your own, which runs under every strategy (docs/libraries.md); or make and "
+        "compile the model outside of the scope, to train in this process alone"
     )
 
 
-def _looped(method: Callable[..., Any]) -> Callable[..., Any]:
+def _looped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def looped(model: Any, *args: Any, **kwargs: Any) -> Any:
         training = _trained_by.get(model)
         if training is None:
             return method(model, *args, **kwargs)
-        return training.call(method, args, kwargs)
+        return training.call(name, method, args, kwargs)
 
     return looped

@@ -137,6 +137,7 @@ class Level:
             [number for segment in segments for number in segment.lookups]
         )
         self.size: int = segments[-1].stop
+        self._segments = segments
         self._components = [c for segment in segments for c in segment.table.components]
         heights = [height for segment in segments for height in segment.heights]
         self._bounds = np.cumsum([0, *heights], dtype=np.int64)
@@ -162,6 +163,8 @@ class Level:
             IndexError: An id is outside of its table; names it and the user's line.
         """
         absent_mask = absent(ids) if self._require_inside(ids) else None
+        if len(self._hashed) == len(self._full):
+            return self._ask_hashed(ids, absent_mask)
         keys = ids + self._base
         for segment in self._modular:
             own = slice(segment.start, segment.stop)
@@ -191,6 +194,41 @@ class Level:
             if start < stop
         ]
         return LevelRequest(found, cuts, tuple(wanted), absent_mask)
+
+    def _ask_hashed(
+        self, ids: np.ndarray, absent_mask: np.ndarray | None
+    ) -> LevelRequest:
+        """`ask`, if all tables are hashed: they are sorted once, table by table."""
+        parts: list[Runs] = []
+        cuts, wanted = [0], []
+        kept = 0
+        for segment in self._segments:
+            own = ids[segment.start : segment.stop]
+            places: np.ndarray | None = None
+            if absent_mask is not None:
+                absent_here = absent_mask[segment.start : segment.stop]
+                places = np.flatnonzero(~absent_here)
+                own = own.take(places)
+            found = segment.table.runs(own)
+            before = cuts.pop()
+            ends = segment.table.cuts(found.unique)
+            for component, (start, stop) in zip(
+                segment.table.components, itertools.pairwise(ends), strict=True
+            ):
+                cuts.append(before + start)
+                if start < stop:
+                    some = found.unique[start:stop]
+                    wanted.append(WantedRows(component.spec, some))
+            cuts.append(before + ends[-1])
+            order = found.order if places is None else places.take(found.order)
+            parts.append(
+                found._replace(order=order + segment.start, starts=found.starts + kept)
+            )
+            kept += len(own)
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = Runs(*map(np.concatenate, zip(*parts, strict=True)))
+        return LevelRequest(joined, cuts, tuple(wanted), absent_mask)
 
     def _numbered(
         self, ids: np.ndarray, keys: np.ndarray

@@ -62,6 +62,8 @@ _OF_SCHEDULES: Final = frozenset(
 """States of optax whose count is the place in a schedule; that of Adam counts the
 gradients in its moments."""
 
+_BASE: Final = "/base"
+"""What resident arrays are that differences count from."""
 _EPOCH: Final = 8
 """Rounds after which the speed of a worker that is gone counts no more, or twice."""
 _PROGRAMS: Final = 8
@@ -147,13 +149,31 @@ class _Window:
         more = range(1, count)
         batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
         runs = _Steps(self, step, batches)
-        if exchanges.keep_copies:
-            runs.known = self._read(step.reads, {})
-            self._run_kept(step, runs, segment, count)
+        # With copies that outlive the window, rows would be of different moments.
+        keeps = exchanges.keep_copies
+        rows = {} if keeps else self._pull_rows(step, runs, drawn, count)
+        runs.known = self._read(step.reads, rows)
+        fragments = self._fragments(step)
+        leaves = fragments[segment.number]
+        if segment.restart:
+            base = self._read(step.trained, rows)
+            copies = dict(base)
+            slots = self._slots(step, copies)
         else:
-            rows = self._pull_rows(step, runs, drawn, count)
-            runs.known = self._read(step.reads, rows)
-            self._run_whole(step, runs, count, rows)
+            copies, base = self._kept(step, COPY), self._kept(step, _BASE)
+            slots = self._slots(step, copies)
+            copies, slots = runs.run(copies, slots, exchanges.overlap)
+            for leaf in fragments[segment.number - 1]:
+                for part in step.call.targets[leaf].components:
+                    key = part.spec.key
+                    base[key] = self.outer.read(part)
+                    copies[key] = _mixed(copies[key], base[key], exchanges.mix)
+        copies, slots = runs.run(copies, slots, count - runs.done)
+        self._contribute(step, base, copies, None if keeps else runs, leaves)
+        self._keep_slots(step, slots)
+        for part in step.trained if keeps else ():
+            self._resident.keep(part, COPY, copies[part.spec.key])
+            self._resident.keep(part, _BASE, base[part.spec.key])
         if exchanges.pace is not None:
             self._adapt(exchanges.pace)
         return step.structure.unflatten(runs.results(step.call.where))
@@ -189,64 +209,42 @@ class _Window:
         tables = TableRows(replay, step.lookups, leaves, variables, rules)
         return tables.pulled(self.outer, *stacked)
 
-    def _run_whole(self, step: _Step, runs: _Steps, count: int, rows: Copies) -> None:
-        """Runs a window that begins with the values on the servers."""
-        base = self._read(step.trained, rows)
-        copies, slots = runs.run(dict(base), self._slots(step, base), count)
-        self._contribute(step, base, copies, runs, step.call.given)
-        self._keep_slots(step, slots)
+    def _kept(self, step: _Step, what: str) -> Copies:
+        """Reads the resident arrays of the variables that are trained."""
+        return {
+            v.spec.key: self._resident.read(v, what, v.shape, v.spec.dtype)
+            for v in step.trained
+        }
 
-    def _run_kept(
-        self, step: _Step, runs: _Steps, segment: Segment, count: int
-    ) -> None:
-        """Runs a segment that goes on with the worker's own copy."""
-        exchanges, resident = self.exchanges, self._resident
-        sizes = [math.prod(target.shape) for target in step.call.targets]
-        given = step.call.given
-        if exchanges.fragments > len(given):
+    def _fragments(self, step: _Step) -> list[list[int]]:
+        """Returns the leaves of each fragment.
+
+        Raises:
+            ValueError: The tree, or the outer optimizer, cannot be cut so.
+        """
+        exchanges, call = self.exchanges, step.call
+        if exchanges.fragments == 1:
+            return [list(call.given)]
+        if exchanges.fragments > len(call.given):
             raise ValueError(
-                f"{step.call.where}: zs.LocalOptimizer(fragments="
-                f"{exchanges.fragments}) has to cut a tree of {len(given)} variables: "
-                f"give {len(given)} fragments at most"
+                f"{call.where}: zs.LocalOptimizer(fragments={exchanges.fragments}) has "
+                f"to cut a tree of {len(call.given)} variables: give "
+                f"{len(call.given)} fragments at most"
             )
-        places = fragments_of([sizes[leaf] for leaf in given], exchanges.fragments)
+        sizes = [math.prod(call.targets[leaf].shape) for leaf in call.given]
         fragments: list[list[int]] = [[] for _ in range(exchanges.fragments)]
-        for leaf, place in zip(given, places, strict=True):
+        places = fragments_of(sizes, exchanges.fragments)
+        for leaf, place in zip(call.given, places, strict=True):
             fragments[place].append(leaf)
-        outer = exchanges.outer.rule(step.call, is_here=False).cut()
+        outer = exchanges.outer.rule(call, is_here=False).cut()
         if any(outer.gradients_for(leaves) - {*leaves} for leaves in fragments):
             raise ValueError(
-                f"{step.call.where}: the outer optimizer of {exchanges.name!r} "
-                "computes something from all gradients of its tree (a global norm, a "
-                "common test), and a round has those of one fragment: use fragments=1, "
-                "or do that in the inner optimizer"
+                f"{call.where}: the outer optimizer of {exchanges.name!r} computes "
+                "something from all gradients of its tree (a global norm, a common "
+                "test), and a round has those of one fragment: use fragments=1, or do "
+                "that in the inner optimizer"
             )
-        before = fragments[(segment.number - 1) % exchanges.fragments]
-        if segment.restart:
-            base = {v.spec.key: self.outer.read(v) for v in step.trained}
-            copies = dict(base)
-        else:
-            copies, base = (
-                {
-                    v.spec.key: resident.read(v, what, v.shape, v.spec.dtype)
-                    for v in step.trained
-                }
-                for what in (COPY, "/base")
-            )
-        slots = self._slots(step, copies)
-        if not segment.restart:
-            copies, slots = runs.run(copies, slots, exchanges.overlap)
-            for leaf in before:
-                for part in step.call.targets[leaf].components:
-                    key = part.spec.key
-                    base[key] = self.outer.read(part)
-                    copies[key] = _mixed(copies[key], base[key], exchanges.mix)
-        copies, slots = runs.run(copies, slots, count - runs.done)
-        self._contribute(step, base, copies, None, fragments[segment.number])
-        self._keep_slots(step, slots)
-        for part in step.trained:
-            resident.keep(part, COPY, copies[part.spec.key])
-            resident.keep(part, "/base", base[part.spec.key])
+        return fragments
 
     def _adapt(self, pace: Variable) -> None:
         """Says how many steps the next window makes: as many as this worker can while

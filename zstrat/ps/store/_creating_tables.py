@@ -90,10 +90,10 @@ def tables_plan(
                 f"{variables.task}: variable {entry.name!r}: a row of a table of any "
                 f"id has 1 to {_WIDEST} bytes, got {entry.dtype}{list(entry.row)}"
             )
-        if entry.count < 1 or not entry.chance > 0:
+        if entry.gradients < 1 or not entry.chance > 0:
             raise InvalidArgumentError(
                 f"{variables.task}: variable {entry.name!r} admits ids by push "
-                f"{entry.count}, a share of {entry.chance}: expected 1 or more, and "
+                f"{entry.gradients}, a share of {entry.chance}: expected 1 or more, and "
                 "more than 0"
             )
     new = [entry for entry in entries if _is_new(entry, variables)]

@@ -57,8 +57,8 @@ class IdTable:
             self.uses = GrowingCell((2,), np.dtype(np.uint32))
         self.waiting: WaitingIds | None = None
         """Ids without rows; None if all are born at once."""
-        if entry.count > 1:
-            self.waiting = WaitingIds(entry.count, who)
+        if entry.gradients > 1:
+            self.waiting = WaitingIds(entry.gradients, who)
         for name, cell in self.leaves().items():
             cell.who = f"{who}, {name}"
         self.births = self.removed = self.refused = 0

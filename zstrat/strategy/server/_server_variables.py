@@ -21,6 +21,7 @@ from zstrat.variables import (
     Variable,
     VariableHandle,
     VariableSpec,
+    admission,
     encoded,
     handle,
     hashed,
@@ -215,7 +216,8 @@ class ServerVariables(StrategyCreator):
                 entries = [(spec, _table_entry(spec, request)) for spec in specs]
                 work = self._servers.create_tables(entries, code)
                 self._session.run(work, "creating a table")
-        return hashed([handle(spec, self) for spec in specs], request.name)
+        parts = [handle(spec, self) for spec in specs]
+        return hashed(parts, request.name, request.admission, request.eviction)
 
     def table_sizes(self, parts: Sequence[VariableHandle]) -> tuple[int, int]:
         """Returns rows and bytes of a table with these parts."""
@@ -443,9 +445,17 @@ def _beside(variable: VariableHandle) -> Iterator[None]:
 
 
 def _table_entry(spec: VariableSpec, request: TableRequest) -> TableEntry:
-    row = list(request.row)
+    rule = request.admission or admission.Admission()
     return TableEntry(
-        spec.key, spec.name, spec.trainable, spec.dtype, row, request.seed
+        spec.key,
+        spec.name,
+        spec.trainable,
+        spec.dtype,
+        list(request.row),
+        request.seed,
+        rule.gradients,
+        rule.chance,
+        request.eviction is not None and request.eviction.tracks,
     )
 
 

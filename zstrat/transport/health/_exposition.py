@@ -109,6 +109,18 @@ def _numbers(
             for metric in metrics_of("member"):
                 yield from _number(metric, seen, worker)
     yield from _rounds(_dict(_dict(values, "coordinator"), "rounds"), names)
+    yield from _leases(_dict(_dict(values, "coordinator"), "leases"), names)
+
+
+def _leases(datasets: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
+    for place, name in enumerate(datasets):
+        leases = _dict(datasets, name)
+        labels = {"dataset": name if names else str(place)}
+        for metric in metrics_of("leases"):
+            yield from _number(metric, leases, labels)
+        for worker, held in _dict(leases, "workers").items():
+            for metric in metrics_of("holder"):
+                yield from _number(metric, {"held": held}, {**labels, "worker": worker})
 
 
 def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zstrat.data import hash_ids
+from zstrat.ids import hash_ids
 
 
 def test_ids_of_texts_are_xxh3():

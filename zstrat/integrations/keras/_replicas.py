@@ -1,0 +1,154 @@
+"""Training of a Keras model by replicas that compute together.
+
+Each replica gets its rows of a batch, and a gradient counts as much as its replica has
+rows, so a step is that of the whole batch, also where a batch cannot be divided evenly.
+The state of a BatchNormalization becomes the mean over the replicas, as each sees its
+own rows; integers (the counters of seeds) advance as in the first replica.
+
+Several processes run the same program, and see the same metrics. Each has to give the
+same batches, of which its replicas take their rows; arrays are shuffled as in the first
+process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.program import function
+from zstrat.strategy import MultiWorkerMirroredStrategy
+from zstrat.variables import VariableAggregation, create_variables, values
+
+from ._steps import Batch, trace_step
+from ._training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._steps import TracedStep
+    from ._training import StepResult
+
+
+class Ended:
+    """The results of a step that has ended."""
+
+    is_ready = True
+
+    def __init__(self, results: Any) -> None:
+        self._results: Final = results
+
+    def fetch(self) -> Any:
+        return self._results
+
+
+class ReplicaTraining(Training):
+    """Training of a model under a strategy whose replicas compute in step."""
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if isinstance(self.strategy, MultiWorkerMirroredStrategy):
+            # Keras shuffles arrays by numpy's generator.
+            mine = np.random.randint(1 << 31, size=1)
+            np.random.seed(int(np.asarray(self.strategy.gather(mine, axis=0)).flat[0]))
+        return super().call(name, method, args, kwargs)
+
+    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
+        steps = {batch.key: step}
+        for part in self._parts(batch):
+            if part.key not in steps:
+                steps[part.key] = trace_step(self.model, mode, part)
+        return self._step_function(steps, mode, batch)
+
+    def start(self, prepared: Any, batch: Batch) -> StepResult:
+        parts = self._parts(batch)
+        arrays = batch.arrays
+        if len(parts) > 1:
+            arrays = self.strategy.experimental_distribute_values_from_function(
+                lambda context: parts[context.replica_id_in_sync_group].arrays
+            )
+        return Ended(prepared(self.learning_rate(), arrays))
+
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Creates variables of the strategy."""
+        name = self.model.name
+        with self.strategy.scope():
+            made = [*create_variables(list(trained), name=name)]
+            for number, array in enumerate(others):
+                is_real = array.dtype.kind == "f"
+                made += create_variables(
+                    [array],
+                    name=f"{name}/state_{number}",
+                    trainable=False,
+                    aggregation=VariableAggregation.MEAN
+                    if is_real
+                    else VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+        return made
+
+    def wait(self) -> None:
+        """Does nothing: `start` has waited."""
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Divides a batch among the replicas of all processes."""
+        replicas = self.strategy.num_replicas_in_sync
+        if replicas == 1:
+            return [batch]
+        if batch.rows < replicas:
+            raise NotImplementedError(
+                f"a batch of {batch.rows} rows for {replicas} replicas: each needs a "
+                "row. Choose a batch_size that leaves no such rest, or leave the rest "
+                "out (drop_remainder)"
+            )
+        return [
+            Batch(batch.treedef, arrays)
+            for arrays in zip(
+                *[
+                    np.array_split(array, replicas)
+                    if array.ndim
+                    else [array] * replicas
+                    for array in batch.arrays
+                ],
+                strict=True,
+            )
+        ]
+
+    def _step_function(
+        self, steps: dict[Any, TracedStep], mode: str, batch: Batch
+    ) -> Any:
+        strategy, optimizer = self.strategy, self.optimizer
+        count = len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        total = batch.rows
+
+        def replica_fn(rate: Any, arrays: Any) -> Any:
+            part = Batch(batch.treedef, tuple(arrays))
+            step = steps[part.key]
+            results = step.function(*values(params), *values(state), *arrays)
+            if step.gradients and optimizer is not None:
+                share = part.rows / total
+                grads = [grad * share for grad in results[: step.gradients]]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            after = results[step.gradients :]
+            for at, value in zip(step.changed, after, strict=False):
+                state[at].assign(value)
+            rest = after[len(step.changed) :]
+            return rest[: step.metrics], rest[step.metrics :]
+
+        def keras_step(rate: Any, arrays: Any) -> Any:
+            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
+            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
+            if mode != "predict":
+                rest = [strategy.reduce("mean", each, axis=None) for each in rest]
+            return sums, rest
+
+        run = function(keras_step)
+
+        def ran(rate: Any, arrays: Any) -> list[Any]:
+            sums, rest = run(rate, arrays)
+            if mode == "predict":
+                rest = [strategy.gather(each, axis=0) for each in rest]
+            return list(map(np.asarray, [*sums, *rest]))
+
+        return ran

@@ -1,0 +1,138 @@
+"""Data that Keras does not know: `zs.data.Dataset`, and leased datasets.
+
+Keras gets `Tokens` in their place, a `keras.utils.PyDataset` of nothing, and runs its
+loop over them; the batches of the steps come from here. So the loop ends where the data
+do, whatever Keras knows of their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import keras
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.coordinator import LeasedDataset
+    from zstrat.data import Dataset
+
+
+class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+    """So many batches of nothing; without end if the number is None."""
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self._count = count
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray]:
+        return (np.zeros((1, 1), "float32"),)
+
+
+class Draw(NamedTuple):
+    """Stands for a batch that a worker draws from a leased dataset; ``specs`` are those
+    of all batches that there are, which differ in their rows."""
+
+    iterator: Any
+    specs: tuple[Any, ...]
+
+
+class DatasetSource:
+    """The batches of a `zs.data.Dataset`, which this process reads."""
+
+    def __init__(self, dataset: Dataset, *, endless: bool) -> None:
+        self._dataset: Final = dataset
+        self._endless: Final = endless
+        self._batches: Iterator[Any] | None = None
+        size = dataset.cardinality()
+        self.count: int | None = size if size >= 0 else None
+        """Batches of an epoch; None: unknown, or infinite."""
+        self.example: Any = next(iter(dataset))
+
+    def begin(self) -> None:
+        """Begins an epoch. With ``steps_per_epoch`` it continues where the last one
+        ended."""
+        if not self._endless:
+            self._batches = None
+
+    def __iter__(self) -> DatasetSource:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._dataset)
+        return next(self._batches)
+
+
+class LeaseSource:
+    """The batches of a leased dataset, which workers read.
+
+    Args:
+        repeats: Begins a new pass when the epochs of one are over: for validation.
+    """
+
+    def __init__(self, data: LeasedDataset, *, repeats: bool) -> None:
+        self._data, self._repeats = data, repeats
+        epoch = self._open()
+        self.example: Any = self._iterator.element_spec
+        whole = self.example
+        rows, total = jax.tree.leaves(whole)[0].shape[0], epoch.examples
+        self.count: int | None = epoch.steps
+        sizes = {min(rows, total)}
+        if total % rows and epoch.steps * rows > total:
+            sizes.add(total % rows)
+        self._specs = tuple([_resized(whole, size) for size in sorted(sizes)])
+        self._first: Any = epoch
+
+    def _open(self) -> Any:
+        self._iterator: Any = self._data.begin(from_start=True)
+        self._epochs: Iterator[Any] = iter(self._iterator.epochs)
+        return next(self._epochs)
+
+    def begin(self) -> None:
+        """Begins an epoch.
+
+        Raises:
+            ValueError: The dataset has no further one.
+        """
+        epoch, self._first = self._first, None
+        epoch = epoch or next(self._epochs, None)
+        if epoch is None and self._repeats:
+            epoch = self._open()
+        if epoch is None:
+            raise ValueError(
+                f"{self._data!r} has no further epoch: create it with epochs=None, for "
+                "as many as fit asks for"
+            )
+        self._steps = iter(epoch)
+
+    def __iter__(self) -> LeaseSource:
+        return self
+
+    def __next__(self) -> Draw:
+        next(self._steps)
+        return Draw(self._iterator, self._specs)
+
+
+def _resized(spec: Any, rows: int) -> Any:
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return jax.tree.map(lambda x: kind((rows, *x.shape[1:]), x.dtype), spec)
+
+
+def require_no_weights(given: dict[str, Any]) -> None:
+    """Checks that nothing is to be added to batches that Keras does not see.
+
+    Raises:
+        NotImplementedError: Class weights are.
+    """
+    if given.get("class_weight") is not None:
+        raise NotImplementedError(
+            "class_weight with a zs.data.Dataset or a leased dataset: give the weights "
+            "of examples as a third array, (x, y, weights)"
+        )

@@ -1,0 +1,79 @@
+"""Which rows of a `zs.HashTable` are dropped: ``zs.HashTable(..., eviction=)``.
+
+`HashTable.evict` applies the rule. That is an update as others are: ordered with
+pushes, applied once, and the same on the backup of a server. It drops rows with what
+optimizers keep beside them. A gradient of such an id creates its row again, from the
+first value.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from zstrat.wire import EvictionRule
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A rule of eviction. Make one with `steps`, `norm` or `capacity`."""
+
+    rule: EvictionRule
+    limit: float
+
+    @property
+    def tracks(self) -> bool:
+        """Whether servers have to note when rows have gradients, in 8 bytes a row."""
+        return self.rule not in (EvictionRule.NORM, EvictionRule.WAITING)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the limit is a number of rows, of which each part has its share."""
+        return self.rule not in (EvictionRule.UNUSED, EvictionRule.NORM)
+
+
+def steps(n: int) -> Eviction:
+    """Drops rows without a gradient in the last ``n`` pushes of an optimizer to the
+    table. (Each step that applies gradients of the table is one push.)
+
+    Raises:
+        ValueError: ``n`` is not positive.
+    """
+    return Eviction(EvictionRule.UNUSED, _positive("steps", n))
+
+
+def norm(x: float) -> Eviction:
+    """Drops rows whose Euclidean norm is less than ``x``: those that have learned
+    nothing, if first values are zero.
+
+    Raises:
+        ValueError: ``x`` is not positive.
+    """
+    if not x > 0:
+        raise ValueError(f"eviction.norm(x): expected x > 0, got {x}")
+    return Eviction(EvictionRule.NORM, float(x))
+
+
+def capacity(rows: int, by: str = "recency") -> Eviction:
+    """Keeps about ``rows`` rows of the table.
+
+    Args:
+        by: ``"recency"``: those that had a gradient last; ``"frequency"``: those that
+            had the most gradients.
+
+    Raises:
+        ValueError: ``rows`` is not positive, or ``by`` is something else.
+    """
+    rules = {"recency": EvictionRule.RECENT, "frequency": EvictionRule.FREQUENT}
+    if by not in rules:
+        raise ValueError(
+            f"eviction.capacity(by=): expected 'recency' or 'frequency', got {by!r}"
+        )
+    return Eviction(rules[by], _positive("capacity", rows))
+
+
+def _positive(name: str, n: int) -> float:
+    number = operator.index(n)
+    if number <= 0:
+        raise ValueError(f"eviction.{name}: expected a positive number, got {number}")
+    return float(number)
