@@ -195,7 +195,9 @@ def test_an_eviction_that_is_none_is_refused(operand):
         store.plan_push(push((1, EVICT, operand)))
 
 
-@pytest.mark.parametrize("rules", [{"gradients": 0}, {"chance": 0.0}, {"chance": np.nan}])
+@pytest.mark.parametrize(
+    "rules", [{"gradients": 0}, {"chance": 0.0}, {"chance": np.nan}]
+)
 def test_rules_that_admit_nothing_are_refused(rules):
     with pytest.raises(InvalidArgumentError, match="'t1'"):
         store_with("sgd", **rules)

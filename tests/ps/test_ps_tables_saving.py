@@ -10,7 +10,7 @@ from ps_copies import Copies
 from ps_tables import WIDTH, first_rows, in_order, items
 from test_ps_tables_copies import UNIFORM, beginning, training
 
-from zstrat.checkpoint import TensorInfo, TensorWriter
+from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
 from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.wire import (
@@ -34,7 +34,7 @@ ROWS = int(UpdateOp.OPTIMIZE_ROWS)
 
 
 IDS_OF = {".counts": "0.waiting"}
-RULES = {"count": 2, "chance": 0.9, "tracks": True}
+RULES = {"gradients": 2, "chance": 0.9, "tracks": True}
 
 
 class Server:
@@ -154,6 +154,25 @@ async def test_from_one_server_to_three_to_two(tmp_path, optimizer, binds):
                 await each.ask(training(rng, 7))  # it is replaced
                 await each.load(*pair, files)
             assert together(two) == together(one)
+
+
+async def test_equal_tables_are_equal_bytes(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(2, **RULES) as (one, other):
+        for number in range(5):
+            await one.ask(training(rng, number, removes=number == 3))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+        for first, last in bounds(3)[::-1]:
+            await other.load(first, last, files, replaces=last == BUCKETS)
+        held = [each.store.variables[1].table.ids.look() for each in (one, other)]
+        assert set(held[0].tolist()) == set(held[1].tolist())
+        assert held[0].tolist() != held[1].tolist()
+        await other.save(tmp_path / "b")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        with TensorReader(str(tmp_path / "a")) as reader:
+            ids = reader.read("0.ids", 0, len(held[0]))
+        wanted = np.lexsort((ids, buckets_of(hashes_of(ids))))
+        np.testing.assert_array_equal(wanted, np.arange(len(ids)))
 
 
 async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):

@@ -93,8 +93,8 @@ def tables_plan(
         if entry.gradients < 1 or not entry.chance > 0:
             raise InvalidArgumentError(
                 f"{variables.task}: variable {entry.name!r} admits ids by push "
-                f"{entry.gradients}, a share of {entry.chance}: expected 1 or more, and "
-                "more than 0"
+                f"{entry.gradients}, a share of {entry.chance}: expected 1 or more, "
+                "and more than 0"
             )
     new = [entry for entry in entries if _is_new(entry, variables)]
     return TablesPlan(variables.generation, new, code, load_code, variables)
