@@ -11,7 +11,12 @@ from ps_tables import WIDTH, first_rows, in_order, items
 from test_ps_tables_copies import UNIFORM, beginning, training
 
 from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
-from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
+from zstrat.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.wire import (
     Done,
@@ -296,6 +301,35 @@ async def test_what_is_noted_of_ids_is_saved(tmp_path):
         async with servers(1) as (plain,):
             with pytest.raises(NotFoundError, match="'t1'"):
                 await plain.load(0, BUCKETS, files)
+
+
+async def test_a_table_that_was_lost_comes_back_from_a_file(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(1) as (one,):
+        for number in range(3):
+            await one.ask(training(rng, number))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+        before = together([one])
+        held = one.store.variables[1]
+        held.cell.lose("XLA had no memory")  # as an update that fails half way
+        held.slots.clear()
+        asked = PullRows(SESSION, [], [1], (np.arange(3),))
+        for refused in (
+            asked,
+            training(rng, 5),
+            PinSnapshot(SESSION, 3, [1], [1]),
+            StoreTable(SESSION, 1, False, [], (np.arange(3),)),
+        ):
+            with pytest.raises(UnavailableError, match="'t1'"):
+                await one.ask(refused)
+        await one.copies.attach()  # the backup has lost it, too
+        await one.load(0, BUCKETS, files)
+        assert together([one]) == before
+        await one.ask(asked)
+        await one.copies.promote()
+        one.copies.primary, kept = one.copies.backup, one.copies.primary
+        assert together([one]) == before
+        one.copies.primary = kept
 
 
 @pytest.mark.parametrize("rules", [{}, RULES])
