@@ -142,6 +142,16 @@ def test_a_recommender_goes_on_with_another_number_of_servers(run):
     assert code == (0 if float(area) >= 70 else 1)
 
 
+def test_items_that_come_and_go(run):
+    few = ["--ps", "2", "--workers", "1", "--steps", "160", "--every", "80"]
+    code, out = run("new_ids.py", *few, "--sold", "200", "--new", "10")
+    lines = re.findall(r"^ *(\d+) +(\S+)% +(\S+)% +(\d+)$", out, re.MULTILINE)
+    assert [line[0] for line in lines] == ["80", "160"]
+    assert float(lines[-1][1]) > float(lines[-1][2])
+    assert int(lines[-1][3]) < 200 + 160 * 10, "old rows are evicted"
+    assert code == 0
+
+
 STEP = """
 import jax.numpy as jnp, numpy as np, optax
 import zstrat as zs

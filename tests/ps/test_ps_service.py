@@ -407,6 +407,12 @@ async def test_statistics_are_plain_and_complete(rig):
         "contribution_bytes": 0,
         "remembered_steps": 0,
         "low_water": 0,
+        "table_rows": 0,
+        "table_id_bytes": 0,
+        "table_waiting": 0,
+        "table_births": 0,
+        "table_removed": 0,
+        "table_refused": 0,
         "snapshots": 0,
         "undo_bytes": 0,
     }

@@ -285,6 +285,12 @@ def test_statistics_count_what_happened(store):
         "contribution_bytes": 0,
         "remembered_steps": 1,
         "low_water": 2,
+        "table_rows": 0,
+        "table_id_bytes": 0,
+        "table_waiting": 0,
+        "table_births": 0,
+        "table_removed": 0,
+        "table_refused": 0,
     }
 
 

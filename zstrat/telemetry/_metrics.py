@@ -147,6 +147,9 @@ programs ps_programs Compiled programs of updates.
 waiting ps_waiting Requests that wait for a variable.
 remembered_steps ps_remembered_steps Steps remembered to know a push that comes twice.
 snapshots ps_snapshots Snapshots that are being read for checkpoints.
+table_rows ps_table_rows Rows of tables of any id.
+table_id_bytes:bytes ps_table_id_bytes Bytes of ids and indices of these tables.
+table_waiting ps_table_waiting Ids that wait for admission to these tables.
 undo_bytes:bytes ps_undo_bytes Bytes of old rows kept for snapshots.
 contributions ps_contributions Contributions of steps that wait for their round.
 contribution_bytes:bytes ps_contribution_bytes Bytes of these contributions.
@@ -164,6 +167,9 @@ replication.unacknowledged ps_unacknowledged \
 +updates ps_updates Updates that were applied.
 +duplicates ps_duplicates Pushes that came twice, and were applied once.
 +failed ps_failed Requests that failed.
++table_births ps_table_births Rows of tables of any id that were created.
++table_removed ps_table_removed Rows of these tables that were removed or evicted.
++table_refused ps_table_refused Gradients dropped as their ids were not admitted.
 [worker] service
 draining worker_draining 1 while the worker ends.
 waiting worker_queued Closures that wait to run.

@@ -572,6 +572,7 @@ class Store:
     def statistics(self) -> dict[str, int]:
         """Returns counts and bytes; reads no values, so that it is cheap."""
         held, counts = self.variables.values(), self.counts
+        tables = [(each, each.table) for each in held if each.table is not None]
         return {
             "variables": len(held),
             "bytes": sum(each.cell.nbytes for each in held),
@@ -590,6 +591,12 @@ class Store:
             "contribution_bytes": self.rounds.nbytes,
             "remembered_steps": len(self.ledger) + len(self.writers),
             "low_water": self.ledger.low_water,
+            "table_rows": sum(each.cell.shape[0] for each, _ in tables),
+            "table_id_bytes": sum(table.nbytes for _, table in tables),
+            "table_waiting": sum(len(table.waiting or ()) for _, table in tables),
+            "table_births": sum(table.births for _, table in tables),
+            "table_removed": sum(table.removed for _, table in tables),
+            "table_refused": sum(table.refused for _, table in tables),
         }
 
     def _versions(self, push: Push) -> list[int]:
