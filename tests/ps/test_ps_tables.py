@@ -243,7 +243,7 @@ def test_creating_again_keeps_a_table_and_nothing_else():
             create(store, wrong)
     with pytest.raises(AlreadyExistsError):
         create_in(store, [VariableEntry(1, "t1", True, True)], [first_rows(ids)])
-    for wrong in entry(2, (0,)), entry(2, (2**20,)), entry(2, (-1, -1)):
+    for wrong in entry(2, (0,)), entry(2, (2**20,)), entry(2, [1] * 99):
         with pytest.raises(InvalidArgumentError):
             create(store, wrong)
     with pytest.raises(InvalidArgumentError):

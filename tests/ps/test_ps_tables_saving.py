@@ -10,8 +10,13 @@ from ps_copies import Copies
 from ps_tables import WIDTH, first_rows, in_order, items
 from test_ps_tables_copies import UNIFORM, beginning, training
 
-from zstrat.checkpoint import TensorInfo, TensorWriter
-from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
+from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
+from zstrat.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.wire import (
     Done,
@@ -34,7 +39,7 @@ ROWS = int(UpdateOp.OPTIMIZE_ROWS)
 
 
 IDS_OF = {".counts": "0.waiting"}
-RULES = {"count": 2, "chance": 0.9, "tracks": True}
+RULES = {"gradients": 2, "chance": 0.9, "tracks": True}
 
 
 class Server:
@@ -154,6 +159,25 @@ async def test_from_one_server_to_three_to_two(tmp_path, optimizer, binds):
                 await each.ask(training(rng, 7))  # it is replaced
                 await each.load(*pair, files)
             assert together(two) == together(one)
+
+
+async def test_equal_tables_are_equal_bytes(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(2, **RULES) as (one, other):
+        for number in range(5):
+            await one.ask(training(rng, number, removes=number == 3))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+        for first, last in bounds(3)[::-1]:
+            await other.load(first, last, files, replaces=last == BUCKETS)
+        held = [each.store.variables[1].table.ids.look() for each in (one, other)]
+        assert set(held[0].tolist()) == set(held[1].tolist())
+        assert held[0].tolist() != held[1].tolist()
+        await other.save(tmp_path / "b")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        with TensorReader(str(tmp_path / "a")) as reader:
+            ids = reader.read("0.ids", 0, len(held[0]))
+        wanted = np.lexsort((ids, buckets_of(hashes_of(ids))))
+        np.testing.assert_array_equal(wanted, np.arange(len(ids)))
 
 
 async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
@@ -277,6 +301,35 @@ async def test_what_is_noted_of_ids_is_saved(tmp_path):
         async with servers(1) as (plain,):
             with pytest.raises(NotFoundError, match="'t1'"):
                 await plain.load(0, BUCKETS, files)
+
+
+async def test_a_table_that_was_lost_comes_back_from_a_file(tmp_path):
+    rng = np.random.default_rng(2)
+    async with servers(1) as (one,):
+        for number in range(3):
+            await one.ask(training(rng, number))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+        before = together([one])
+        held = one.store.variables[1]
+        held.cell.lose("XLA had no memory")  # as an update that fails half way
+        held.slots.clear()
+        asked = PullRows(SESSION, [], [1], (np.arange(3),))
+        for refused in (
+            asked,
+            training(rng, 5),
+            PinSnapshot(SESSION, 3, [1], [1]),
+            StoreTable(SESSION, 1, False, [], (np.arange(3),)),
+        ):
+            with pytest.raises(UnavailableError, match="'t1'"):
+                await one.ask(refused)
+        await one.copies.attach()  # the backup has lost it, too
+        await one.load(0, BUCKETS, files)
+        assert together([one]) == before
+        await one.ask(asked)
+        await one.copies.promote()
+        one.copies.primary, kept = one.copies.backup, one.copies.primary
+        assert together([one]) == before
+        one.copies.primary = kept
 
 
 @pytest.mark.parametrize("rules", [{}, RULES])

@@ -10,17 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
+from zstrat.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidArgumentError,
+    NotFoundError,
+)
 from zstrat.ps.engine._slots import Unbound
+from zstrat.ps.store._pins import Pin
 from zstrat.ps.tables._id_table import TALL
+from zstrat.ps.tables._waiting import WAITING
 from zstrat.wire import TensorEntry
+
+from ._sorted_pins import RowOrder, SortedPin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.ps.store._cell import Cell
-    from zstrat.ps.store._pins import Pin
 
 MAX_SNAPSHOTS: Final = 16
 """Snapshots at a time: each one may hold memory of the size of all that it pins."""
@@ -34,7 +42,9 @@ class SnapshotTensor(NamedTuple):
     """One tensor of a snapshot."""
 
     entry: TensorEntry
-    pin: Pin
+    pin: Pin | SortedPin
+    order: RowOrder | None = None
+    """Of the rows of a table of any id."""
 
     @classmethod
     def of(
@@ -43,6 +53,11 @@ class SnapshotTensor(NamedTuple):
         """Pins a value, or a leaf of the slots of an optimizer."""
         name, shape = cell.dtype.name, list(cell.shape)
         return cls(TensorEntry(key, optimizer, leaf, name, shape, rows), cell.pin())
+
+    def sorted_by(self, order: RowOrder) -> SnapshotTensor:
+        """Returns this tensor with its rows in this order."""
+        assert isinstance(self.pin, Pin)
+        return self._replace(pin=SortedPin(self.pin, order), order=order)
 
 
 class TensorPart(NamedTuple):
@@ -65,6 +80,8 @@ class ServerSnapshot:
         self.is_released = True
         for tensor in self.tensors:
             tensor.pin.release()
+            if tensor.order is not None:
+                tensor.order.ids.release()
         self.tensors = ()
 
 
@@ -177,11 +194,40 @@ def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
 
 
 def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotTensor]:
-    key, cell = held.entry.key, held.cell
-    yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
-    if held.table is not None:
-        for name, leaf_cell in held.table.leaves().items():
-            yield SnapshotTensor.of(key, 0, name, leaf_cell, name in TALL)
+    if held.table is None:
+        yield SnapshotTensor.of(held.entry.key, 0, "", held.cell, bool(held.cell.shape))
+        yield from _pinned_slots(held, optimizers)
+        return
+    key, height = held.entry.key, held.cell.shape[0]
+    order = RowOrder(held.table.ids.pin())
+    yield SnapshotTensor.of(key, 0, "", held.cell, True).sorted_by(order)
+    waiting: RowOrder | None = None
+    for name, cell in held.table.leaves().items():
+        tensor = SnapshotTensor.of(key, 0, name, cell, name in TALL)
+        if name == WAITING:
+            waiting = RowOrder(cell.pin())
+        if tensor.entry.rows:
+            tensor = tensor.sorted_by(order)
+        elif cell.grows and waiting is not None:
+            tensor = tensor.sorted_by(waiting)
+        yield tensor
+    for tensor in _pinned_slots(held, optimizers):
+        if not tensor.entry.rows:
+            yield tensor
+            continue
+        if tensor.entry.shape[0] != height:
+            raise InvalidArgumentError(
+                f"{held.cell.who}: the state of optimizer {tensor.entry.optimizer} was "
+                "restored, and rows were born since, before the optimizer got its "
+                "tree: zs.Optimizer(transformation, params=params)"
+            )
+        yield tensor.sorted_by(order)
+
+
+def _pinned_slots(
+    held: HeldVariable, optimizers: Sequence[int]
+) -> Iterator[SnapshotTensor]:
+    key = held.entry.key
     for optimizer in optimizers:
         slots = held.slots.get(optimizer)
         if slots is None:

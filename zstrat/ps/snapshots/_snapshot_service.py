@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from zstrat.ps._thread import JobThread, MakeThread
     from zstrat.ps.store._store import Store
 
+    from ._snapshot import SnapshotTensor
     from ._snapshot_files import Turn
 
 ENTRIES: Final = 1024
@@ -187,6 +189,8 @@ class SnapshotService:
         for tensor in tensors:
             tensor.pin.require()
         with self._working():
+            for tensor in tensors:
+                await self._sort(tensor)
             write = SnapshotWrite(snapshot, self._disk, self._turn)
             return await write.run(message.path, tensors, message.names)
 
@@ -199,6 +203,7 @@ class SnapshotService:
                 f"{self._task}: bytes {start} to {start + size} of a tensor of "
                 f"{pin.nbytes} (at most {MAX_READ_BYTES} at a time)"
             )
+        await self._sort(tensor)
         part = pin.view(start, start + size)
         if part is None:
             part = np.empty(size, np.uint8)
@@ -207,6 +212,19 @@ class SnapshotService:
                     pin.copy(start + at, part[at : at + PIECE])
                 await asyncio.sleep(0)  # requests come between two pieces
         return SnapshotPart((part,))
+
+    async def _sort(self, tensor: SnapshotTensor) -> None:
+        """Finds the order of the rows of a table, if it is not known yet."""
+        order = tensor.order
+        if order is None or order.is_known:
+            return
+        ids = np.empty(order.ids.nbytes, np.uint8)
+        for at in range(0, len(ids), PIECE):
+            async with self._turn([tensor.entry.key]):
+                order.ids.copy(at, ids[at : at + PIECE])
+            await asyncio.sleep(0)  # requests come between two pieces
+        await self._disk.run(partial(order.sort, ids.view(np.int64)))
+        order.ids.release()
 
     async def _load(self, message: LoadTensors) -> Done:
         with self._working():

@@ -28,6 +28,10 @@ _WIDEST: Final = WIDEST // 16
 be of a wider dtype, are not too wide either."""
 
 
+_AXES: Final = 8
+"""Axes of a row."""
+
+
 @dataclass(frozen=True, slots=True)
 class TablesPlan:
     """Validated new tables, whose rows begin as a shipped initializer makes them."""
@@ -83,8 +87,9 @@ def tables_plan(
         raise InvalidArgumentError(f"{variables.task}: a key of new variables repeats")
     for entry in entries:
         nbytes = dtype_named(entry.dtype).itemsize
-        for size in entry.row:
+        for size in entry.row[:_AXES]:
             nbytes *= max(0, size)
+        nbytes *= len(entry.row) <= _AXES
         if not 0 < nbytes <= _WIDEST:
             raise InvalidArgumentError(
                 f"{variables.task}: variable {entry.name!r}: a row of a table of any "

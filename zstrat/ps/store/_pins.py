@@ -77,17 +77,21 @@ class UndoLog:
         """Returns which rows of ``[start, stop)`` are in the log."""
         return np.flatnonzero(self._places[start:stop]) + start
 
-    def patch(self, out: np.ndarray, start: int, rows: np.ndarray) -> None:
-        """Writes logged ``rows`` to ``out``, a table that begins with row ``start``."""
+    def patch(self, out: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
+        """Writes logged ``rows`` to ``out``, opaque rows, where ``at`` says."""
         places = self._places[rows] - 1
         order = np.argsort(places)
-        places, rows = places[order], rows[order] - start
+        places, at = places[order], at[order]
         for block in range(places[0] // self._most, places[-1] // self._most + 1):
             first, last = np.searchsorted(
                 places, (block * self._most, (block + 1) * self._most)
             )
             found = places[first:last] - block * self._most
-            out[rows[first:last]] = self._blocks[block][found]
+            out[at[first:last]] = self._blocks[block][found]
+
+    def are_in(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the places of those rows that are in the log, among ``rows``."""
+        return np.flatnonzero(self._places.take(rows))
 
     def row(self, row: int) -> np.ndarray:
         """Returns the bytes of one logged row."""
@@ -181,6 +185,18 @@ class Pin:
         if self._log is not None and len(out):
             self._patch(self._log, start, stop, out)
 
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """Returns some rows ([n], inside) of the pinned value, uint8 ``[n * width]``.
+
+        Raises: As `copy`.
+        """
+        table = self._kept(0, self.nbytes).view(np.dtype((np.void, self.width)))
+        found = table.take(rows, mode="clip")
+        log = self._log
+        if log is not None and len(logged := log.are_in(rows)):
+            log.patch(found, logged, rows[logged])
+        return found.view(np.uint8)
+
     def require(self) -> None:
         """Raises what `copy` does, if any of the value is no longer kept."""
         self._kept(0, 0)
@@ -226,7 +242,8 @@ class Pin:
         whole = rows[(rows >= first) & (rows < last)]
         if len(whole):
             inside = out[first * width - start : last * width - start]
-            log.patch(inside.view(np.dtype((np.void, width))), first, whole)
+            opaque = inside.view(np.dtype((np.void, width)))
+            log.patch(opaque, whole - first, whole)
         for row in rows[(rows < first) | (rows >= last)]:  # cut by an end: two at most
             low, high = max(start, row * width), min(stop, (row + 1) * width)
             part = log.row(row)[low - row * width : high - row * width]

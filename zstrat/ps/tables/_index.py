@@ -37,12 +37,18 @@ _RECORD: Final = np.dtype(np.complex128)
 """What numpy copies a record as: no other type of 16 bytes is taken as fast."""
 
 
+_PERIOD: Final = 512
+"""Buckets after which limits repeat. Neighbours grow one after the other, so that they
+come to the same page of memory, which costs more than they do; and so that a server
+that has few buckets has some of each limit."""
+
+
 def _limits() -> np.ndarray:
     """Returns how full a segment of each bucket may be, between 0.35 and 0.7. Equal
     steps of the logarithm, as sizes double: at any time as many buckets are just about
     to grow as at any other."""
-    golden = (np.arange(BUCKETS) * 0.6180339887498949) % 1.0
-    limits: np.ndarray = 0.35 * 2.0**golden
+    steps = np.arange(BUCKETS) % _PERIOD / _PERIOD
+    limits: np.ndarray = 0.35 * 2.0**steps
     return limits
 
 
