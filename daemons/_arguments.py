@@ -111,6 +111,13 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
             "the next process of its task (or set ZSTRAT_STATE, or systemd's "
             "STATE_DIRECTORY)",
         )
+        add(
+            "--spill",
+            metavar="DIR",
+            type=folder,
+            help="folder on a fast disk where this server keeps rows of tables of any "
+            "id that memory has no room for (or set ZSTRAT_SPILL)",
+        )
     add("--insecure", action="store_true", help="serve other machines without keys")
     add(
         "--parent",
@@ -181,7 +188,7 @@ def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     Raises:
         ValueError: A variable has an invalid value.
     """
-    names = ("keys", "insecure", "log_json", "http")
+    names = ("keys", "insecure", "log_json", "http", "spill")
     given = {name: value for name, value in vars(parsed).items() if name in names}
     overrides = {name: value for name, value in given.items() if value}
     settings = settings_from(env)

@@ -116,6 +116,9 @@ class Settings:
     state: Path | None = None
     """A folder in which a parameter server saves its state when it is stopped, for the
     next process of its task. None: the state is lost."""
+    spill: Path | None = None
+    """A folder in which a parameter server keeps rows of tables of any id, in files
+    that the kernel reads and writes by pages. None: they stay in memory."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: built-in defaults."""
@@ -194,6 +197,8 @@ def daemon_variables(settings: Settings) -> dict[str, str]:
     }
     if settings.state is not None:
         variables["ZSTRAT_STATE"] = str(settings.state)
+    if settings.spill is not None:
+        variables["ZSTRAT_SPILL"] = str(settings.spill)
     settings_from(variables)  # fails here instead of in the daemon
     return variables
 
@@ -312,6 +317,7 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_LOG": ("log_json", _is("json", "", "text")),
     "ZSTRAT_OUTPUT": ("output", _one_of(*OUTPUTS)),
     "ZSTRAT_PREFETCH": ("prefetch", _prefetch),
+    "ZSTRAT_SPILL": ("spill", _path),
     "ZSTRAT_STATE": ("state", _path),
     "ZSTRAT_TRACEBACK": ("traceback", _one_of("short", "full")),
 }

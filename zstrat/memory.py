@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import tempfile
 from pathlib import Path
 from typing import Final, final
 
@@ -64,12 +66,20 @@ class Reserve:
 
     Args:
         size: Elements in use to begin with.
+        folder: Where it is in a file, without a name, that the kernel reads and writes
+            by pages as it needs room. None: it stays in memory.
+
+    Raises:
+        MemoryError: The machine, or the disk, has not so much.
+        OSError: No file can be made in the folder.
     """
 
-    def __init__(self, size: int, dtype: np.dtype) -> None:
+    def __init__(self, size: int, dtype: np.dtype, folder: Path | None = None) -> None:
         self._dtype = dtype
-        self._memory = _reserved(_RESERVED, size * dtype.itemsize)
+        self._file: _Unnamed | None = None if folder is None else _Unnamed(folder)
+        self._memory = self._reserved(_RESERVED, size * dtype.itemsize)
         self._whole = np.frombuffer(self._memory, np.uint8)
+        self._allocate(size * dtype.itemsize)
         self.array = self._whole[: size * dtype.itemsize].view(dtype)
 
     def grow(self, size: int) -> None:
@@ -79,10 +89,13 @@ class Reserve:
             MemoryError: The machine has not so much; nothing has changed.
         """
         nbytes = size * self._dtype.itemsize
+        self._allocate(nbytes)  # some of it may have been released
         if nbytes <= self.array.nbytes:
             return
         if nbytes > len(self._whole):  # a machine that counts address space
-            self._memory = _reserved(2 * nbytes, nbytes)
+            if self._file is not None:
+                raise MemoryError(f"{nbytes} bytes of address space of a file")
+            self._memory = self._reserved(2 * nbytes, nbytes)
             whole = np.frombuffer(self._memory, np.uint8)
             whole[: self.array.nbytes] = self.array.view(np.uint8)
             self._whole = whole
@@ -95,24 +108,71 @@ class Reserve:
         first = -(-start * self._dtype.itemsize // page) * page
         last = (start + size) * self._dtype.itemsize // page * page
         if last > first:
-            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+            gone = mmap.MADV_DONTNEED
+            if self._file is not None:
+                gone = mmap.MADV_REMOVE
+                self._file.allocated = min(self._file.allocated, first)
+            self._memory.madvise(gone, first, last - first)
+
+    def _allocate(self, nbytes: int) -> None:
+        if self._file is not None:
+            self._file.allocate(nbytes)
+
+    def _reserved(self, wanted: int, least: int) -> mmap.mmap:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        wanted = -(-max(wanted, least) // HUGE_PAGE) * HUGE_PAGE
+        while True:
+            try:
+                if self._file is not None:
+                    os.ftruncate(self._file.descriptor, wanted)
+                    return mmap.mmap(self._file.descriptor, wanted)
+                memory = mmap.mmap(-1, wanted, flags=flags)
+            except OSError as error:
+                if wanted <= least + HUGE_PAGE:
+                    what = f"{least} bytes of address space: {error}"
+                    raise MemoryError(what) from None
+                wanted = -(-max(wanted // 4, least) // HUGE_PAGE) * HUGE_PAGE
+                continue
+            if _HUGE_PAGES is not None:
+                with contextlib.suppress(OSError):  # a kernel without them
+                    memory.madvise(_HUGE_PAGES)
+            return memory
 
 
-def _reserved(wanted: int, least: int) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    wanted = -(-max(wanted, least) // HUGE_PAGE) * HUGE_PAGE
-    while True:
+_ALLOCATED: Final = 16 * 2**20
+"""Bytes of a file that are allocated at a time, before they are written: a write to a
+page that the disk has no room for would end the process."""
+
+
+class _Unnamed:
+    """A file without a name, which is gone with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.descriptor = -1  # until there is one
+        self.descriptor, name = tempfile.mkstemp(dir=folder)
+        os.unlink(name)
+        self.allocated = 0
+        """Bytes from the beginning that the disk has room for."""
+
+    def allocate(self, nbytes: int) -> None:
+        """Takes room on the disk for the first ``nbytes``.
+
+        Raises:
+            MemoryError: It has no more.
+        """
+        if nbytes <= self.allocated:
+            return
+        end = -(-nbytes // _ALLOCATED) * _ALLOCATED
         try:
-            memory = mmap.mmap(-1, wanted, flags=flags)
+            more = end - self.allocated
+            os.posix_fallocate(self.descriptor, self.allocated, more)
         except OSError as error:
-            if wanted <= least + HUGE_PAGE:
-                raise MemoryError(f"{least} bytes of address space: {error}") from None
-            wanted = -(-max(wanted // 4, least) // HUGE_PAGE) * HUGE_PAGE
-            continue
-        if _HUGE_PAGES is not None:
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(_HUGE_PAGES)
-        return memory
+            raise MemoryError(f"{nbytes} bytes in a file: {error}") from None
+        self.allocated = end
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 _FACTS: Final = Path("/proc/meminfo")

@@ -125,7 +125,9 @@ class PsProcess:
         self._handover: Handover | None = None
         self._inherited: Inherited | None = None
         if settings.state is not None:
-            self._handover = Handover(settings.state, me.index, self._task, make_thread)
+            self._handover = Handover(
+                settings.state, me.index, self._task, make_thread, settings.spill
+            )
             # On the loop: no request can be held up yet.
             largest = settings.limits.body
             self._inherited = self._handover.take(load_code, largest=largest)

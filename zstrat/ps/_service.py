@@ -138,7 +138,8 @@ class PsService:
         self._task = task
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
-            self._store = Store(engine, task=task, largest=largest)
+            spill = settings.spill
+            self._store = Store(engine, task=task, largest=largest, spill=spill)
         else:
             self._store = inherited.store
         self._ownership = Ownership(task)

@@ -116,6 +116,7 @@ class Handover:
         folder: Its state folder, which other users may not write to.
         task: Names it in errors.
         make_thread: Makes the thread that writes.
+        spill: Where tables of any id are kept, as in `HeldVariables`.
 
     Raises:
         PermissionDeniedError, OSError: As `StateFiles`.
@@ -127,9 +128,10 @@ class Handover:
         index: int,
         task: str,
         make_thread: MakeThread = ComputeThread,
+        spill: Path | None = None,
     ) -> None:
         self._files, self._task = StateFiles(folder, index), task
-        self._make_thread = make_thread
+        self._make_thread, self._spill = make_thread, spill
 
     async def leave(self, left: Inherited, patience: float) -> bool:
         """Writes the state for the next process.
@@ -227,7 +229,8 @@ class Handover:
         for plain in facts["stores"]:
             store, task = None, f"/job:ps/task:{plain['number']}"
             if plain["store"] is not None:
-                store = Store(OptimizerEngine(load_code), task=task, largest=largest)
+                engine, spill = OptimizerEngine(load_code), self._spill
+                store = Store(engine, task=task, largest=largest, spill=spill)
                 restore(store, plain["store"], state)
             role = StoreRole(plain["role"])
             stores.append(HandedOverStore(**{**plain, "role": role, "store": store}))

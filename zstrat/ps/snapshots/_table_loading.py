@@ -16,7 +16,7 @@ from zstrat.ids import buckets_of, hashes_of
 from zstrat.ps.engine._arithmetic import as_rows, is_floating
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.store._lookups import require_table
-from zstrat.ps.tables._growing_cell import GrowingCell, growing
+from zstrat.ps.tables._growing_cell import growing
 from zstrat.ps.tables._id_table import CLOCK, USES
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.ps.tables._waiting import COUNTS
@@ -79,7 +79,7 @@ class TableLoading:
         self.replaces = replaces
         self._target = held
         if replaces:
-            cell = GrowingCell(held.cell.shape[1:], held.cell.dtype)
+            cell = held.cell.sibling(held.cell.shape[1:], held.cell.dtype, 0)
             cell.who = held.cell.who
             self._target = HeldVariable(held.entry, cell, 0, table=table.empty())
 

@@ -64,7 +64,7 @@ class TablesPlan:
                 table.first_rows(np.zeros(1, np.int64), np.empty((1, *row), dtype))
             except ValueError as error:
                 raise InvalidArgumentError(f"{who}: {error}") from error
-            cell = GrowingCell(row, dtype)
+            cell = GrowingCell(row, dtype, folder=self.variables.spill)
             cell.who = who
             said = VariableEntry(entry.key, entry.name, entry.trainable, sharded=True)
             self.made.append(HeldVariable(said, cell, 0, table=table))

@@ -69,6 +69,7 @@ from ._variables import HeldVariables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
     from zstrat.wire import AppliedParts, ArraySpec, TableEntry
@@ -96,11 +97,16 @@ class Store:
     """
 
     def __init__(
-        self, engine: OptimizerEngine, *, task: str = "ps", largest: int = 2**36
+        self,
+        engine: OptimizerEngine,
+        *,
+        task: str = "ps",
+        largest: int = 2**36,
+        spill: Path | None = None,
     ) -> None:
         self._task, self._largest = task, largest
         self.engine = engine
-        self.variables = HeldVariables(task)
+        self.variables = HeldVariables(task, spill)
         """The variables, for the session that is open."""
         self.ledger, self.writers = Ledger(), Writers(task)
         self.leases = DoneLeases()

@@ -14,6 +14,7 @@ from zstrat.ps.engine._slots import HeldVariable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from zstrat.wire import VariableEntry
 
@@ -25,12 +26,13 @@ class HeldVariables(dict[int, HeldVariable]):
     """A dict, as each pull and push looks several variables up. A key that is not there
     raises `NotFoundError`; the owner of the store alone changes what is there.
 
-    ``task`` names the parameter server in errors.
+    ``task`` names the parameter server in errors. ``spill`` is a folder in which rows
+    of tables of any id are kept; None: they stay in memory.
     """
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, spill: Path | None = None) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.spill = task, spill
         self.generation = 0
         """Grows with each `clear`: a plan of an earlier one cannot be committed."""
         self.first_version = 0

@@ -24,6 +24,7 @@ from zstrat.ps.store._cell import Buffer, Cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from zstrat.ps.store._pins import Pin
 
@@ -42,15 +43,31 @@ class GrowingCell(Cell):
     """A cell of ``[height, *row]`` that `extend` and `shrink` change. It is never on
     the device, and a lease of it is a copy."""
 
-    __slots__ = ("_asked", "_reserve", "_row", "_width")
+    __slots__ = ("_asked", "_folder", "_reserve", "_row", "_width")
 
     grows: ClassVar[bool] = True
 
-    def __init__(self, row: tuple[int, ...], dtype: np.dtype, height: int = 0) -> None:
-        """Makes a cell whose rows are zero."""
+    def __init__(
+        self,
+        row: tuple[int, ...],
+        dtype: np.dtype,
+        height: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        """Makes a cell whose rows are zero; in a file in ``folder``, if one is given.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for them, or no room on the disk.
+        """
+        self._folder = folder
         self._row, self._width = row, math.prod(row)
         self._asked = 0
-        self._reserve = Reserve(height * self._width, dtype)
+        try:
+            self._reserve = Reserve(height * self._width, dtype, folder)
+        except OSError as error:
+            raise ResourceExhaustedError(
+                f"rows cannot be kept in a file in {folder}: {error}"
+            ) from None
         array = self._reserve.array.reshape((height, *row))
         self._start(array.shape, dtype, Buffer(array), None)
 
@@ -112,7 +129,8 @@ class GrowingCell(Cell):
     def sibling(
         self, row: tuple[int, ...], dtype: np.dtype, height: int | None = None
     ) -> Cell:
-        return GrowingCell(row, dtype, self.shape[0] if height is None else height)
+        height = self.shape[0] if height is None else height
+        return GrowingCell(row, dtype, height, self._folder)
 
     def _resize(self, height: int) -> None:
         self.shape = (height, *self._row)
@@ -123,7 +141,7 @@ class GrowingCell(Cell):
 
     def _require_memory(self, height: int) -> None:
         nbytes = height * self._width * self.dtype.itemsize
-        if nbytes - self._asked < _ASKED_EACH:
+        if nbytes - self._asked < _ASKED_EACH or self._folder is not None:
             return
         left = available_bytes()
         if left is not None and left < nbytes - self._asked:
@@ -131,8 +149,9 @@ class GrowingCell(Cell):
         self._asked = nbytes
 
     def _exhausted(self, height: int) -> ResourceExhaustedError:
+        what = "memory" if self._folder is None else f"room in {self._folder}"
         return ResourceExhaustedError(
-            f"{self.who}: not enough memory for {height} rows of "
+            f"{self.who}: not enough {what} for {height} rows of "
             f"{self._width * self.dtype.itemsize} bytes: remove some, or use more "
             "parameter servers"
         )
